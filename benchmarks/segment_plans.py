@@ -23,12 +23,8 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.prediction import Workload
-from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
-from sparsebalance_megatron.plan.segments.pipeline import (
-    RankTimes,
-    makespans_ms,
-    most_tokens_in_flight,
-)
+from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.view.simulate.variants import (
@@ -61,24 +57,23 @@ def makespan_ms(
         cost = replace(cost, segments=free)
     stages = workload.job.pipeline_stages
     costs = step_costs(batch, workload.job, cost, StageScales.ones(stages, 1))
-    placed = [(each.samples, each.first_blocks) for each in plan.micro_batches]
-    known = CutCosts.of_segments(costs, plan.budgets_LS, placed)
-
-    def wrong(samples: tuple[int, ...], first_blocks: tuple[int, ...]) -> Cut:
-        cut = known.cut_at(samples, first_blocks)
-        shape, factor = cut.forward_UP.shape, sample_factors[list(samples)].mean()
-        return cut._replace(
-            forward_UP=cut.forward_UP * factor * drawn(operations, *shape),
-            backward_UP=cut.backward_UP * factor * drawn(operations, *shape),
+    cuts = []
+    for rank in range(plan.data_parallel_size):
+        own = plan.for_rank(rank).micro_batches
+        placed = [each.samples for each in own], [each.first_blocks for each in own]
+        factors = [sample_factors[list(samples)].mean() for samples in placed[0]]
+        cuts.append(
+            [
+                cut._replace(
+                    forward_UP=cut.forward_UP * factor * drawn(operations, *cut.forward_UP.shape),
+                    backward_UP=cut.backward_UP * factor * drawn(operations, *cut.forward_UP.shape),
+                )
+                for cut, factor in zip(
+                    cut_at(costs, plan.budgets_LS, *placed), factors, strict=True
+                )
+            ]
         )
-
-    ranks = [
-        RankTimes.of(
-            [wrong(each.samples, each.first_blocks) for each in plan.for_rank(rank).micro_batches]
-        )
-        for rank in range(plan.data_parallel_size)
-    ]
-    return float(makespans_ms(ranks, np.ones((len(ranks), stages))).max())
+    return float(makespans_ms(cuts, np.ones((len(cuts), stages))).max())
 
 
 def most_tokens(plan: StepPlan, stages: int, block_size: int) -> int:

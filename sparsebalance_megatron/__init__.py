@@ -4,7 +4,7 @@
 Packages, and which way imports go (a test enforces it):
 
 - :mod:`.plan`: one step's plan from its inputs. Python and numpy.
-- :mod:`.learn`: what steps teach, and the planner that plans with it. numpy.
+- :mod:`.learn`: what steps teach, and the planner that plans with it. numpy and msgspec.
 - :mod:`.cost`: what a micro-batch will cost, in ms. numpy and scipy.
 - :mod:`.attention`: block-sparse attention with budgets. torch.
 - :mod:`.megatron`: every import of Megatron: flags, layer specs, core attention, groups.

@@ -9,8 +9,8 @@ with :func:`sparse_balance_layer_spec`, trains through :func:`wrap_forward_step`
 :func:`train_data_iterator`, and says when a step has ended (:func:`on_step_end`).
 
 A host that owns its data as well asks a planner for plans (:func:`planner`), on any process, and
-begins a run on its ranks (:func:`begin_host_run`), where :func:`attach` puts a plan's budgets on
-the host's own ``PackedSeqParams``.
+begins a run on its ranks (:func:`begin_host_run`), where :func:`slice_of` cuts a rank's part of a
+micro-batch and :func:`attach` gives the model its budgets. A :class:`PlannedStep` travels as bytes.
 
 Importing this module loads neither torch nor Megatron.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparsebalance_megatron.config import SparseBalanceConfig
     from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HostJob",
+    "PlannedStep",
     "arguments_provider",
     "attach",
     "begin_host_run",
@@ -43,15 +46,18 @@ __all__ = [
     "is_enabled",
     "on_step_end",
     "planner",
+    "slice_of",
     "sparse_balance_layer_spec",
     "train_data_iterator",
     "training_hooks",
+    "whole_of",
     "wrap_forward_step",
 ]
 
 
 _ELSEWHERE = {
     "HostJob": "learn.host_planner",
+    "PlannedStep": "learn.planned_step",
     "begin_host_run": "run.own_loop",
     "begin_run": "run.own_loop",
 }
@@ -166,7 +172,8 @@ def planner(config: SparseBalanceConfig, job: HostJob) -> HostPlanner:
 
     Args:
         config: the plugin's choices.
-        job: of the host: ``run.job`` of one of its ranks, or made where there is none.
+        job: of the host: ``run.job`` of one of its ranks, or made where there is none. Its
+            ``data_parallel_size`` counts context-parallel ranks too.
 
     Raises:
         ConfigError, CostTableError: naming the field or file and the remedy.
@@ -176,33 +183,86 @@ def planner(config: SparseBalanceConfig, job: HostJob) -> HostPlanner:
     return HostPlanner(config, job)
 
 
+def slice_of(
+    run: HostRun,
+    planned: PlannedStep,
+    position: int,
+    values: Mapping[str, Tensor],
+    *,
+    padding: float = 0,
+) -> dict[str, Tensor]:
+    """What this rank computes of one of its micro-batches: all of it, or its part where ranks share
+    it.
+
+    Args:
+        position: of the micro-batch among those of this data-parallel rank.
+        values: name -> [tokens, ...], of the micro-batch's samples in the plan's order: inputs,
+            labels, a loss mask, what else the loss needs. A token's label goes with it: a rank's
+            tokens are not neighbours, so shift labels before.
+        padding: the value of what is computed besides, where a rank's tokens must be a multiple.
+
+    Returns:
+        name -> [tokens of this rank, ...], and ``position_ids``, which begin anew in every sample.
+
+    Raises:
+        IntegrationError: if there are more or fewer values than the samples have tokens.
+    """
+    return run.slice_of(planned, position, values, padding=padding)
+
+
+def whole_of(
+    run: HostRun, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of :func:`slice_of`, for what the model gives per token, log-probabilities say.
+
+    Collective over the ranks that share the micro-batch.
+
+    Args:
+        values: name -> [tokens of this rank, ...], padding included.
+
+    Returns:
+        name -> [tokens of the samples, ...], in the plan's order, on every rank that shares them.
+        A gradient flows through this rank's part alone. A loss from whole samples is computed on
+        all of those ranks; count its value and its tokens on one.
+    """
+    return run.whole_of(planned, position, values)
+
+
 def attach(
     run: HostRun,
     planned: PlannedStep,
     position: int,
-    packed_seq_params: Any,
+    packed_seq_params: Any = None,
     *,
+    model: Any = None,
     vp_stage: int | None = None,
     learn: bool = True,
 ) -> Any:
-    """A copy of a micro-batch's ``PackedSeqParams`` that carries its budgets, for the model.
+    """``PackedSeqParams`` of a micro-batch that carry its budgets, for the model.
 
     Called within the host's forward step, on every pipeline stage.
 
     Args:
         planned: the step, alike on all ranks.
         position: of the micro-batch among those of this data-parallel rank.
-        packed_seq_params: of the host's sequence, in the thd layout; its samples are those of the
-            plan's micro-batch, in order. What follows them is padding. Their boundaries are read on
-            the host, which waits for the device where they are there.
+        packed_seq_params: None where :func:`slice_of` cuts the model's inputs, which it must where
+            ranks share micro-batches. Else those of the host's own sequence, in the thd layout,
+            which are copied; its samples are those of the plan's micro-batch, in order, and what
+            follows them is padding. Their boundaries are read on the host, which waits for the
+            device where they are there.
+        model: the chunk that runs; needed where ranks share micro-batches, whose rotary embeddings
+            follow the true positions of a rank's tokens.
         vp_stage: model chunk, with virtual pipeline stages.
         learn: whether the pass is part of a training step, measured and observed. A pass that is
             not executes the planned budgets as they are.
 
     Raises:
         IntegrationError: if the packed sequence is not that of the plan, or a step was not ended.
+        PlanMismatchError: if ranks that may share micro-batches were given different plans.
     """
-    return run.attach(planned, position, packed_seq_params, vp_stage=vp_stage, learn=learn)
+    return run.attach(
+        planned, position, packed_seq_params, model=model, vp_stage=vp_stage, learn=learn
+    )
 
 
 def sparse_balance_layer_spec(

@@ -49,7 +49,7 @@ class ImportRule:
 
 IMPORT_RULES = {
     "plan": ImportRule(outside=("numpy",), inside=("plan", "cost")),
-    "learn": ImportRule(outside=("numpy",), inside=("learn", "plan", "cost")),
+    "learn": ImportRule(outside=("msgspec", "numpy"), inside=("learn", "plan", "cost")),
     "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": ImportRule(

@@ -21,10 +21,11 @@ INTEGRATION = {
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
         *("micro_batch_group_size", "shape", "max_sample_tokens", "global_batch_size"),
         *("micro_batches_multiple_of", "pad_samples_to", "recompute_all", "recompute_attention"),
-        "frozen_weights",
+        *("neighbours_per_node", "frozen_weights"),
     ],
+    "PlannedStep": ["plan", "samples", "scales", "plan_ms", "wait_ms"],
     "arguments_provider": ["other"],
-    "attach": ["run", "planned", "position", "packed_seq_params", "vp_stage", "learn"],
+    "attach": ["run", "planned", "position", "packed_seq_params", "model", "vp_stage", "learn"],
     "begin_host_run": [
         *("config", "transformer_config", "vocab_size", "max_sample_tokens"),
         *("global_batch_size", "pad_samples_to", "frozen_weights"),
@@ -37,9 +38,11 @@ INTEGRATION = {
     "is_enabled": ["args"],
     "on_step_end": ["run"],
     "planner": ["config", "job"],
+    "slice_of": ["run", "planned", "position", "values", "padding"],
     "sparse_balance_layer_spec": ["run", "spec", "vp_stage"],
     "train_data_iterator": ["run", "consumed_samples", "vp_stage"],
     "training_hooks": ["args"],
+    "whole_of": ["run", "planned", "position", "values"],
     "wrap_forward_step": ["run", "forward_step"],
 }
 """Function of sparsebalance_megatron.integration -> its parameters."""

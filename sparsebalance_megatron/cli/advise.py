@@ -159,9 +159,7 @@ def _costs(
     table = CostTable.load(arguments.cost_table)
     for block_size in arguments.block_sizes or [table.identity.block_size]:
         table.check_matches(run | {"block_size": block_size})
-    cost = fit_cost_model(table)
-    if arguments.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
+    cost = fit_cost_model(table).with_bandwidth(arguments.gigabytes_per_second)
     return lambda _: cost, table.identity.selection, [cost.block_size]
 
 

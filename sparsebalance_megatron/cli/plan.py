@@ -167,6 +167,4 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
     given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
     run = {name: value for name, value in given.items() if value is not None}
     cost = measured_cost_model(arguments.cost_table, run)
-    if arguments.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
-    return cost, arguments.layers
+    return cost.with_bandwidth(arguments.gigabytes_per_second), arguments.layers

@@ -124,8 +124,11 @@ class CostModel:
         }
         return replace(self, backward_ms=backward_ms)
 
-    def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
-        """A model whose ranks receive keys and values at one bandwidth, at every cp_size."""
+    def with_bandwidth(self, gigabytes_per_second: float | None) -> CostModel:
+        """A model whose ranks receive keys and values at one bandwidth, at every cp_size; itself
+        where that is None."""
+        if gigabytes_per_second is None:
+            return self
         rate = ms_per_byte(gigabytes_per_second)
         exchange = replace(self.exchange, ms_per_byte=rate, cp_size_slowness=())
         return replace(self, exchange=exchange)

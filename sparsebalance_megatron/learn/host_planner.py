@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
@@ -30,8 +30,7 @@ from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 class HostJob(Job):
     """One job of a host that owns its data and its loop; plain data, alike in all its processes.
 
-    A plan chooses the number of micro-batches, and a packed sequence lies on one rank, so
-    ``micro_batches`` and ``context_parallel_size`` are left out.
+    A plan chooses the number of micro-batches, so ``micro_batches`` is left out.
 
     Attributes:
         shape: the sizes that a layer's cost depends on.
@@ -42,6 +41,7 @@ class HostJob(Job):
         pad_samples_to: tokens that the host pads every sample to a multiple of.
         recompute_all, recompute_attention: what backward computes again (Megatron's
             ``--recompute-granularity`` full, or selective with ``core_attn``).
+        neighbours_per_node: ranks of a node that may share a micro-batch.
         frozen_weights: whether the model's own weights take no gradients, as beside low-rank
             adapters (LoRA).
     """
@@ -53,20 +53,16 @@ class HostJob(Job):
     pad_samples_to: int = 1
     recompute_all: bool = False
     recompute_attention: bool = False
+    neighbours_per_node: int = 8
     frozen_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in (
             *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
-            *("micro_batches_multiple_of", "pad_samples_to"),
+            *("micro_batches_multiple_of", "pad_samples_to", "neighbours_per_node"),
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
-        if self.context_parallel_size > 1:
-            raise ConfigError(
-                f"--context-parallel-size {self.context_parallel_size}: a host's packed sequence "
-                "lies on one rank; use 1"
-            )
 
     def padded(self, tokens: int) -> int:
         """Tokens of a sample where this host packs it."""
@@ -85,7 +81,11 @@ class HostJob(Job):
         cost = configured_cost_model(config, self.shape, {})
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
-        return cost.with_recompute(full=self.recompute_all, attention_only=self.recompute_attention)
+        return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
+            full=self.recompute_all,
+            attention_only=self.recompute_attention,
+            attention_kept=config.recompute_attention == "keep",
+        )
 
 
 class HostPlanner:
@@ -96,7 +96,7 @@ class HostPlanner:
     :meth:`load_state_dict` only. ``steps`` counts what has been learnt from.
 
     Args:
-        job: of the host; without context parallelism.
+        job: of the host.
         cost: of the job, recomputation included; None is :meth:`.HostJob.cost_model`.
         clock: seconds, for the time that planning takes.
 
@@ -112,9 +112,12 @@ class HostPlanner:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        cap_tokens = config.max_tokens_per_micro_batch or job.padded(job.max_sample_tokens)
-        for name, without in (("max_context_parallel", 1), ("dry_run", None)):
-            if getattr(config, name) not in (None, without):
+        longest_tokens = job.padded(job.max_sample_tokens)
+        cap_tokens = config.max_tokens_per_micro_batch or -(
+            -longest_tokens // job.context_parallel_size
+        )
+        for name, without in (("max_segments", 1), ("dry_run", None)):
+            if getattr(config, name) != without:
                 raise ConfigError(
                     f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "
                     "loop; drop it"
@@ -122,12 +125,14 @@ class HostPlanner:
         self.job = job
         self.coverage = CoverageCurves(
             job.layers,
-            -(-job.padded(job.max_sample_tokens) // config.block_size),
+            -(-longest_tokens // config.block_size),
             config.coverage_decay,
         )
         self._planner = StepPlanner(
             job=job,
-            policy=PlanPolicy.from_config(config, cap_tokens),
+            policy=PlanPolicy.from_config(
+                config, cap_tokens, max_cp_size(job, config, job.neighbours_per_node)
+            ),
             cost=job.cost_model(config) if cost is None else cost,
             coverage=self.coverage,
             global_batch_size=job.global_batch_size,
@@ -137,6 +142,11 @@ class HostPlanner:
             clock=clock,
         )
         self.steps = 0
+
+    @property
+    def max_cp_size(self) -> int:
+        """How many ranks share a micro-batch at most."""
+        return self._planner.policy.max_context_parallel
 
     def plan(
         self,
@@ -154,7 +164,8 @@ class HostPlanner:
             lengths_tokens: of its samples; the plan calls them 0 to S - 1.
             micro_batches: of every rank; None is the least number that the token cap allows.
             placement: where the host has placed the samples, [rank][position] -> samples; the plan
-                then only chooses budgets, and holds the host to no token cap.
+                then only chooses budgets, and holds the host to no token cap. Ranks that Megatron's
+                context parallelism groups count as one.
             pinned_LS: budgets that samples keep, such as ``StepPlan.budgets_LS`` of a plan that
                 they were in before; a column of zeros leaves a sample's to the plan. Pinned budgets
                 are executed as they are, without a guard.
@@ -207,13 +218,15 @@ class HostPlanner:
                     f"{multiple}"
                 )
             return range(given, given + 1)
-        largest = len(lengths) // (ranks * multiple) * multiple
+        policy = self._planner.policy
+        sharing = policy.max_context_parallel
+        largest = len(lengths) * sharing // (ranks * multiple) * multiple
         if largest < 1:
             raise PlanError(
                 f"{len(lengths)} samples cannot fill {multiple} micro-batches on each of {ranks} "
                 "ranks; give the step more samples"
             )
-        least = -(-sum(lengths) // (ranks * self._planner.policy.max_tokens_per_micro_batch))
+        least = -(-sum(lengths) // (ranks * policy.max_tokens_per_micro_batch))
         smallest = min(-(-max(least, 1) // multiple) * multiple, largest)
         return range(smallest, largest + 1, multiple)
 

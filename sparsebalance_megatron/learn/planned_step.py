@@ -7,11 +7,14 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +58,47 @@ class PlannedStep:
             for micro_batch in self.plan.micro_batches
         )
         return replace(self, plan=replace(self.plan, micro_batches=micro_batches))
+
+    def to_bytes(self) -> bytes:
+        """This step for another process, with its digest and the version of this package."""
+        return _ENCODER.encode((__version__, self.plan.digest(), self))
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> PlannedStep:
+        """The step of :meth:`to_bytes`.
+
+        Raises:
+            PlanError: it was written by another version, or is damaged.
+        """
+        try:
+            version, digest, step = _ENVELOPE.decode(encoded)
+            planned = _DECODER.decode(step) if version == __version__ else None
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            raise PlanError(f"these bytes are no plan ({error}); send those of to_bytes") from error
+        if planned is None:
+            raise PlanError(
+                f"the plan was written by version {version}, this is {__version__}; install the "
+                "same version in all processes"
+            )
+        if planned.plan.digest() != digest:
+            raise PlanError("the plan's digest is not that of its bytes; send it again")
+        return planned
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    assert isinstance(value, np.ndarray)
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+def _array(kind: type, value: Any) -> np.ndarray:
+    """Read-only, from what :func:`_plain` made of it."""
+    assert kind is np.ndarray
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[str, bytes, msgspec.Raw])
+_DECODER = msgspec.msgpack.Decoder(PlannedStep, dec_hook=_array)

@@ -36,7 +36,7 @@ class RunSettings:
         recompute_all, recompute_attention: what backward computes again.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
-        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4.
+        pad_to_multiple_of: see :func:`row_multiple`.
         command_line: to profile with at start-up; None for a trainer without flags.
     """
 
@@ -65,7 +65,7 @@ class RunSettings:
     eval_global_batch_size: int | None = None
 
     ranks_per_node: int = RANKS_PER_NODE
-    quantized_multiple: int = 1
+    pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
     command_line: tuple[str, ...] | None = None
 
@@ -98,12 +98,6 @@ class RunSettings:
     def neighbours_per_node(self) -> int:
         """Ranks of a node that may share a sequence: tensor-parallel ranks lie in between."""
         return max(1, self.ranks_per_node // self.shape.tensor_parallel_size)
-
-    @property
-    def pad_to_multiple_of(self) -> int:
-        """Tokens that a packed sequence's length must divide by; sequence parallelism cuts it."""
-        parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
-        return parts * self.quantized_multiple
 
     @classmethod
     def from_transformer_config(
@@ -142,8 +136,8 @@ class RunSettings:
             global_batch_size=global_batch_size,
             batch_size_schedule=batch_size_schedule,
             sequence_parallel=bool(transformer_config.sequence_parallel),
-            ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
-            quantized_multiple=quantized_row_multiple(transformer_config),
+            ranks_per_node=_ranks_per_node(),
+            pad_to_multiple_of=row_multiple(transformer_config),
             **_recomputed(transformer_config),
             **others,
         )
@@ -178,6 +172,10 @@ class RunSettings:
         )
 
 
+def _ranks_per_node() -> int:
+    return RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count()
+
+
 def _micro_batches(
     global_batch_size: int, micro_batch_size: int, data_parallel_size: int, *, scheduled: bool
 ) -> int:
@@ -195,6 +193,14 @@ def _recomputed(transformer_config: Any) -> dict[str, Any]:
         "recompute_all": granularity == "full",
         "recompute_attention": selective and "core_attn" in transformer_config.recompute_modules,
     }
+
+
+def row_multiple(transformer_config: Any) -> int:
+    """What a rank's tokens of a packed sequence divide by: sequence parallelism cuts them, and fp8
+    and fp4 multiply tiles."""
+    parallel = transformer_config.sequence_parallel
+    parts = int(transformer_config.tensor_model_parallel_size) if parallel else 1
+    return parts * quantized_row_multiple(transformer_config)
 
 
 def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
@@ -229,12 +235,14 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
     """
     layers = stage_layers(transformer_config)
     group_size = micro_batch_group_size(transformer_config)
+    shape = model_shape(transformer_config, vocab_size)
     return HostJob(
-        shape=model_shape(transformer_config, vocab_size),
+        shape=shape,
         stage_layers=layers,
         context_parallel_size=transformer_config.context_parallel_size,
         micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
         micro_batch_group_size=group_size,
+        neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
         **_recomputed(transformer_config),
         **others,
     )

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparsebalance_megatron.config import ConfigError, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.pipeline.operation_times import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
@@ -145,6 +145,21 @@ def check_cp_sizes(
         raise ConfigError(
             f"{limit} {max_cp_size}: must be at least --context-parallel-size {cp_size}"
         )
+
+
+def max_cp_size(job: Job, config: SparseBalanceConfig, neighbours_per_node: int) -> int:
+    """How many ranks may share a micro-batch at most; the neighbours are those that may share.
+
+    Raises:
+        ConfigError: as :func:`check_cp_sizes`.
+    """
+    ranks, size = job.data_parallel_size, job.context_parallel_size
+    largest = config.max_context_parallel
+    if largest is None:
+        dynamic = config.context_parallel == "dynamic"
+        largest = default_max_cp_size(ranks, size, neighbours_per_node) if dynamic else size
+    check_cp_sizes(ranks, size, largest)
+    return largest
 
 
 def default_max_cp_size(ranks: int, cp_size: int, ranks_per_node: int) -> int:

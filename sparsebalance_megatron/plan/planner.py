@@ -16,8 +16,7 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
-from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
-from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
+from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
@@ -90,13 +89,13 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
 
 
 def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Segments where they give the shorter step. Micro-batches in one piece are searched only where
-    they may win."""
-    cut = best_segments(problem)
+    """Segments where they give the shorter step. Budgets of micro-batches in one piece are tuned
+    only where those may win."""
+    batching, placement = _best_placement(problem)
+    cut = best_segments(problem, placement)
     if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
         return "makespan", cut.arrangement, cut.tuned
-    batching, placement, tuned = _best_of_groups(problem)
-    whole = Arrangement.of_groups(placement)
+    tuned, whole = problem.tuned(placement), Arrangement.of_groups(placement)
     whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
     if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
         return "makespan", cut.arrangement, cut.tuned
@@ -109,19 +108,20 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
     Raises:
         PlanError: it is not one of this job, or does not hold every sample once.
     """
-    job = problem.job
+    job, groups = problem.job, problem.job.groups
     shape = [len(rank) for rank in placement]
-    if job.context_parallel_size > 1 or shape != [job.micro_batches] * job.data_parallel_size:
+    if shape != [job.micro_batches] * groups.data_parallel_size:
         raise PlanError(
-            f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} ranks "
-            f"of {job.micro_batches}, without context parallelism"
+            f"placement: ranks have {shape} micro-batches, the job {groups.data_parallel_size} "
+            f"ranks of {job.micro_batches}; context-parallel ranks are not counted"
         )
     placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
     if placed != list(range(len(problem.lengths_tokens))):
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
-    return Arrangement.of_groups(placement), problem.tuned(placement)
+    arrangement = Arrangement.of_groups(placement, job.context_parallel_size)
+    return arrangement, problem.of_groups.tuned(placement)
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
@@ -201,13 +201,13 @@ def _searched(problem: StepProblem, start: Placement) -> Placement:
     )
     if not packed:
         return found
-    return improve_cp_sizes(
-        Arrangement.of_groups(found),
+    return improve_packed(
+        found,
         costs,
         problem.expected_2SC,
-        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
+        cap_tokens=cap_tokens,
         plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
-    ).samples
+    )
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

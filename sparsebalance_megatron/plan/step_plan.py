@@ -75,9 +75,12 @@ class PlanPolicy:
 
     @classmethod
     def from_config(
-        cls, config: SparseBalanceConfig, max_tokens_per_micro_batch: int
+        cls,
+        config: SparseBalanceConfig,
+        max_tokens_per_micro_batch: int,
+        max_context_parallel: int = 1,
     ) -> PlanPolicy:
-        """The choices of a configuration, with the cap that holds for this job."""
+        """The choices of a configuration, with the cap and the largest cp_size of this job."""
         return cls(
             batching=config.batching,
             tuning=config.tuning,
@@ -91,6 +94,8 @@ class PlanPolicy:
             block_size=config.block_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,
+            context_parallel=config.context_parallel,
+            max_context_parallel=max_context_parallel,
             max_segments=config.max_segments,
             segment_tokens=config.segment_tokens,
         )

@@ -14,12 +14,17 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.earlier_segments import (
+    MicroBatchSegments,
+    segment_slice,
+)
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -29,9 +34,11 @@ from sparsebalance_megatron.megatron.core_attention import (
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
     MicroBatchContext,
+    micro_batch_context,
     packed_params,
 )
 from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 
@@ -48,7 +55,8 @@ class ProfiledModel:
         enable_variable_lengths(self._config)
         self._model = _build(args, self._config, options, device)
         self._layer = self._model.decoder.layers[0]
-        self._select = self._layer.self_attention.core_attention.select
+        self._core_attention = self._layer.self_attention.core_attention
+        self._select = self._core_attention.select
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
@@ -107,6 +115,56 @@ class ProfiledModel:
 
         backward = backward_from(torch.ones_like(q_THD), inputs=inputs)
         return Timed(forward=attend, backward=backward)
+
+    def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
+        """Selection and attention of a sample: forwards of segments in order, then backwards in
+        reverse."""
+        cu_seqlens, block_size = (0, tokens), self._options.block_size
+        blocks = -(-tokens // block_size)
+        plan = MicroBatchPlan(
+            samples=(0,),
+            lengths_tokens=(tokens,),
+            budgets_LS=np.full((1, 1), budget_blocks, dtype=np.int32),
+            rank=0,
+            position=0,
+            pinned=(True,),
+            first_blocks=tuple(blocks * segment // segments for segment in range(segments)),
+        )
+        slices = [
+            segment_slice(cu_seqlens, plan.first_blocks, segment, block_size=block_size)
+            if segments > 1
+            else None
+            for segment in range(segments)
+        ]
+        inputs = [
+            self._queries_keys_values(tokens if held is None else len(held.tokens_T))
+            for held in slices
+        ]
+
+        def forward() -> list[Tensor]:
+            kept = MicroBatchSegments(count=segments) if segments > 1 else None
+            outputs = []
+            for held, qkv in zip(slices, inputs, strict=True):
+                context = micro_batch_context(
+                    *(plan, cu_seqlens if held is None else held.cu_seqlens),
+                    block_size=block_size,
+                    observe=True,
+                    device=self._device,
+                    sequence=held,
+                    segments=kept,
+                )
+                params = packed_params(
+                    context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+                )
+                batched = qkv if held is None else [x[:, None] for x in qkv]
+                outputs.append(self._core_attention(*batched, packed_seq_params=params))
+            return outputs
+
+        def backward(outputs: list[Tensor]) -> None:
+            for output, qkv in zip(reversed(outputs), reversed(inputs), strict=True):
+                torch.autograd.grad(output, qkv, torch.ones_like(output))
+
+        return Timed(forward=forward, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
         q_THD, k_TGD, _ = self._queries_keys_values(tokens)

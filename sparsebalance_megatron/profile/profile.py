@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import torch.distributed as dist
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,
@@ -34,6 +37,7 @@ from sparsebalance_megatron.cost.table import (
     RunIdentity,
 )
 from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profile.cells import (
     Cell,
@@ -43,6 +47,7 @@ from sparsebalance_megatron.profile.cells import (
     Thoroughness,
     measure,
     plan_cells,
+    time_once,
 )
 
 _ONE_RANK: dict[str, Any] = {
@@ -104,10 +109,11 @@ def profile(
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
-    from sparsebalance_megatron.megatron.compat import megatron_version
-    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-    from sparsebalance_megatron.profile.exchange import measured_exchanges
-    from sparsebalance_megatron.profile.model import ProfiledModel
+    with quiet_imports():
+        from sparsebalance_megatron.megatron.compat import megatron_version
+        from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+        from sparsebalance_megatron.profile.exchange import measured_exchanges
+        from sparsebalance_megatron.profile.model import ProfiledModel
 
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     with redirect_stdout(io.StringIO()):
@@ -137,6 +143,7 @@ def profile(
         for part in cell.parts:
             timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
             rows += measure(part, timed, cell, thoroughness, clock)
+    segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
         versions={
@@ -148,7 +155,39 @@ def profile(
         threads=threads,
         rows=tuple(rows),
         exchanges=exchanges,
+        segments=segments,
     )
+
+
+def _measured_segments(
+    model: Any,
+    config: SparseBalanceConfig,
+    seq_length: int,
+    thoroughness: Thoroughness,
+    clock: Clock,
+) -> SegmentCost | None:
+    """What a layer takes for one long sample in segments, over its time in one piece; None where
+    the flags ask for no segments, or the sample is too short for two.
+
+    What an operation takes beside it needs a pipeline, and stays an assumption.
+    """
+    tokens = seq_length // min(thoroughness.divisors)
+    segments = min(config.max_segments, tokens // config.segment_tokens)
+    if segments < 2:
+        return None
+    budget = min(config.base_budget, -(-tokens // config.block_size))
+    timed = (
+        model.timed(Part.LINEAR, (tokens,), budget),
+        *(model.attention_in_segments(tokens, budget, count) for count in (1, segments)),
+    )
+    repeats = thoroughness.warm_up + thoroughness.least_repeats
+    # In turn, so that what disturbs the machine disturbs all.
+    runs = [[sum(time_once(each, clock)) for each in timed] for _ in range(repeats)]
+    ratios = [
+        (linear_ms + cut_ms) / (linear_ms + whole_ms)
+        for linear_ms, whole_ms, cut_ms in runs[thoroughness.warm_up :]
+    ]
+    return SegmentCost(slowness=max(1.0, round(statistics.median(ratios), 4)))
 
 
 def _read_flags(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
+from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.selector_registry import source_of
@@ -53,8 +53,7 @@ class Inputs:
             attention_only=settings.recompute_attention,
             attention_kept=self.config.recompute_attention == "keep",
         )
-        if self.config.gigabytes_per_second is not None:
-            cost = cost.with_bandwidth(self.config.gigabytes_per_second)
+        cost = cost.with_bandwidth(self.config.gigabytes_per_second)
         return CostedInputs(**vars(self) | {"cost": cost})
 
 
@@ -125,14 +124,11 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         config=config,
         settings=settings,
         job=settings.job,
-        policy=replace(
-            PlanPolicy.from_config(
-                config,
-                config.max_tokens_per_micro_batch
-                or -(-longest_row_tokens // settings.context_parallel_size),
-            ),
-            context_parallel=config.context_parallel,
-            max_context_parallel=max_cp_size(settings, config),
+        policy=PlanPolicy.from_config(
+            config,
+            config.max_tokens_per_micro_batch
+            or -(-longest_row_tokens // settings.context_parallel_size),
+            max_cp_size(settings.job, config, settings.neighbours_per_node),
         ),
         train=train,
         valid=valid,
@@ -145,18 +141,6 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
     return inputs.with_cost(configured_cost_model(config, settings.shape, run))
-
-
-def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
-    """How many ranks may share a micro-batch at most."""
-    ranks, size = settings.job.data_parallel_size, settings.context_parallel_size
-    largest = config.max_context_parallel
-    if largest is None:
-        dynamic = config.context_parallel == "dynamic"
-        nearby = settings.neighbours_per_node
-        largest = default_max_cp_size(ranks, size, nearby) if dynamic else size
-    check_cp_sizes(ranks, size, largest)
-    return largest
 
 
 def fingerprint(inputs: CostedInputs) -> dict[str, str]:

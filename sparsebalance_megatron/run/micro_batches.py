@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Protocol
 
+from torch.distributed import ProcessGroup
+
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     MicroBatchSegments,
     segment_slice,
 )
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.data.packing import (
     PackedSequence,
     Sample,
@@ -29,7 +32,7 @@ from sparsebalance_megatron.data.packing import (
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -51,6 +54,35 @@ class RowPacking:
     pad_to_multiple_of: int = 1
     groups: SequenceGroups | None = None
 
+    @classmethod
+    def of_run(
+        cls,
+        config: SparseBalanceConfig,
+        *,
+        largest_cp_size: int,
+        pad_to_multiple_of: int,
+        neighbours_per_node: int,
+        timeout_minutes: float = 10.0,
+    ) -> RowPacking:
+        """The packing of a run, with its groups; collective over all ranks where it has some."""
+        return cls(
+            block_size=config.block_size,
+            pad_to_multiple_of=pad_to_multiple_of,
+            groups=None
+            if largest_cp_size == 1
+            else make_sequence_groups(
+                largest_cp_size,
+                exchange=config.exchange,
+                ranks_per_node=neighbours_per_node,
+                timeout_minutes=timeout_minutes,
+            ),
+        )
+
+    @property
+    def agreement(self) -> ProcessGroup | None:
+        """Ranks that may share micro-batches with this one, over a backend of the host."""
+        return None if self.groups is None else self.groups.agreement
+
     def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole row in tokens, padding included."""
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
@@ -61,9 +93,12 @@ class RowPacking:
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
         """
-        return (
-            None if self.groups is None else self._slice(micro_batch, self.groups.of(micro_batch))
-        )
+        return None if self.groups is None else self.held(micro_batch)
+
+    def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
+        """As :meth:`slice`, also where this rank holds all of it."""
+        group = SequenceGroup() if self.groups is None else self.groups.of(micro_batch)
+        return self._slice(micro_batch, group)
 
     def segments(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice]:
         """The slices of a micro-batch's segments."""

@@ -3,40 +3,53 @@
 
 Times come from hooks in the model's config, put there at the first forward. What belongs to the end
 of a step happens in ``end_step``, which the trainer calls, and nowhere else. A host owns its data
-as well: it plans (:attr:`HostRun.planner`), packs its sequences as planned, and lets
-:meth:`HostRun.attach` put budgets on them.
+as well: it plans (:attr:`HostRun.planner`), packs its sequences as planned, cuts this rank's part
+of them (:meth:`HostRun.slice_of`), and lets :meth:`HostRun.attach` put budgets on them.
 
-Shape legend: S samples, L layers.
+Shape legend: S samples, L layers, T tokens.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.hooks import use_true_positions
+from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
-from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, micro_batch_context
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    LayoutCache,
+    micro_batch_context,
+    packed_params,
+)
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
-from sparsebalance_megatron.megatron.settings import RunSettings, host_job
+from sparsebalance_megatron.megatron.settings import RunSettings, host_job, row_multiple
 from sparsebalance_megatron.megatron.unsupported import check_model, check_sharing
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.profile import AUTO
-from sparsebalance_megatron.run.agreement import check_executed_plans, gather_or_raise, shown
+from sparsebalance_megatron.run.agreement import (
+    check_executed_plans,
+    check_shared_plan,
+    gather_or_raise,
+    shown,
+)
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 from sparsebalance_megatron.run.session import Session
 
@@ -207,7 +220,13 @@ class HostRun(TrainerRun):
         self._device = device
         self._boundaries = LayoutCache()
         self._attached: PlannedStep | None = None
-        self._run = Run(job, self, Loop(), device)
+        self._packing = RowPacking.of_run(
+            config,
+            largest_cp_size=self.planner.max_cp_size,
+            pad_to_multiple_of=row_multiple(transformer_config),
+            neighbours_per_node=job.neighbours_per_node,
+        )
+        self._run = Run(job, self, Loop(), device, agreement=self._packing.agreement)
 
     def planned(self, step: int) -> PlannedStep:
         """The step that the host runs."""
@@ -235,7 +254,7 @@ class HostRun(TrainerRun):
 
         Args:
             lengths_tokens: of the samples of each of this rank's micro-batches, in order; as many
-                micro-batches on all ranks.
+                micro-batches on all ranks. Context-parallel ranks give the same.
             pinned_LS: budgets that this rank's samples keep, in the same order; see
                 :meth:`.HostPlanner.plan`.
         """
@@ -254,16 +273,36 @@ class HostRun(TrainerRun):
         pinned_LS = np.concatenate([pinned for _, pinned in everybody], axis=1)
         return self.planner.plan(lengths, placement=placement, pinned_LS=pinned_LS)
 
-    def attach(
+    def slice_of(
         self,
         planned: PlannedStep,
         position: int,
-        packed_seq_params: Any,
+        values: Mapping[str, Tensor],
         *,
-        vp_stage: int | None,
-        learn: bool,
-    ) -> Any:
-        """See :func:`.integration.attach`."""
+        padding: float,
+    ) -> dict[str, Tensor]:
+        """See :func:`.integration.slice_of`."""
+        micro_batch, place = self._own(planned, position)
+        for name, values_T in values.items():
+            if len(values_T) != micro_batch.tokens:
+                raise IntegrationError(
+                    f"{place}: {name} has {len(values_T)} tokens, the samples of the plan "
+                    f"{micro_batch.tokens}; give a value for each, in the plan's order"
+                )
+        held = self._packing.held(micro_batch)
+        cut = {name: held.cut(values_T, padding) for name, values_T in values.items()}
+        return cut | {"position_ids": copied_to(held.positions_T, self._device)}
+
+    def whole_of(
+        self, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """See :func:`.integration.whole_of`."""
+        micro_batch, _ = self._own(planned, position)
+        held = replace(self._packing.held(micro_batch), device=self._device)
+        return {name: held.whole(part)[: micro_batch.tokens] for name, part in values.items()}
+
+    def _own(self, planned: PlannedStep, position: int) -> tuple[MicroBatchPlan, str]:
+        """A micro-batch of this rank, and its place for messages."""
         step, rank = planned.plan.step, self._run.place.data_parallel_rank
         place = f"step {step}, rank {rank}, micro-batch {position}"
         ranks = planned.plan.data_parallel_size
@@ -275,32 +314,61 @@ class HostRun(TrainerRun):
         own = planned.plan.for_rank(rank).micro_batches
         if not 0 <= position < len(own):
             raise IntegrationError(f"{place}: the plan has {len(own)} micro-batches for this rank")
-        micro_batch = own[position]
-        boundaries = self._checked_boundaries(packed_seq_params, micro_batch, place)
+        return own[position], place
+
+    def attach(
+        self,
+        planned: PlannedStep,
+        position: int,
+        packed_seq_params: Any,
+        *,
+        model: Any,
+        vp_stage: int | None,
+        learn: bool,
+    ) -> Any:
+        """See :func:`.integration.attach`."""
+        micro_batch, place = self._own(planned, position)
+        agreement, step = self._packing.agreement, planned.plan.step
+        if agreement is not None:
+            if packed_seq_params is not None or model is None:
+                raise IntegrationError(
+                    f"{place}: ranks share micro-batches; give None as packed_seq_params and the "
+                    "model, whose inputs slice_of cuts"
+                )
+            use_true_positions(model)
         context = micro_batch_context(
             micro_batch,
-            boundaries,
+            self._packing.cu_seqlens(micro_batch)
+            if packed_seq_params is None
+            else self._checked_boundaries(packed_seq_params, micro_batch, place),
             block_size=self._config.block_size,
             observe=learn,
             device=self._device,
             step=step if learn else -1,
             position=position,
             chunk=vp_stage or 0,
+            sequence=self._packing.slice(micro_batch),
         )
         if learn:
             self._run.check_ended(planned)
             self._attached = planned
             self._run.install(self._transformer_config)
             self._run.begin_micro_batch(context)
+        elif agreement is not None and position == context.chunk == 0:
+            # Every pass begins here; that of a training step is checked by its run.
+            check_shared_plan(step, planned.plan.digest(), agreement)
+        if packed_seq_params is None:
+            longest_tokens = self.job.padded(self.job.max_sample_tokens)
+            return packed_params(context, max_seqlen_tokens=longest_tokens, device=self._device)
         carrier = copy.copy(packed_seq_params)
-        carrier.micro_batch = context
+        carrier.micro_batch, carrier.kept = context, KeptAttention(context.recompute)
         return carrier
 
     def _checked_boundaries(
         self, packed_seq_params: Any, micro_batch: MicroBatchPlan, place: str
     ) -> tuple[int, ...]:
         """Boundaries of the host's packed sequence, padding behind its samples included."""
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        if packed_seq_params.qkv_format != "thd":
             raise IntegrationError(f"{place}: needs PackedSeqParams in the thd layout")
         # Where samples are padded, these are the places of their tokens.
         padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
@@ -370,7 +438,8 @@ def begin_host_run(
         pad_samples_to: tokens that the host's sequences pad every sample to a multiple of.
         frozen_weights: whether only adapters are trained, so that backward is shorter.
         scales_own_loss: whether the host's loss does not depend on which samples share a
-            micro-batch, although the model's config does not set ``calculate_per_token_loss``.
+            micro-batch, nor on which ranks hold their tokens, although the model's config does not
+            set ``calculate_per_token_loss``.
         device: where the model runs; None is the current CUDA device.
 
     Raises:
@@ -382,10 +451,13 @@ def begin_host_run(
     checked = copy.copy(transformer_config)
     checked.calculate_per_token_loss |= scales_own_loss
     check_model(checked, config)
+    # Plans refuse samples above the cap, and placements that are given may hold them.
+    cp_size = transformer_config.context_parallel_size
+    check_sharing(0, config, context_parallel_size=cp_size)
     job = host_job(
         transformer_config,
         vocab_size=vocab_size,
-        data_parallel_size=data_parallel_size(),
+        data_parallel_size=data_parallel_size() * cp_size,
         max_sample_tokens=max_sample_tokens,
         global_batch_size=global_batch_size,
         pad_samples_to=pad_samples_to,

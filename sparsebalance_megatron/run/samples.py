@@ -16,7 +16,6 @@ from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
-from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
@@ -35,17 +34,12 @@ class DataSamples:
         self.scheduler = scheduler
         self._place = place
         settings = inputs.settings
-        self.packing = RowPacking(
-            block_size=inputs.config.block_size,
+        self.packing = RowPacking.of_run(
+            inputs.config,
+            largest_cp_size=inputs.policy.max_context_parallel,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            groups=make_sequence_groups(
-                inputs.policy.max_context_parallel,
-                exchange=inputs.config.exchange,
-                ranks_per_node=settings.neighbours_per_node,
-                timeout_minutes=settings.distributed_timeout_minutes,
-            )
-            if inputs.policy.max_context_parallel > 1
-            else None,
+            neighbours_per_node=settings.neighbours_per_node,
+            timeout_minutes=settings.distributed_timeout_minutes,
         )
 
     def token_counts(self, plan: StepPlan) -> dict[str, int]:

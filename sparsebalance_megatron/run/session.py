@@ -134,7 +134,6 @@ class Session:
             print_rank_0(f"sparse balance: {line}")
         place = rank_place()
         self._samples = samples = DataSamples(inputs, scheduler, place)
-        groups = samples.packing.groups
         return Run(
             inputs.job,
             scheduler,
@@ -142,7 +141,7 @@ class Session:
             self.device,
             extra_steps=extra_steps,
             sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
-            agreement=None if groups is None else groups.agreement,
+            agreement=samples.packing.agreement,
             after_step=self._after_step,
             token_counts=samples.token_counts,
         )

@@ -19,8 +19,10 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengt
 from step_cases import SHAPE, step_measurement
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -184,9 +186,52 @@ def test_planners_that_learnt_the_same_plan_the_same() -> None:
     assert whole.steps == 8
 
 
-def test_a_plan_travels_between_processes() -> None:
-    planned = planner().plan(lengths())
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_plan_travels_between_processes(observed: bool) -> None:
+    """As bytes, or pickled; with shared micro-batches, some of them pinned, and device speeds."""
+    made = planner(host_job(4), observed=observed, max_context_parallel=4)
+    first = made.plan(lengths())
+    made.learn(first, measurement(first, made.coverage))
+    pinned_LS = made.plan(lengths()).plan.budgets_LS.copy()
+    pinned_LS[:, ::2] = 0
+    planned = made.plan(lengths(), pinned_LS=pinned_LS)
+    assert {micro_batch.cp_size for micro_batch in planned.plan.micro_batches} > {1}
     assert pickle.loads(pickle.dumps(planned)).plan.digest() == planned.plan.digest()
+    read = PlannedStep.from_bytes(PlannedStep.from_bytes(planned.to_bytes()).to_bytes())
+    assert read.plan.digest() == planned.plan.digest()
+    assert read.plan.expectation.makespan_ms == planned.plan.expectation.makespan_ms
+    assert np.array_equal(read.times_2RPVM, planned.times_2RPVM)
+    assert np.array_equal(read.scales.factors_2RPV, planned.scales.factors_2RPV)
+    assert not read.plan.micro_batches[0].budgets_LS.flags.writeable
+
+
+def test_bytes_that_are_no_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = planner().plan(lengths())
+    encoded = planned.to_bytes()
+    with pytest.raises(PlanError, match="these bytes are no plan"):
+        PlannedStep.from_bytes(encoded[:-1])
+    budgets = planned.plan.micro_batches[0].budgets_LS.tobytes()
+    changed = bytes([budgets[0] + 1]) + budgets[1:]
+    with pytest.raises(PlanError, match="the plan's digest is not that of its bytes"):
+        PlannedStep.from_bytes(encoded.replace(budgets, changed))
+    monkeypatch.setattr(planned_step, "__version__", "0.0.0")
+    with pytest.raises(PlanError, match="install the same version in all processes"):
+        PlannedStep.from_bytes(encoded)
+
+
+def test_ranks_share_samples_above_the_cap() -> None:
+    """One sample needs four ranks; with Megatron's groups of two, a placement of groups stays."""
+    tokens = [LONGEST, *[100] * 6]
+    cap = {"max_tokens_per_micro_batch": LONGEST // 4}
+    plan = planner(host_job(4), max_context_parallel=4, **cap).plan(tokens).plan
+    assert next(each.cp_size for each in plan.micro_batches if 0 in each.samples) == 4
+    with pytest.raises(PlanError, match="fits in no micro-batch of 2048 tokens per rank"):
+        planner(host_job(4), max_context_parallel=2, **cap).plan(tokens)
+    groups = planner(host_job(4, context_parallel_size=2))
+    given = groups.plan(tokens, placement=(((0,),), ((1, 2, 3, 4, 5, 6),))).plan
+    assert [(each.rank, each.cp_size) for each in given.micro_batches] == [(0, 2), (2, 2)]
+    with pytest.raises(PlanError, match="the job 2 ranks of 1; context-parallel ranks are not"):
+        groups.plan(tokens, placement=(((0,),), ((1, 2),), ((3, 4),), ((5, 6),)))
 
 
 def test_budgets_follow_the_samples_that_come_later() -> None:
@@ -218,7 +263,8 @@ def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("choices", "named"),
     [
-        ({"max_context_parallel": 2}, "--sparse-balance-max-context-parallel 2: not where a host"),
+        ({"max_segments": 2}, "--sparse-balance-max-segments 2: not where a host"),
+        ({"max_context_parallel": 4}, "4: must be a power of two that divides the 2 data-parallel"),
         ({"dry_run": 0}, "--sparse-balance-dry-run 0: not where a host"),
         ({"cost_table": "auto"}, "--sparse-balance-cost-table auto: a host's planner"),
         ({"global_batch_size": 0}, "global_batch_size 0: must be at least 1"),

@@ -12,6 +12,15 @@ from harness import PROGRAMS, run_training
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_thousand_steps_do_not_hang(stages, tmp_path):
+    program = (str(PROGRAMS / "segmented_rank.py"), str(tmp_path), "1000")
+    run_training(stages, (), program=program, timeout_s=600).require_success()
+    for stage in range(stages):
+        assert json.loads((tmp_path / f"rank{stage}.json").read_text()) == 1000
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_step_in_segments_learns_what_a_step_in_one_piece_learns(stages, tmp_path):
     program = (str(PROGRAMS / "segmented_rank.py"), str(tmp_path))

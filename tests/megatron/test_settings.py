@@ -3,29 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from step_cases import SHAPE
 
 from sparsebalance_megatron.megatron.compat import quantized_row_multiple
-from sparsebalance_megatron.megatron.settings import RunSettings, micro_batch_group_size
-from sparsebalance_megatron.plan.job import Job
-
-SETTINGS = RunSettings(
-    shape=replace(SHAPE, tensor_parallel_size=2),
-    dtype="bfloat16",
-    job=Job(stage_layers=(((0,),),), data_parallel_size=1),
-    sequence_parallel=False,
-    recompute_all=False,
-    recompute_attention=False,
-    seq_length=1024,
-    micro_batch_size=1,
-    global_batch_size=1,
-    split="1,0,0",
-    seed=1,
+from sparsebalance_megatron.megatron.settings import (
+    micro_batch_group_size,
+    row_multiple,
 )
 
 
@@ -67,8 +53,7 @@ def test_the_multiple_is_megatrons(fields: dict[str, Any], multiple: int) -> Non
 
 
 def test_every_sequence_parallel_part_divides() -> None:
-    assert SETTINGS.pad_to_multiple_of == 1
-    assert replace(SETTINGS, quantized_multiple=32).pad_to_multiple_of == 32
-    sequence = replace(SETTINGS, sequence_parallel=True)
-    assert sequence.pad_to_multiple_of == 2
-    assert replace(sequence, quantized_multiple=32).pad_to_multiple_of == 64
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert row_multiple(config(**parallel | {"sequence_parallel": False})) == 1
+    assert row_multiple(config(**parallel)) == 2
+    assert row_multiple(config(**parallel, fp8="e4m3", fp8_recipe="mxfp8")) == 64

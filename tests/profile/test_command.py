@@ -72,7 +72,8 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
 ) -> None:
     """Attention of dense layers is measured where the model has some."""
     output = tmp_path / "new" / "table.json"
-    selects = ["--sparse-balance-selection", selection]
+    selects = ["--sparse-balance-selection", selection, "--sparse-balance-max-segments", "3"]
+    selects += ["--sparse-balance-segment-tokens", "32"]
     selects += ["--sparse-balance-layer-budgets", *layer_budgets] if layer_budgets else []
     process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
     assert process.returncode == 0, process.stderr[-4000:]
@@ -88,6 +89,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = fit_cost_model(table)
+    assert table.segments is not None and model.segments.slowness >= 1.0
     assert {row.part for row in table.rows} == {*(Part if layer_budgets else OF_EVERY_MODEL)}
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:

@@ -98,9 +98,11 @@ def balance_config(log_dir: Path | None = None, **changes: Any) -> SparseBalance
 
 
 @contextmanager
-def pipeline(stages: int, virtual_stages: int | None = None) -> Any:
+def pipeline(stages: int, virtual_stages: int | None = None, **sizes: int) -> Any:
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual_stages
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        **sizes,
     )
     model_parallel_cuda_manual_seed(1234)
     yield

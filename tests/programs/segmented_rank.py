@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pipeline stage trains a step in segments and a step in one piece, in float64, and compares.
 
-    segmented_rank.py DIRECTORY
+    segmented_rank.py DIRECTORY [STEPS]
 
 leaves ``rank0.json`` and so on: greatest differences and what Megatron's hooks were told. Tokens of
 a segment depend on the segments before it, as in attention, through a sum that is kept on the stage
-and whose gradient is collected there.
+and whose gradient is collected there. With STEPS it trains as many, in segments drawn by lot, and
+leaves the number of reports.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -162,11 +164,23 @@ def train(
     }
 
 
+def drawn_steps() -> Iterator[list[list[int]]]:
+    generator = np.random.default_rng(5)
+    for _ in range(int(sys.argv[2])):
+        counts = generator.integers(1, 7, generator.integers(1, 6))
+        yield [generator.integers(1, 9, count).tolist() for count in counts]
+
+
 def main() -> None:
     cpu.install()
     torch.set_default_dtype(torch.float64)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
+    if len(sys.argv) > 2:
+        runs = [train(step, whole=False, deallocate=True, sync=True) for step in drawn_steps()]
+        Path(sys.argv[1], f"rank{RANK}.json").write_text(json.dumps(len(runs)))
+        torch.distributed.destroy_process_group()
+        return
     runs = [
         {
             "segments": sum(map(len, step)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host in docs/INTEGRATION.md, run as it stands there on two ranks, and its mistakes."""
+"""The host in docs/INTEGRATION.md, run as it stands there on gloo ranks, and its mistakes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import PROGRAMS, python_block, run_training
 
@@ -23,11 +24,20 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(host: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output = tmp_path_factory.mktemp("output")
-    program = (str(PROGRAMS / "host_loop.py"), str(host), str(output))
-    run_training(2, (), program=program).require_success()
-    return [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(2)]
+def ranks(host: Path) -> list[dict[str, Any]]:
+    return _run(2, host)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(host: Path) -> list[dict[str, Any]]:
+    return _run(4, host)
+
+
+def _run(ranks: int, host: Path) -> list[dict[str, Any]]:
+    program = (str(PROGRAMS / "host_loop.py"), str(host), str(host.parent))
+    run_training(ranks, (), program=program).require_success()
+    paths = [host.parent / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def test_losses_depend_neither_on_placement_nor_on_the_layout(ranks: list[dict[str, Any]]) -> None:
@@ -73,7 +83,7 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
     ("mistake", "message"),
     [
         ("wrong row", "the sequence's samples have 5"),
-        ("no row", "needs PackedSeqParams in the thd layout"),
+        ("other format", "needs PackedSeqParams in the thd layout"),
         ("no such micro-batch", "micro-batch 99: the plan has"),
         ("step never ended", "but on_step_end was not called for step"),
         ("other plans", "PlanMismatchError: ranks 1 executed another plan than rank 0"),
@@ -82,6 +92,50 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
 )
 def test_a_mistake_is_told(mistake: str, message: str, ranks: list[dict[str, Any]]) -> None:
     assert message in ranks[0]["pp1"]["mistakes"][mistake]
+
+
+def test_own_packed_sequences_train_alike(ranks: list[dict[str, Any]]) -> None:
+    cut, own = ranks[0]["pp1"]["own parameters"]
+    assert own == cut
+
+
+def test_shared_micro_batches_train_to_the_losses_of_one_rank(
+    host: Path, four_ranks: list[dict[str, Any]]
+) -> None:
+    """As planned over four data-parallel ranks, in pipelines, and in groups of Megatron's own."""
+    (alone,) = _run(1, host)
+    cp_sizes = {"data": [1, 2, 4], "pipeline": [1, 2], "context": [2]}
+    for layout, sizes in cp_sizes.items():
+        found = four_ranks[0][layout]
+        assert found["losses"] == pytest.approx(alone["dense"], rel=FEW_ROUNDINGS)
+        assert found["cp_sizes"] == sizes
+
+
+def test_members_hold_every_token_once_at_its_place(four_ranks: list[dict[str, Any]]) -> None:
+    """Parts make the whole again, whose gradient is each rank's own."""
+    owners: dict[tuple[int, int], np.ndarray] = {}
+    for rank in four_ranks:
+        for position, part in enumerate(rank["data"]["held"]):
+            assert part["position_ids"] == part["positions"]
+            assert part["whole"] == [*range(len(part["own"]))]
+            place = part["first rank"], position
+            owners[place] = owners.get(place, 0) + np.array(part["own"])
+    assert all((count_T == 1).all() for count_T in owners.values())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("own parameters", "ranks share micro-batches; give None as packed_seq_params"),
+        ("no model", "ranks share micro-batches; give None as packed_seq_params and the model"),
+        ("missing labels", "labels has 3 tokens, the samples of the plan"),
+        ("other plans", "PlanMismatchError: step 4: ranks [1, 2, 3] planned another step than"),
+    ],
+)
+def test_a_mistake_with_shared_micro_batches_is_told(
+    mistake: str, message: str, four_ranks: list[dict[str, Any]]
+) -> None:
+    assert message in four_ranks[0]["data"]["mistakes"][mistake]
 
 
 def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) -> None:

@@ -182,6 +182,12 @@ SHARED_ROWS = {
     "context-tensor-sequence": Layout(
         "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
     ),
+    "wide-experts": Layout(
+        *("experts unbalanced", 4, f"{WIDER} {ON_CPU} --expert-model-parallel-size 2"), DRAWN_WIDTHS
+    ),
+    "context-experts": Layout(
+        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
+    ),
     "context-layers-ring": Layout(
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
     ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, train, write_documents
+from harness import PROGRAMS, TrainingRun, train, write_documents
 
 pytestmark = pytest.mark.distributed
 
@@ -29,5 +29,38 @@ def test_planned_segments_train(tmp_path: Path) -> None:
         ).require_success()
         for segments in ("1", "4")
     )
-    assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
+    assert [step["lm_loss"] for step in four.steps] == pytest.approx(
+        [step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS
+    )
     assert all(max(map(max, step["segments"])) > 1 for step in four.steps)
+
+
+def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path: Path) -> None:
+    """Two steps in segments drawn by lot, then two in one piece."""
+
+    def attempt(name: str, segments: str, until: str) -> TrainingRun:
+        save = (
+            "--save",
+            str(tmp_path / name),
+            "--save-interval",
+            "2",
+            "--ckpt-format",
+            "torch_dist",
+        )
+        load = ("--load", str(tmp_path / "cut")) if name == "resumed" else ()
+        return train(
+            *(2, documents, *PIPELINE, *save, *load, "--train-iters", until),
+            *("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off"),
+            *("--sparse-balance-max-segments", segments, "--override-opt-param-scheduler"),
+            log_dir=tmp_path / f"{name}-log",
+            program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
+        ).require_success()
+
+    whole = attempt("whole", "1", "4")
+    cut = attempt("cut", "4", "2")
+    resumed = attempt("resumed", "1", "4")
+    assert max(map(max, cut.steps[0]["segments"])) > 1
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert [step["lm_loss"] for step in resumed.steps] == pytest.approx(
+        [step["lm_loss"] for step in whole.steps[2:]], rel=FEW_ROUNDINGS
+    )

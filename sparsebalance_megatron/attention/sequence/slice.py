@@ -140,6 +140,31 @@ class SequenceSlice:
         masks or positions."""
         return self.tokens_W[self.group.member]
 
+    def cut(self, values_T: Tensor, padding: float = 0) -> Tensor:
+        """This rank's part of a value per token, [T, ...], with ``padding`` behind it.
+
+        ``values_T`` may end before the sequence, whose last tokens then have ``padding`` too.
+        """
+        held_T = copied_to(torch.from_numpy(self.tokens_T), values_T.device)
+        whole_T = _padded(values_T, self.cu_seqlens[-1] - len(values_T), padding)
+        return _padded(whole_T.index_select(0, held_T), self.padding_tokens, padding)
+
+    def whole(self, values_T: Tensor) -> Tensor:
+        """A value per token of the sequence, from the parts :meth:`cut` of its members, [T, ...].
+
+        Collective over the group. A gradient flows to this rank's part alone.
+        """
+        own_T = values_T[: len(self.tokens_T)]
+        if self.group.members == 1:
+            return own_T
+        own_T = _padded(own_T, max(self.tokens_per_member) - len(own_T), 0)
+        parts = [torch.empty_like(own_T) for _ in range(self.group.members)]
+        torch.distributed.all_gather(
+            parts, own_T.detach().contiguous(), group=self.group.process_group
+        )
+        parts[self.group.member] = own_T
+        return torch.cat(parts).index_select(0, self.gathered_T.to(values_T.device))
+
     @property
     def padding_tokens(self) -> int:
         """Tokens of no document that this rank computes behind its own."""
@@ -236,6 +261,12 @@ class SequenceSlice:
 
     def _on_device(self, x: np.ndarray) -> Tensor:
         return copied_to(torch.from_numpy(x), self.device)
+
+
+def _padded(values_T: Tensor, tokens: int, padding: float) -> Tensor:
+    if not tokens:
+        return values_T
+    return torch.cat([values_T, values_T.new_full((tokens, *values_T.shape[1:]), padding)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,26 +15,30 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 def segmented_bound_ms(problem: StepProblem) -> float:
     """Lower bound in ms on a step whose micro-batches run in segments or in one piece.
 
-    The first operation of stage p is a forward that has passed the stages before it, and after its
-    last operation, a backward, they still run theirs. Both belong to a segment, or to a whole
-    micro-batch, and so to no fewer tokens than a segment must hold or the shortest sample has: that
-    is the way to the stage and back. Between them the stage does all work of its rank, which
-    cutting makes no less.
+    The first operation of stage p that holds any of the samples A has passed the stages before it,
+    and after the last one, a backward, they still run theirs. Both belong to a segment, or to a
+    whole micro-batch, and so hold no fewer tokens than a segment must, or than the shortest of A
+    has: that is the way to the stage and back. Between them the stage does all work of A on its
+    rank, which cutting makes no less.
 
-    *Mean.* The slowest rank does at least the mean work of all ranks.
+    *Long samples.* A are the longest ones, as many as make the bound largest. Of the ranks that
+    hold them, the slowest does at least the mean of their work.
 
-    *Sample.* The rank of a sample does the work of that sample, and, since no micro-batch is empty,
-    of at least M - 1 others.
+    *Sample.* A is one sample. Or A are all: the rank of a sample does its work and, since no
+    micro-batch is empty, that of at least M - 1 others.
     """
     costs, job = problem.costs, problem.job
-    work_2SP = costs.sample_ms(problem.budgets.allowed.floor_LS)
-    work_SP = work_2SP[0] + work_2SP[1]
-    constant_P = job.micro_batches * (costs.constant_2C[0] + costs.constant_2C[1])
-    least_tokens = min(problem.policy.segment_tokens, int(costs.lengths_tokens_S.min()))
-    passing_P = least_tokens * (costs.token_2C[0] + costs.token_2C[1])
-    way_P = np.cumsum(passing_P) - passing_P
-    mean_P = work_SP.sum(axis=0) / job.data_parallel_size
+    longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
+    work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
+    constant_P, token_P = costs.constant_2C.sum(axis=0), costs.token_2C.sum(axis=0)
+    tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.policy.segment_tokens)
+    passing_SP = tokens_S[:, None] * token_P + constant_P
+    way_SP = np.cumsum(passing_SP, axis=1) - passing_SP
+    long_SP = np.cumsum(work_SP, axis=0) / job.data_parallel_size + way_SP
     least_SP = np.sort(work_SP, axis=0)[: job.micro_batches]
     others_SP = least_SP.sum(axis=0) - np.minimum(work_SP, least_SP[-1])
-    bound_P = np.maximum(mean_P, (work_SP + others_SP).max(axis=0)) + constant_P + way_P
-    return float(bound_P.max() * costs.slowness_RP.min())
+    all_SP = np.maximum(long_SP[-1], work_SP + others_SP + way_SP[-1])
+    bound_SP = np.maximum(
+        np.maximum(long_SP, work_SP + way_SP) + constant_P, all_SP + job.micro_batches * constant_P
+    )
+    return float(bound_SP.max() * costs.slowness_RP.min())

@@ -3,10 +3,12 @@
 
 A query reads the blocks before it, up to its budget, so a piece of a sample costs the difference
 of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are those of b blocks less
-those of a blocks.
+those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
+in numpy.
 
-Shape legend: S samples of a global batch, L layers, P pipeline stages, U segments of a
-micro-batch, X boundaries of a sample or of a micro-batch; a leading 2: forward and backward.
+Shape legend: S samples of a global batch, L layers, P pipeline stages, M micro-batches, U segments
+of a micro-batch or of all, I samples of all micro-batches, E pieces (parts of samples), X places;
+a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_BOUNDARIES_PER_SEGMENT = 4
+_PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
-_LEAST_BOUNDARIES = 32
+_LEAST_PLACES = 32
+
+MicroBatch = tuple[int, ...]
+"""The samples of a micro-batch, in order."""
 
 
 class Cut(NamedTuple):
@@ -34,139 +40,151 @@ class Cut(NamedTuple):
     tokens_U: np.ndarray
 
 
-def prefix_ms(costs: StepCosts, budgets_LS: np.ndarray, blocks_SX: np.ndarray) -> np.ndarray:
-    """[2, S, X, P] ms of the first ``blocks_SX`` blocks of every sample, in one piece.
+def cut_at(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    micro_batches: Sequence[MicroBatch],
+    first_blocks: Sequence[tuple[int, ...]],
+) -> list[Cut]:
+    """Micro-batches in segments that begin at these blocks; times of an average device."""
+    sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
+    blocks_I = costs.blocks_S[sample_I]
+    # All micro-batches end to end, in blocks.
+    start_I = np.cumsum(blocks_I) - blocks_I
+    first_I = np.fromiter(accumulate(map(len, micro_batches[:-1]), initial=0), dtype=np.int64)
+    segments_M = np.fromiter(map(len, first_blocks), dtype=np.int64)
+    start_U = np.fromiter(chain.from_iterable(first_blocks), dtype=np.int64)
+    start_U += np.repeat(start_I[first_I], segments_M)
+    start_E = np.union1d(start_I, start_U)
+    place_E = np.searchsorted(start_I, start_E, side="right") - 1
+    bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
+    tokens_2E, ms_22EP = _prefix(costs, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
+    piece_U = np.searchsorted(start_E, start_U)
+    work_2UP = np.add.reduceat(ms_22EP[:, 1] - ms_22EP[:, 0], piece_U, axis=1)
+    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0)
+    ms_2UP = (
+        work_2UP * np.repeat(slowness_M, segments_M)[:, None]
+        + np.diff(piece_U, append=len(start_E))[:, None] * costs.sequence_2C[:, None]
+        + costs.constant_2C[:, None]
+        + np.array(costs.segments.operation_ms)[:, None, None]
+    )
+    tokens_U = np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
+    return [
+        Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
+        for blocks, (first, end) in zip(
+            first_blocks, pairwise([0, *np.cumsum(segments_M).tolist()]), strict=True
+        )
+    ]
+
+
+def _prefix(
+    costs: StepCosts, budgets_LS: np.ndarray, sample_E: np.ndarray, blocks_XE: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [X, E] and ms [2, X, E, P] of the first blocks of samples, in one piece.
 
     What a micro-batch and a sequence cost whatever their length is not in it.
     """
-    tokens_SX = np.minimum(blocks_SX * costs.block_size, costs.lengths_tokens_S[:, None])
-    length_SX = tokens_SX / costs.block_size
-    pairs_PSX = np.zeros((costs.chunks, *blocks_SX.shape))
-    for layer in costs.sparse_layers:
-        pairs_PSX[costs.chunk_of_layer_L[layer]] += costs.work.attended_pairs(
-            length_SX, budgets_LS[layer][:, None]
-        )
-    visible_SX = costs.work.visible_pairs(length_SX)
-    return (
-        tokens_SX[..., None] * costs.token_2C[:, None, None]
-        + visible_SX[..., None] * costs.visible_2C[:, None, None]
-        + pairs_PSX.transpose(1, 2, 0) * costs.pair_2C[:, None, None]
+    tokens_XE = np.minimum(blocks_XE * costs.block_size, costs.lengths_tokens_S[sample_E])
+    length_XE = tokens_XE / costs.block_size
+    pairs_PXE = np.stack(
+        [
+            costs.work.attended_pairs(length_XE, budgets_LS[of_stage_L][:, None, sample_E]).sum(0)
+            for of_stage_L in (costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None])
+            & ~costs.dense_L
+        ]
+    )
+    visible_XE = costs.work.visible_pairs(length_XE)
+    return tokens_XE, (
+        tokens_XE[..., None] * costs.token_2C[:, None, None]
+        + visible_XE[..., None] * costs.visible_2C[:, None, None]
+        + pairs_PXE.transpose(1, 2, 0) * costs.pair_2C[:, None, None]
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutCosts:
-    """What pieces of samples take at given budgets, on an average device.
+class Places:
+    """Where samples may be cut, at equal distances, and the work before each place.
 
-    ``blocks_SX``: the places where samples may be cut, from 0 to all blocks, never falling.
-    ``prefix_2SXP``: of :func:`prefix_ms` there.
+    ``blocks_SX``: from 0 to all blocks, never falling. ``work_SX``: ms on all stages, forward and
+    backward.
     """
 
     costs: StepCosts
+    budgets_LS: np.ndarray
     blocks_SX: np.ndarray
-    prefix_2SXP: np.ndarray
+    work_SX: np.ndarray
 
     @classmethod
-    def at(cls, costs: StepCosts, budgets_LS: np.ndarray, max_segments: int) -> CutCosts:
-        """The costs at budgets, with places to cut at equal distances."""
-        places = max(_LEAST_BOUNDARIES, _BOUNDARIES_PER_SEGMENT * max_segments)
-        blocks_SX = np.rint(costs.blocks_S[:, None] * np.arange(places + 1) / places)
-        blocks_SX = blocks_SX.astype(np.int64)
+    def at(cls, costs: StepCosts, budgets_LS: np.ndarray, max_segments: int) -> Places:
+        """The places of samples that may have so many segments."""
+        places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
+        blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
+        blocks_XS = blocks_XS.astype(np.int64)
+        _, ms_2XSP = _prefix(costs, budgets_LS, np.arange(len(costs.blocks_S)), blocks_XS)
         return cls(
-            costs=costs, blocks_SX=blocks_SX, prefix_2SXP=prefix_ms(costs, budgets_LS, blocks_SX)
+            costs=costs,
+            budgets_LS=budgets_LS,
+            blocks_SX=blocks_XS.T,
+            work_SX=np.ascontiguousarray(ms_2XSP.sum(axis=(0, 3)).T),
         )
 
     @cached_property
     def work_S(self) -> np.ndarray:
         """[S] ms of every sample on all stages, forward and backward."""
-        return np.asarray(self.prefix_2SXP[:, :, -1].sum(axis=(0, 2)))
+        return self.work_SX[:, -1]
 
-    @classmethod
-    def of_segments(
-        cls,
-        costs: StepCosts,
-        budgets_LS: np.ndarray,
-        micro_batches: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    ) -> CutCosts:
-        """The costs at budgets, with the places where micro-batches are cut already.
+    def cuts(
+        self, micro_batches: Sequence[MicroBatch], segments: Sequence[int], least_tokens: int
+    ) -> list[Cut]:
+        """Micro-batches in at most so many segments of at least so many tokens, as equal in ms as
+        the places allow."""
+        first_blocks = self._first_blocks(micro_batches, segments)
+        cuts = cut_at(self.costs, self.budgets_LS, micro_batches, first_blocks)
+        short = [
+            number
+            for number, cut in enumerate(cuts)
+            if len(cut.tokens_U) > 1 and cut.tokens_U.min() < least_tokens
+        ]
+        if short:
+            fewer = [len(cuts[number].tokens_U) - 1 for number in short]
+            again = self.cuts([micro_batches[number] for number in short], fewer, least_tokens)
+            for number, cut in zip(short, again, strict=True):
+                cuts[number] = cut
+        return cuts
 
-        Args:
-            micro_batches: (samples, first blocks of the segments) of each.
-        """
-        most = max(len(first_blocks) for _, first_blocks in micro_batches)
-        blocks_SX = np.repeat(costs.blocks_S[:, None], most + 1, axis=1)
-        blocks_SX[:, 0] = 0
-        for samples, first_blocks in micro_batches:
-            start = 0
-            for sample in samples:
-                end = start + int(costs.blocks_S[sample])
-                inside = [block - start for block in first_blocks if start < block < end]
-                blocks_SX[sample, 1 : len(inside) + 1] = inside
-                start = end
-        return cls(
-            costs=costs, blocks_SX=blocks_SX, prefix_2SXP=prefix_ms(costs, budgets_LS, blocks_SX)
+    def _first_blocks(
+        self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Where segments begin: at the places nearest to equal shares of the work."""
+        parts = max(map(len, micro_batches))
+        sample_MI = np.array([(*each, *each[:1] * (parts - len(each))) for each in micro_batches])
+        held_MI = np.arange(parts) < np.array(list(map(len, micro_batches)))[:, None]
+        work_MI = np.where(held_MI, self.work_S[sample_MI], 0.0).cumsum(axis=1)
+        blocks_MI = np.where(held_MI, self.costs.blocks_S[sample_MI], 0).cumsum(axis=1)
+        # Places of absent samples are as good as those of the end.
+        work_MIX, blocks_MIX = (
+            np.where(
+                held_MI[..., None], of_SX[sample_MI] + before_MI[..., None], end_M[:, None, None]
+            )
+            for of_SX, before_MI, end_M in (
+                (self.work_SX, _before(work_MI), work_MI[:, -1]),
+                (self.blocks_SX, _before(blocks_MI), blocks_MI[:, -1]),
+            )
         )
-
-    def cut(self, samples: Sequence[int], segments: int) -> Cut:
-        """A micro-batch in at most so many segments, as equal in ms as the places allow."""
-        joined = self._joined(samples)
-        work_X = joined.prefix_2XP.sum(axis=(0, 2))
-        wanted = work_X[-1] * np.arange(1, segments) / segments
-        first_blocks = joined.blocks_X[np.abs(work_X - wanted[:, None]).argmin(axis=1)]
-        inner = sorted({*first_blocks.tolist()} - {0, int(joined.blocks_X[-1])})
-        return self._cut(joined, (0, *inner))
-
-    def cut_at(self, samples: Sequence[int], first_blocks: tuple[int, ...]) -> Cut:
-        """A micro-batch in segments that begin at these blocks, all of them places to cut."""
-        return self._cut(self._joined(samples), first_blocks)
-
-    def _joined(self, samples: Sequence[int]) -> _Joined:
-        lengths = self.costs.lengths_tokens_S
-        parts, blocks, tokens, end_blocks = [], [], [], []
-        before: np.ndarray | float = 0.0
-        first_block = first_token = 0
-        for number, sample in enumerate(samples):
-            # The end of a sample is the beginning of the next.
-            own = slice(int(number > 0), None)
-            prefix_2XP = before + self.prefix_2SXP[:, sample]
-            parts.append(prefix_2XP[:, own])
-            blocks.append(first_block + self.blocks_SX[sample, own])
-            in_sample_X = self.blocks_SX[sample, own] * self.costs.block_size
-            tokens.append(first_token + np.minimum(in_sample_X, lengths[sample]))
-            before = prefix_2XP[:, -1:]
-            first_block += int(self.costs.blocks_S[sample])
-            end_blocks.append(first_block)
-            first_token += int(lengths[sample])
-        return _Joined(
-            np.concatenate(parts, axis=1),
-            np.concatenate(blocks),
-            np.concatenate(tokens),
-            end_blocks,
+        segments_M = np.array(segments)
+        wanted_MU = work_MI[:, -1:] * np.arange(1, segments_M.max()) / segments_M[:, None]
+        off_MUX = np.abs(work_MIX.reshape(len(segments_M), 1, -1) - wanted_MU[..., None])
+        found_MU = np.take_along_axis(
+            blocks_MIX.reshape(len(segments_M), -1), off_MUX.argmin(axis=2), axis=1
         )
-
-    def _cut(self, joined: _Joined, first_blocks: tuple[int, ...]) -> Cut:
-        costs, bounds = self.costs, [*first_blocks, joined.blocks_X[-1]]
-        ends = np.searchsorted(joined.blocks_X, bounds)
-        work_2UP = np.diff(joined.prefix_2XP[:, ends], axis=1)
-        if len(first_blocks) > 1:
-            work_2UP = work_2UP * costs.segments.slowness
-        before_U = np.searchsorted(joined.end_blocks, bounds[:-1], side="right")
-        sequences_U = np.searchsorted(joined.end_blocks, bounds[1:]) - before_U + 1
-        each_2 = np.array(costs.segments.operation_ms)
-        forward_UP, backward_UP = (
-            work_2UP
-            + sequences_U[:, None] * costs.sequence_2C[:, None]
-            + costs.constant_2C[:, None]
-            + each_2[:, None, None]
-        )
-        return Cut(first_blocks, forward_UP, backward_UP, np.diff(joined.tokens_X[ends]))
+        return [
+            (0, *sorted({*blocks[: count - 1]} - {0, end}))
+            for blocks, count, end in zip(
+                found_MU.tolist(), segments, blocks_MI[:, -1].tolist(), strict=True
+            )
+        ]
 
 
-class _Joined(NamedTuple):
-    """A packed sequence at all its places: work so far, blocks and tokens before. ``end_blocks``:
-    where its samples end."""
-
-    prefix_2XP: np.ndarray
-    blocks_X: np.ndarray
-    tokens_X: np.ndarray
-    end_blocks: list[int]
+def _before(sums_MI: np.ndarray) -> np.ndarray:
+    """Running sums without each one's own part."""
+    return np.pad(sums_MI[:, :-1], ((0, 0), (1, 0)))

@@ -1,118 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makespans of pipelines whose operations are segments, of many candidates at once.
 
-The order is that of :class:`..pipeline.orders.SegmentedSchedule`, which is the same for all
-pipelines of as many stages and segments whose longest micro-batches have as many segments: only the
-times differ. So no graph is built for a candidate, as the general simulator would need.
+The order is that of :class:`..pipeline.orders.SegmentedSchedule`, the first P stages of 1F1B over
+P + w stages. In such a pipeline every operation has a step at which it would run if all took one
+step, which is known without simulating: whatever the times, an operation waits only for operations
+of earlier steps. So all operations of all candidates are simulated step by step, whatever their
+numbers of segments, and no graph is built, as the general simulator would need.
 
-Shape legend: P pipeline stages, U segments of a rank, X candidates.
+Shape legend: P pipeline stages, U segments of all candidates, X candidates, O operations; a leading
+2: forward and backward.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from sparsebalance_megatron.plan.segments.cuts import Cut
 
 
-class RankTimes(NamedTuple):
-    """A rank's operations: forwards in their order, backwards in theirs.
-
-    ``further_ahead``: most segments of a micro-batch, less one.
-    """
-
-    forward_UP: np.ndarray
-    backward_UP: np.ndarray
-    further_ahead: int
-
-    @classmethod
-    def of(cls, cuts: Sequence[Cut]) -> RankTimes:
-        """The operations of micro-batches in the order in which they run."""
-        return cls(
-            forward_UP=np.concatenate([cut.forward_UP for cut in cuts]),
-            backward_UP=np.concatenate([cut.backward_UP[::-1] for cut in cuts]),
-            further_ahead=max(len(cut.first_blocks) for cut in cuts) - 1,
-        )
-
-
-def makespans_ms(candidates: Sequence[RankTimes], slowness_XP: np.ndarray) -> np.ndarray:
+def makespans_ms(candidates: Sequence[Sequence[Cut]], slowness_XP: np.ndarray) -> np.ndarray:
     """[X] ms until the last operation of each rank ends.
 
     Args:
+        candidates: micro-batches of a rank, in the order in which they run.
         slowness_XP: of the devices that run each candidate.
     """
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, times in enumerate(candidates):
-        alike[len(times.forward_UP), times.further_ahead].append(index)
-    ms_X = np.empty(len(candidates))
-    for (segments, further_ahead), members in alike.items():
-        slowness = slowness_XP[members].T[:, None]
-        forward, backward = (
-            np.stack([candidates[index][side] for index in members], axis=-1).transpose(1, 0, 2)
-            * slowness
-            for side in (0, 1)
-        )
-        ms_X[members] = _simulated(forward, backward, segments, further_ahead)
-    return ms_X
+    cuts = list(chain.from_iterable(candidates))
+    segments = [len(cut.tokens_U) for cut in cuts]
+    first = list(accumulate(map(len, candidates[:-1]), initial=0))
+    segments_X = np.add.reduceat(segments, first)
+    # As many as the pipeline has stages in which the order is 1F1B.
+    stages_X = np.maximum.reduceat(segments, first) - 1 + slowness_XP.shape[1]
+    candidate_U = np.repeat(np.arange(len(candidates)), segments_X)
+    ms_2UP = np.stack(
+        [
+            np.concatenate([cut.forward_UP for cut in cuts]),
+            np.concatenate([cut.backward_UP[::-1] for cut in cuts]),
+        ]
+    )
+    ms_2UP *= slowness_XP[candidate_U]
+    first_X = np.cumsum(segments_X) - segments_X
+    end_2UP = _ends_2UP(
+        ms_2UP,
+        number_U1=(np.arange(len(candidate_U)) - first_X[candidate_U])[:, None],
+        segments_U1=segments_X[candidate_U, None],
+        stages_U1=stages_X[candidate_U, None],
+    )
+    return np.maximum.reduceat(end_2UP.max(axis=(0, 2)), first_X)
 
 
-def _simulated(
-    forward_PUX: np.ndarray, backward_PUX: np.ndarray, segments: int, further_ahead: int
+def _ends_2UP(
+    ms_2UP: np.ndarray, *, number_U1: np.ndarray, segments_U1: np.ndarray, stages_U1: np.ndarray
 ) -> np.ndarray:
-    stages, last = len(forward_PUX), len(forward_PUX) - 1
-    free_PX = np.zeros((stages, forward_PUX.shape[2]))
-    forward_end, backward_end = np.empty_like(forward_PUX), np.empty_like(backward_PUX)
-    for stage, number, is_forward in _running_order(stages, segments, further_ahead):
-        free_X = free_PX[stage]
-        if is_forward:
-            if stage > 0:
-                np.maximum(free_X, forward_end[stage - 1, number], out=free_X)
-            free_X += forward_PUX[stage, number]
-            forward_end[stage, number] = free_X
-        else:
-            if stage < last:
-                np.maximum(free_X, backward_end[stage + 1, number], out=free_X)
-            free_X += backward_PUX[stage, number]
-            backward_end[stage, number] = free_X
-    return np.asarray(free_PX.max(axis=0))
+    """When operations end.
 
-
-@lru_cache(maxsize=512)
-def _running_order(
-    stages: int, segments: int, further_ahead: int
-) -> tuple[tuple[int, int, bool], ...]:
-    """(stage, number among the stage's forwards or backwards, whether it is a forward) of every
-    operation, after all that it waits for.
-
-    A stage runs its forwards ahead, then forward and backward in turn. Step by step: forward n of
-    stage p is at step 2 n + p while it runs ahead; all later ones follow from what they wait for.
+    Args:
+        ms_2UP: backwards in the order in which they run.
+        number_U1: of a rank's forwards, and of its backwards, in their order.
+        segments_U1: of the rank.
+        stages_U1: of the 1F1B pipeline whose first stages have its order.
     """
-    orders = []
-    for stage in range(stages):
-        ahead = min(segments, stages - 1 - stage + further_ahead)
-        order = [(number, True) for number in range(ahead)]
-        for number in range(segments - ahead):
-            order += [(ahead + number, True), (number, False)]
-        order += [(number, False) for number in range(segments - ahead, segments)]
-        orders.append(order)
-    position, done = [0] * stages, [[-1, -1] for _ in range(stages)]
-    running: list[tuple[int, int, bool]] = []
-    while len(running) < 2 * segments * stages:
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                number, is_forward = order[position[stage]]
-                source = stage - 1 if is_forward else stage + 1
-                if 0 <= source < stages and done[source][is_forward] < number:
-                    break
-                done[stage][is_forward] = number
-                running.append((stage, number, is_forward))
-                position[stage] += 1
-    return tuple(running)
+    stages, none = ms_2UP.shape[2], ms_2UP.size
+    stage_P = np.arange(stages)
+    ahead_UP = stages_U1 - 1 - stage_P
+    forward_UP, backward_UP = np.arange(none).reshape(ms_2UP.shape)
+    warms_up_UP = number_U1 <= ahead_UP
+    step_2UP = np.stack(
+        [
+            np.where(warms_up_UP, number_U1, 2 * number_U1) + stage_P,
+            2 * (number_U1 + stages_U1) - 1 - stage_P,
+        ]
+    )
+    last_UP = forward_UP + (segments_U1 - 1 - number_U1) * stages
+    own_2UP = np.stack(
+        [
+            np.where(
+                warms_up_UP,
+                np.where(number_U1 > 0, forward_UP - stages, none),
+                backward_UP - (ahead_UP + 1) * stages,
+            ),
+            np.where(
+                number_U1 + ahead_UP < segments_U1,
+                forward_UP + ahead_UP * stages,
+                np.where(number_U1 > 0, backward_UP - stages, last_UP),
+            ),
+        ]
+    )
+    other_2UP = np.stack(
+        [
+            np.where(stage_P > 0, forward_UP - 1, none),
+            np.where(stage_P < stages - 1, backward_UP + 1, none),
+        ]
+    )
+    step_O = step_2UP.ravel()
+    order_O = np.argsort(step_O, kind="stable")
+    runs_as = np.empty(none + 1, dtype=np.int64)
+    runs_as[order_O], runs_as[none] = np.arange(none), none
+    own_O, other_O = (runs_as[waited.ravel()[order_O]] for waited in (own_2UP, other_2UP))
+    end_O = np.append(ms_2UP.ravel()[order_O], 0.0)
+    edges = np.searchsorted(step_O[order_O], np.arange(step_O.max() + 2)).tolist()
+    for first, end in pairwise(edges):
+        ready = np.maximum(end_O.take(own_O[first:end]), end_O.take(other_O[first:end]))
+        end_O[first:end] += ready
+    return end_O[runs_as[:none]].reshape(ms_2UP.shape)
 
 
 def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:

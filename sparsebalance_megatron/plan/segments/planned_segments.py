@@ -7,19 +7,20 @@ Q price levels, U segments.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.plan.budgets.fill import unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tuned_budgets
-from sparsebalance_megatron.plan.budgets.price import LEVELS, Pricing, price
+from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.plan_error import PlanError
-from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
-from sparsebalance_megatron.plan.segments.pipeline import RankTimes, makespans_ms
+from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.segments.pipeline import makespans_ms
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -40,25 +41,28 @@ class SegmentedStep:
     makespan_ms: float
 
 
-def best_segments(problem: StepProblem) -> SegmentedStep | None:
+def best_segments(problem: StepProblem, one_piece: Placement) -> SegmentedStep | None:
     """The shortest step found whose micro-batches pass the pipeline in segments.
 
     Samples are placed and cut at budgets between those expected and the least allowed, since ranks
-    that the step waits for end below what is expected of all. No rank holds more tokens on its
-    first stage than 1F1B would hold of the balanced placement.
+    that the step waits for end below what is expected of all.
+
+    Args:
+        one_piece: the step's placement without segments. Its fullest rank holds at least as many
+            tokens on its first stage as any rank with segments.
 
     Returns:
-        None where samples have no placement, no micro-batch is worth cutting, or every cut that was
-        tried holds too many tokens.
+        None where no micro-batch is worth cutting, or every cut that was tried holds too many
+        tokens.
     """
     floor_LS = problem.budgets.allowed.floor_LS
     search_LS = (problem.expected_LS + floor_LS) // 2
     try:
         start = problem.balanced_by(search_LS)
     except PlanError:
-        return None
-    most_tokens = _tokens_of_one_piece(problem, start)
-    arrangement, search_ms = SegmentSearch(problem, search_LS, most_tokens).best(start)
+        start = one_piece
+    search = SegmentSearch(problem, search_LS, _tokens_of_one_piece(problem, one_piece))
+    arrangement, search_ms = search.best(start)
     is_cut = any(len(blocks) > 1 for rank in arrangement.first_blocks for blocks in rank)
     if not is_cut or not np.isfinite(search_ms):
         return None
@@ -93,37 +97,23 @@ def _tokens_of_one_piece(problem: StepProblem, placement: Placement) -> int:
     return most
 
 
-def _cuts_RM(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> list[list[Cut]]:
-    """The segments of every micro-batch of placed samples, on an average device."""
-    known = CutCosts.of_segments(
-        costs,
-        budgets_LS,
-        [
-            (samples, first_blocks)
-            for of_rank in zip(where.samples, where.first_blocks, strict=True)
-            for samples, first_blocks in zip(*of_rank, strict=True)
-        ],
-    )
-    return [
-        [known.cut_at(*micro_batch) for micro_batch in zip(*of_rank, strict=True)]
-        for of_rank in zip(where.samples, where.first_blocks, strict=True)
-    ]
-
-
 def segmented_times(
     costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[2, R, P, 1, M] ms of every micro-batch, all its segments together, and [R] makespans."""
-    cuts = _cuts_RM(costs, where, budgets_LS)
-    times_2RMP = np.array(
-        [
-            [[cut.forward_UP.sum(axis=0) for cut in of_rank] for of_rank in cuts],
-            [[cut.backward_UP.sum(axis=0) for cut in of_rank] for of_rank in cuts],
-        ]
+    micro_batches, first_blocks = (
+        list(itertools.chain.from_iterable(of)) for of in (where.samples, where.first_blocks)
     )
-    times_2RPM = times_2RMP.transpose(0, 1, 3, 2) * costs.slowness_RP[..., None]
-    ms_R = makespans_ms([RankTimes.of(of_rank) for of_rank in cuts], costs.slowness_RP)
-    return times_2RPM[:, :, :, None], ms_R
+    cuts = cut_at(costs, budgets_LS, micro_batches, first_blocks)
+    ms_2UP = np.stack(
+        [np.concatenate(of) for of in ([c.forward_UP for c in cuts], [c.backward_UP for c in cuts])]
+    )
+    first_J = [0, *itertools.accumulate(len(cut.tokens_U) for cut in cuts[:-1])]
+    ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
+    times_2RPM = ms_2JP.reshape(2, *where.cp_sizes_RM.shape, -1).swapaxes(2, 3)
+    times_2RPM = times_2RPM * costs.slowness_RP[..., None]
+    ranks = list(itertools.batched(cuts, where.cp_sizes_RM.shape[1]))
+    return times_2RPM[:, :, :, None], makespans_ms(ranks, costs.slowness_RP)
 
 
 def _balanced_over_stages(problem: StepProblem, where: Arrangement) -> np.ndarray:
@@ -181,13 +171,12 @@ class _StageLevels:
         covered_RPQ = np.zeros_like(growth_RPQ)
         weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
         np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
-        for level in range(LEVELS + 1):
-            coverage_LZ = np.nan_to_num(
-                budgets.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ[level])
-            )
-            for stage in range(stages):
-                of_stage_Z = coverage_LZ[costs.chunk_of_layer_L == stage].sum(axis=0)
-                covered_RPQ[:, stage, level] = (weight_RZ * of_stage_Z).sum(axis=1)
+        coverage_QLZ = np.nan_to_num(
+            budgets.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
+        )
+        for stage in range(stages):
+            of_stage_QZ = coverage_QLZ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
+            covered_RPQ[:, stage] = (weight_RZ[:, None] * of_stage_QZ).sum(axis=2)
         return cls(
             pricing=pricing,
             stage_of_L=costs.chunk_of_layer_L,

@@ -19,12 +19,8 @@ import numpy as np
 
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
-from sparsebalance_megatron.plan.segments.pipeline import (
-    RankTimes,
-    makespans_ms,
-    most_tokens_in_flight,
-)
+from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places
+from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _SEGMENTS_PER_RANK = (12, 20, 32, 48)
@@ -43,7 +39,6 @@ _GAIN = 1.0 - 1e-9
 _ORDERS = 4
 """Orders of a rank's micro-batches that are tried together."""
 
-MicroBatch = tuple[int, ...]
 _Rank = tuple[float, list[MicroBatch]]
 """Ms of a rank, and its micro-batches in order."""
 
@@ -59,11 +54,15 @@ class SegmentSearch:
 
     def __init__(self, problem: StepProblem, budgets_LS: np.ndarray, most_tokens: int) -> None:
         self._problem, self._most_tokens = problem, most_tokens
-        self._cut_costs = CutCosts.at(problem.costs, budgets_LS, problem.policy.max_segments)
-        self._work_of: list[float] = self._cut_costs.work_S.tolist()
+        self._places = Places.at(problem.costs, budgets_LS, problem.policy.max_segments)
+        self._work_of: list[float] = self._places.work_S.tolist()
         self._total_ms = sum(self._work_of)
-        self._cuts: dict[tuple[MicroBatch, int], Cut] = {}
-        self._segment_ms = 0.0
+        self._cut_by_segment_ms(self._total_ms)
+
+    def _cut_by_segment_ms(self, segment_ms: float) -> None:
+        """Have all micro-batches cut into segments of about so much work."""
+        self._segment_ms = segment_ms
+        self._cut_of: dict[MicroBatch, Cut] = {}
 
     def best(self, start: Placement) -> tuple[Arrangement, float]:
         """The shortest step that is found from a placement that balances work, and its ms: infinite
@@ -71,10 +70,11 @@ class SegmentSearch:
         numbers = range(len(start))
         found = []
         for segments in _SEGMENTS_PER_RANK:
-            self._segment_ms = self._total_ms / (len(start) * segments)
+            self._cut_by_segment_ms(self._total_ms / (len(start) * segments))
             ranks = self._best_orders(numbers, start)
             found.append((rounded_ms(max(ms for ms, _ in ranks)), self._segment_ms, ranks))
-        _, self._segment_ms, ranks = min(found, key=lambda each: each[0])
+        _, segment_ms, ranks = min(found, key=lambda each: each[0])
+        self._cut_by_segment_ms(segment_ms)
         for _ in range(_MAX_ROUNDS):
             before_ms = max(ms for ms, _ in ranks)
             slowest = max(numbers, key=lambda number: (ranks[number][0], -number))
@@ -90,18 +90,26 @@ class SegmentSearch:
     def _tokens(self, samples: MicroBatch) -> int:
         return sum(self._problem.lengths_tokens[sample] for sample in samples)
 
-    def _cut(self, samples: MicroBatch) -> Cut:
-        """A micro-batch in the number of segments that its share of the work asks for."""
+    def _cuts(self, orders: Sequence[Sequence[MicroBatch]]) -> list[list[Cut]]:
+        """Micro-batches in the number of segments that their share of the work asks for."""
         policy = self._problem.policy
-        wanted = round(self._work_ms(samples) / self._segment_ms)
-        enough_tokens = self._tokens(samples) // policy.segment_tokens
-        segments = max(1, min(wanted, policy.max_segments, enough_tokens))
-        if (samples, segments) not in self._cuts:
-            cut = self._cut_costs.cut(samples, segments)
-            while len(cut.tokens_U) > 1 and cut.tokens_U.min() < policy.segment_tokens:
-                cut = self._cut_costs.cut(samples, len(cut.tokens_U) - 1)
-            self._cuts[samples, segments] = cut
-        return self._cuts[samples, segments]
+        every = dict.fromkeys(itertools.chain.from_iterable(orders))
+        new = [samples for samples in every if samples not in self._cut_of]
+        if new:
+            segments = [
+                max(
+                    1,
+                    min(
+                        round(self._work_ms(samples) / self._segment_ms),
+                        policy.max_segments,
+                        self._tokens(samples) // policy.segment_tokens,
+                    ),
+                )
+                for samples in new
+            ]
+            cuts = self._places.cuts(new, segments, policy.segment_tokens)
+            self._cut_of.update(zip(new, cuts, strict=True))
+        return [[self._cut_of[samples] for samples in order] for order in orders]
 
     def _best_orders(
         self, numbers: Sequence[int], ranks: Sequence[Sequence[MicroBatch]]
@@ -113,25 +121,29 @@ class SegmentSearch:
             up = sorted(micro_batches, key=lambda samples: (self._work_ms(samples), samples))
             down = up[::-1]
             orders += [up, down, up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]]
-        ms_XO = self._ms(np.repeat(numbers, _ORDERS), orders).reshape(-1, _ORDERS)
-        best_X = ms_XO.argmin(axis=1).tolist()
+        found = self._ms(np.repeat(numbers, _ORDERS), orders)
         return [
-            (float(ms_O[best]), orders[_ORDERS * rank + best])
-            for rank, (ms_O, best) in enumerate(zip(ms_XO, best_X, strict=True))
+            self._shortest(found[first : first + _ORDERS])
+            for first in range(0, len(found), _ORDERS)
         ]
 
-    def _ms(self, numbers: np.ndarray, orders: Sequence[Sequence[MicroBatch]]) -> np.ndarray:
-        """[X] makespans of ranks with these micro-batches; infinite above the limit of tokens."""
-        cuts = [[self._cut(samples) for samples in order] for order in orders]
+    def _ms(
+        self, numbers: np.ndarray, orders: list[list[MicroBatch]]
+    ) -> list[tuple[float, list[MicroBatch], list[Cut]]]:
+        """Makespans of ranks with these micro-batches."""
+        cuts = self._cuts(orders)
+        ms_X = makespans_ms(cuts, self._problem.costs.slowness_RP[numbers])
+        return list(zip(ms_X.tolist(), orders, cuts, strict=True))
+
+    def _shortest(self, found: Sequence[tuple[float, list[MicroBatch], list[Cut]]]) -> _Rank:
+        """The shortest order within the limit of tokens; where there is none, the first one, in
+        infinite time."""
         stages = self._problem.job.pipeline_stages
-        ms_X = makespans_ms(
-            [RankTimes.of(each) for each in cuts], self._problem.costs.slowness_RP[numbers]
-        )
-        too_many_X = [
-            most_tokens_in_flight([cut.tokens_U for cut in each], stages) > self._most_tokens
-            for each in cuts
-        ]
-        return np.where(too_many_X, np.inf, ms_X)
+        for ms, order, cuts in sorted(found, key=lambda each: each[0]):
+            held = most_tokens_in_flight([cut.tokens_U for cut in cuts], stages)
+            if held <= self._most_tokens:
+                return ms, order
+        return np.inf, found[0][1]
 
     def _swapped(self, number: int, order: list[MicroBatch]) -> _Rank:
         """The best order with two micro-batches in each other's place, or the order itself."""
@@ -141,9 +153,7 @@ class SegmentSearch:
             swapped = list(order)
             swapped[one], swapped[other] = swapped[other], swapped[one]
             orders.append(swapped)
-        ms_X = self._ms(np.full(len(orders), number), orders)
-        best = int(ms_X.argmin())
-        return float(ms_X[best]), orders[best]
+        return self._shortest(self._ms(np.full(len(orders), number), orders))
 
     def _trade(self, ranks: list[_Rank]) -> None:
         """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
@@ -192,7 +202,7 @@ class SegmentSearch:
             samples=placement,
             cp_sizes_RM=Arrangement.of_groups(placement).cp_sizes_RM,
             first_blocks=tuple(
-                tuple(self._cut(samples).first_blocks for samples in order) for order in orders
+                tuple(cut.first_blocks for cut in cuts) for cuts in self._cuts(orders)
             ),
         )
 

@@ -57,7 +57,7 @@ def counted_cost(
     shape = model.on_ranks(tensor_parallel_size)
     cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
     cost = replace(cost, source=f"{model.name}: {cost.source}")
-    return cost if gigabytes_per_second is None else cost.with_bandwidth(gigabytes_per_second)
+    return cost.with_bandwidth(gigabytes_per_second)
 
 
 _SIZES = {

@@ -99,13 +99,10 @@ def workload(
         cap_tokens: of a micro-batch on one rank.
         longest_tokens: the longest sample that coverage is known of.
     """
-    policy = PlanPolicy.from_config(config, cap_tokens)
     return Workload(
         batches=batches,
         job=job,
-        policy=replace(
-            policy, context_parallel=config.context_parallel, max_context_parallel=max_cp_size
-        ),
+        policy=PlanPolicy.from_config(config, cap_tokens, max_cp_size),
         cost=cost,
         coverage=prior_coverage(job.layers, max(1, -(-longest_tokens // cost.block_size))),
     )

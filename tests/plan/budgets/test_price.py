@@ -143,6 +143,13 @@ def test_what_was_never_observed_wants_nothing():
     assert (step.pricing.expected_LS == step.allowed.base_LS[:, step.own]).all()
 
 
+def test_nothing_is_owed_unless_said():
+    problem = budget_problem(
+        POLICY, step_costs(LONG, JOB, COST, SCALES), coverage_curves(2, seed=2)
+    )
+    assert price(problem).wanted_coverage == price(problem, coverage_deficit=0.0).wanted_coverage
+
+
 def test_horizons_hold_whole_steps():
     assert [horizon_steps(n) for n in (1, 8, 50, 63)] == [HORIZON_SAMPLES, 8, 2, 2]
     assert [horizon_steps(n) for n in (64, 65, 4096)] == [1, 1, 1]

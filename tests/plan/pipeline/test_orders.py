@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,9 +137,22 @@ def test_segments_run_in_order_and_back_in_reverse(pipeline):
 
 @given(segmented_pipelines())
 def test_segments_run_in_the_order_of_the_first_stages_of_a_longer_1f1b(pipeline):
+    _run_as_in_a_longer_1f1b(*pipeline)
+
+
+@pytest.mark.nightly
+def test_ten_thousand_segmented_pipelines_neither_deadlock_nor_change_order():
+    generator = np.random.default_rng(0)
+    for _ in range(10_000):
+        segments_M = generator.integers(1, 9, generator.integers(1, 13)).tolist()
+        stages = int(generator.integers(1, 9))
+        _run_as_in_a_longer_1f1b(stages, segments_M)
+        _run_without_deadlock(stages, segments_M)
+
+
+def _run_as_in_a_longer_1f1b(stages, segments_M):
     """By direction and place in the list of forwards, or of backwards."""
-    stages, segments_M = pipeline
-    order = SegmentedSchedule(segments_M)(stages, len(segments_M), 1)
+    order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1)
     longer = megatron_order(stages + max(segments_M), sum(segments_M), 1)
     for operations, expected in zip(order.by_stage, longer.by_stage[1:], strict=False):
         assert [o.direction for o in operations] == [o.direction for o in expected]
@@ -152,11 +166,14 @@ def test_one_segment_each_is_1f1b(stages, micro_batches):
 
 @given(segmented_pipelines())
 def test_segments_do_not_deadlock_where_send_and_receive_are_posted_together(pipeline):
+    _run_without_deadlock(*pipeline)
+
+
+def _run_without_deadlock(stages, segments_M):
     """A stage posts what it sends after an operation with what it receives for the next one, and
     goes on when both have met their neighbour's; two forwards, or backwards, are posted one by
     one."""
-    stages, segments_M = pipeline
-    order = SegmentedSchedule(segments_M)(stages, len(segments_M), 1)
+    order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1)
     pending = [_messages(order.by_stage[stage], stage, stages) for stage in range(stages)]
     while any(pending):
         posted = [set(messages[0]) if messages else set() for messages in pending]

@@ -21,12 +21,8 @@ from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import planned_segments
 from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
-from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
-from sparsebalance_megatron.plan.segments.pipeline import (
-    RankTimes,
-    makespans_ms,
-    most_tokens_in_flight,
-)
+from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
+from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -62,9 +58,7 @@ def test_makespans_are_those_of_the_general_simulator(segments_M, stages, seed):
         ms_OR[number] = ms_UP[operation.segment, stage] * slowness_P[stage]
     times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
     other = random_cuts([1, 2], stages, seed)
-    found = makespans_ms(
-        [RankTimes.of(other), RankTimes.of(cuts)], np.stack([np.ones(stages), slowness_P])
-    )
+    found = makespans_ms([other, cuts], np.stack([np.ones(stages), slowness_P]))
     assert found[1] == pytest.approx(simulated_ms(times)[0], rel=1e-12)
 
 
@@ -93,7 +87,8 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1), dense_L)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
     samples = tuple(range(len(lengths)))
-    cut = CutCosts.at(costs, budgets_LS, max_segments=9).cut(samples, segments)
+    # Cut together with another micro-batch, as plans cut them.
+    _, cut = Places.at(costs, budgets_LS, 9).cuts([samples[:1], samples], [2, segments], 1)
     blocks = int(costs.blocks_S.sum())
     assert len(cut.first_blocks) <= min(segments, blocks)
     bounds = [*cut.first_blocks, blocks]
@@ -106,8 +101,7 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2C
     found_2P = [cut.forward_UP.sum(axis=0), cut.backward_UP.sum(axis=0)]
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
-    again = CutCosts.of_segments(costs, budgets_LS, [(samples, cut.first_blocks)])
-    at = again.cut_at(samples, cut.first_blocks)
+    (at,) = cut_at(costs, budgets_LS, [samples], [cut.first_blocks])
     np.testing.assert_allclose(at.forward_UP, cut.forward_UP, rtol=1e-9)
     np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
 
@@ -169,16 +163,15 @@ def test_one_long_sample_is_cut_and_the_step_gets_shorter():
 
 
 def test_no_step_holds_more_tokens_than_1f1b():
+    """Nor than the plan of the same step in one piece."""
     for seed in range(5):
-        lengths = random_lengths(8, seed)
-        given_ = inputs(lengths)
+        given_ = inputs(random_lengths(8, seed))
         plan = planned(**given_)
-        problem = StepProblem.of(PlanInputs(**given_))
-        start = problem.balanced_by((problem.expected_LS + problem.budgets.allowed.floor_LS) // 2)
+        whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
         one_piece = max(
-            sum(sum(lengths[s] for s in micro_batch) for micro_batch in rank[m : m + STAGES])
-            for rank in start
-            for m in range(len(rank))
+            sum(each.tokens for each in whole.for_rank(rank).micro_batches[m : m + STAGES])
+            for rank in range(2)
+            for m in range(4)
         )
         for rank in range(2):
             micro_batches = plan.for_rank(rank).micro_batches
@@ -202,12 +195,14 @@ def test_the_bound_holds_for_every_placement_and_cut():
     given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
     problem = StepProblem.of(PlanInputs(**given_))
     base_LS = problem.budgets.allowed.base_LS
-    cuts = CutCosts.at(problem.costs, base_LS, 3)
+    alone = [(sample,) for sample in range(4)]
+    places = Places.at(problem.costs, base_LS, 3)
+    cut_of = {many: places.cuts(alone, [many] * 4, 1) for many in (1, 2, 3)}
     least = np.inf
     for order in itertools.permutations(range(4)):
         for segments in itertools.product((1, 2, 3), repeat=4):
-            chosen = [cuts.cut((sample,), segments[sample]) for sample in order]
-            ranks = [RankTimes.of(chosen[:2]), RankTimes.of(chosen[2:])]
+            chosen = [cut_of[segments[sample]][sample] for sample in order]
+            ranks = [chosen[:2], chosen[2:]]
             least = min(least, makespans_ms(ranks, np.ones((2, STAGES))).max())
     bound_ms = segmented_bound_ms(problem)
     assert 0.6 * least < bound_ms <= least
