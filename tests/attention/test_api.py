@@ -318,13 +318,10 @@ def test_wrong_arguments_are_named() -> None:
         ({"selection": dataclasses.replace(lists, kv_layout=other)}, "8 tokens .* of 16 for keys"),
         ({"selection": dataclasses.replace(lists, own_block_N=lists.own_block_N[:2])}, "own block"),
     ):
-        arguments = {"q": q, "k": k, "v": v, "selection": lists, "implementation": "auto"} | changed
+        how = {"q": q, "k": k, "v": v, "selection": lists, "implementation": "auto"} | changed
+        inputs = [how.pop(name) for name in ("q", "k", "v", "selection")]
         with pytest.raises(ValueError, match=message):
-            block_sparse_attention(
-                *(arguments.pop(name) for name in ("q", "k", "v", "selection")),
-                softmax_scale=1.0,
-                **arguments,
-            )
+            block_sparse_attention(*inputs, softmax_scale=1.0, **how)
 
 
 @pytest.mark.parametrize("granularity", list(BUILT_IN))
