@@ -121,6 +121,8 @@ class _PackedSearch:
         # A single rank is a pair with itself; of an odd number one waits for the next round.
         ranks_E2 = order_R[np.arange(2 * pairs) % self.ranks].reshape(pairs, 2)
         moves = self._drawn(ranks_E2)
+        if not len(moves.pair_X):
+            return
         ranks_X2 = ranks_E2[moves.pair_X]
         ms_X2MF = self._ms_RMF[ranks_X2]
         for place_X, sign in ((moves.a_X, 1.0), (moves.b_X, -1.0)):
