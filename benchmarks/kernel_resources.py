@@ -134,6 +134,7 @@ def compiled(
     element: str,
     block_size: int,
     head_dim: int,
+    value_dim: int | None = None,
     group: int = 8,
     capability: Capability = HOPPER,
 ) -> Any:
@@ -148,6 +149,8 @@ def compiled(
         "WITHIN": True,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
+        "VALUE_DIM": value_dim or head_dim,
+        "BLOCK_F": triton.next_power_of_2(value_dim or head_dim),
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": rows,
         "TILE_COLUMNS": columns,

@@ -388,7 +388,7 @@ def _changes(
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
             version += f"{tile.stages} stages"
             changed = replace(table, **{kernel: tile})
-            yield version, [(module, "tiles_for", lambda *_, it=changed: it) for module in modules]
+            yield version, [(module, "tiles_of", lambda *_, it=changed: it) for module in modules]
     if by_token:
         for size in PARTIAL_BYTES:
             yield (

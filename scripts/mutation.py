@@ -40,7 +40,10 @@ from mutants import mutants, mutated
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "sparsebalance_megatron"
 LIBRARIES = ("numpy", "scipy.optimize", "torch", "hypothesis", "pytest", "transformers")
-NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproject.toml")
+NEEDED = (
+    *(PACKAGE, "tests", "benchmarks", "docs", "research", "scripts", "examples"),
+    "pyproject.toml",
+)
 """What tests read."""
 LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""

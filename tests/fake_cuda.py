@@ -105,7 +105,7 @@ def check_launch(name: str, arguments: dict[str, Any]) -> None:
     """Tensors lie on the device, begin where kernels expect it, and have dense last dimensions."""
     for argument, value in arguments.items():
         if isinstance(value, Tensor):
-            assert value.device == CUDA, f"{name}: {argument} lies on {value.device}"
+            assert str(value.device) == "cuda:0", f"{name}: {argument} lies on {value.device}"
             offset = value.storage_offset() * value.element_size()
             assert offset % ALIGNMENT_BYTES == 0, f"{name}: {argument} begins at byte {offset}"
             assert value.ndim == 0 or value.stride(-1) == 1 or value.shape[-1] == 1, (

@@ -116,6 +116,12 @@ ARMS: Mapping[str, Arm] = {
             selection="vertical-slash-last-queries",
         ),
         Arm(
+            name="ours-p0.2",
+            title="ours, p = 0.2",
+            tuning="makespan",
+            coverage_threshold=0.2,
+        ),
+        Arm(
             name="ours-p0.3",
             title="ours, p = 0.3",
             tuning="makespan",

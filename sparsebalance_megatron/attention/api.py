@@ -2,8 +2,8 @@
 """Block-sparse attention: one operation over a selection, and one call that selects as well.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
-heads, G KV heads, D head dim, S documents, Q rows that select, C heads that select, K places of a
-list.
+heads, G KV heads, D head dim of keys, F of values, S documents, Q rows that select, C heads that
+select, K places of a list.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def budgeted_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
+    v_TGF: Tensor,
     cu_seqlens: Sequence[int] | Tensor,
     budgets: int | Sequence[int],
     *,
@@ -53,7 +53,7 @@ def budgeted_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
-        k_TGD, v_TGD: keys and values, same dtype and device.
+        k_TGD, v_TGF: keys and values, same dtype and device.
         cu_seqlens: S + 1 document boundaries in tokens, from 0 to T; ints, or a tensor on the CPU.
         budgets: KV blocks that a query may read, its own included: one for all documents, or S.
         block_size: tokens of a full block.
@@ -62,7 +62,7 @@ def budgeted_attention(
         implementation: see :func:`block_sparse_attention`.
 
     Returns:
-        out_THD and lse_TH, see :func:`block_sparse_attention`.
+        out_THF and lse_TH, see :func:`block_sparse_attention`.
 
     Raises:
         ValueError: an argument does not fit; the message names it and says what to do.
@@ -93,7 +93,7 @@ def budgeted_attention(
     return block_sparse_attention(
         q_THD,
         k_TGD,
-        v_TGD,
+        v_TGF,
         selector.select(ranking, budgets_S),
         softmax_scale=softmax_scale,
         implementation=implementation,
@@ -103,12 +103,13 @@ def budgeted_attention(
 def block_sparse_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
+    v_TGF: Tensor,
     selection: Selection,
     *,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
     known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its selected KV blocks.
 
@@ -118,7 +119,7 @@ def block_sparse_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
-        k_TGD, v_TGD: keys and values, same dtype and device. They have as many tokens as the
+        k_TGD, v_TGF: keys and values, same dtype and device. They have as many tokens as the
             queries, unless the selection says otherwise.
         selection: which blocks are read, on the same device. The own block, where it is listed,
             comes first; the order of past blocks does not matter. Lists without it are parts, whose
@@ -136,28 +137,31 @@ def block_sparse_attention(
               document's length.
             - "auto": "triton" wherever it serves; else "blocks" or, for selections by token,
               "tokens", with a warning on CUDA.
-        known: out_THD and lse_TH of an earlier call with the same arguments. They are given back,
+        known: out_THF and lse_TH of an earlier call with the same arguments. They are given back,
             differentiable, and nothing is attended to again: what a recomputed pass can use.
+        sink_H: for each query head the score of a key of value 0 that all its queries read besides
+            ("attention sink"); differentiable. None for none.
 
     Returns:
-        out_THD in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read,
-        float32 (float64 for float64 inputs), not differentiable. A query with an empty list has
-        out 0 and lse -inf.
+        out_THF in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read, the
+        sink's included, float32 (float64 for float64 inputs), not differentiable. A query that
+        reads nothing has out 0 and lse -inf.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
-    kernel = checked_kernel(q_THD, k_TGD, v_TGD, selection, implementation)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation)
     if known is not None:
-        check_known(q_THD, known)
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel, known)
+        check_known(q_THD, v_TGF, known)
+    check_sink(q_THD, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
 def checked_kernel(
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
+    v_TGF: Tensor,
     selection: Selection,
     implementation: AttentionImplementation,
 ) -> Kernel:
@@ -166,12 +170,12 @@ def checked_kernel(
     Raises:
         ValueError: see :func:`block_sparse_attention`.
     """
-    _check_tensors(q_THD, k_TGD, v_TGD, selection)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection)
     _check_selection(q_THD, k_TGD, selection)
-    return kernel_named(_resolve(implementation, q_THD, selection))
+    return kernel_named(_resolve(implementation, q_THD, v_TGF, selection))
 
 
-def check_known(q_THD: Tensor, known: tuple[Tensor, Tensor]) -> None:
+def check_known(q_THD: Tensor, v_TGF: Tensor, known: tuple[Tensor, Tensor]) -> None:
     """Refuse results of an earlier call that cannot be those of these queries.
 
     Raises:
@@ -180,13 +184,26 @@ def check_known(q_THD: Tensor, known: tuple[Tensor, Tensor]) -> None:
     wide = wide_dtype(q_THD.dtype)
     found = [(tuple(x.shape), x.dtype, x.device) for x in known]
     expected = [
-        (tuple(q_THD.shape), q_THD.dtype, q_THD.device),
+        ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
         (tuple(q_THD.shape[:2]), wide, q_THD.device),
     ]
     if found != expected:
         raise _error(
             f"known out and lse are {found}: must be {expected}, as an earlier call with the same "
             "arguments gave them"
+        )
+
+
+def check_sink(q_THD: Tensor, sink_H: Tensor | None) -> None:
+    """Refuse a sink that has not one score for each query head.
+
+    Raises:
+        ValueError: shape or device do not fit.
+    """
+    if sink_H is not None and (sink_H.shape, sink_H.device) != (q_THD.shape[1:2], q_THD.device):
+        raise _error(
+            f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "
+            f"each of the {q_THD.shape[1]} query heads, on {q_THD.device}"
         )
 
 
@@ -204,13 +221,13 @@ def kernel_named(implementation: str) -> Kernel:
     )
 
 
-def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
+def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str:
     other = "tokens" if selection.by_token else "blocks"
     automatic = implementation == "auto"
     if automatic and q_THD.device.type != "cuda":
         return other
     chosen = "triton" if automatic else implementation
-    obstacle = kernel_named(chosen).obstacle(q_THD, selection)
+    obstacle = kernel_named(chosen).obstacle(q_THD, v_TGF, selection)
     if obstacle is None:
         return chosen
     if not automatic:
@@ -221,12 +238,15 @@ def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
     return other
 
 
-def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) -> None:
-    shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGD))
-    if q_THD.ndim != 3 or k_TGD.ndim != 3:
+def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> None:
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGF))
+    if not q_THD.ndim == k_TGD.ndim == v_TGF.ndim == 3:
         raise _error(f"q, k, v have shapes {shapes}: must be [tokens, heads, head dim]")
-    if k_TGD.shape != v_TGD.shape or q_THD.shape[2] != k_TGD.shape[2]:
-        raise _error(f"q, k, v have shapes {shapes}: k and v must agree, and q in the head dim")
+    if k_TGD.shape[:2] != v_TGF.shape[:2] or q_THD.shape[2] != k_TGD.shape[2]:
+        raise _error(
+            f"q, k, v have shapes {shapes}: k and v must agree in tokens and heads, q and k in the "
+            "head dim"
+        )
     tokens = selection.query_layout.tokens, selection.kv_layout.tokens
     if (q_THD.shape[0], k_TGD.shape[0]) != tokens:
         raise _error(
@@ -235,12 +255,12 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
         )
     if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
         raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
-    if not q_THD.dtype == k_TGD.dtype == v_TGD.dtype or q_THD.dtype not in _DTYPES:
+    if not q_THD.dtype == k_TGD.dtype == v_TGF.dtype or q_THD.dtype not in _DTYPES:
         raise _error(
-            f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}: must share one of "
+            f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGF.dtype}: must share one of "
             "float16, bfloat16, float32, float64"
         )
-    devices = {x.device for x in (q_THD, k_TGD, v_TGD, *selection.tensors())}
+    devices = {x.device for x in (q_THD, k_TGD, v_TGF, *selection.tensors())}
     if len(devices) > 1:
         raise _error(
             f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"

@@ -77,6 +77,13 @@ class PackedLayout:
     place_T: Tensor
 
     @cached_property
+    def position_T(self) -> Tensor:
+        """int64: a token's place in its document."""
+        token_T = torch.arange(self.tokens, device=self.block_T.device)
+        first_T = self.start_N - self.index_N * self.grid.block_size
+        return token_T - first_T[self.block_T]
+
+    @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
         """Document boundaries in tokens, S + 1 entries, the first is 0."""
         return tuple(self.grid.boundaries.tolist())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over two disjoint lists of keys, put together.
 
-Shape legend: T tokens of the packed sequence, H query heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, D head dim of keys, F of values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def merge_partials(
-    out_a_THD: Tensor, lse_a_TH: Tensor, out_b_THD: Tensor, lse_b_TH: Tensor
+    out_a_THF: Tensor, lse_a_TH: Tensor, out_b_THF: Tensor, lse_b_TH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint lists, from the parts' outputs and LSEs.
 
@@ -19,7 +19,7 @@ def merge_partials(
     four, with finite gradients everywhere.
 
     Returns:
-        out_THD in the dtype of ``out_a_THD``, and lse_TH (natural log) in the dtype of the LSEs.
+        out_THF in the dtype of ``out_a_THF``, and lse_TH (natural log) in the dtype of the LSEs.
     """
     peak_TH = torch.maximum(lse_a_TH, lse_b_TH).detach()
     peak_TH = peak_TH.masked_fill(peak_TH == -torch.inf, 0.0)
@@ -30,6 +30,6 @@ def merge_partials(
     total_TH = total_TH.masked_fill(empty_TH, 1.0)
     share_a_TH1 = (weight_a_TH / total_TH).unsqueeze(-1)
     share_b_TH1 = (weight_b_TH / total_TH).unsqueeze(-1)
-    out_THD = share_a_TH1 * out_a_THD + share_b_TH1 * out_b_THD
+    out_THF = share_a_TH1 * out_a_THF + share_b_TH1 * out_b_THF
     lse_TH = (peak_TH + torch.log(total_TH)).masked_fill(empty_TH, -torch.inf)
-    return out_THD.to(out_a_THD.dtype), lse_TH
+    return out_THF.to(out_a_THF.dtype), lse_TH

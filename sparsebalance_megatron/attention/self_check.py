@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the kernels and the router of a device with the reference, on a small ragged sequence.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
-K budgets, Q rows that select, C heads that select.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, S documents, K budgets, Q rows that select, C heads that select.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class CheckedCase:
     query_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     block_size: int
     dtype: str
 
@@ -86,14 +87,17 @@ def check_case(case: CheckedCase, device: torch.device) -> Verdict:
     lengths = [max(1, int(blocks * case.block_size)) for blocks in _BLOCKS]
     boundaries = [0, *itertools.accumulate(lengths)]
     group, kv_heads = case.query_heads // case.kv_heads, min(case.kv_heads, _MOST_KV_HEADS)
-    heads = (group * kv_heads, kv_heads, kv_heads, group * kv_heads)
+    query_heads, head_dim, value_dim = group * kv_heads, case.head_dim, case.value_dim
+    shapes = (
+        *((query_heads, head_dim), (kv_heads, head_dim)),
+        *((kv_heads, value_dim), (query_heads, value_dim)),
+    )
     generator = torch.Generator().manual_seed(0)
-    q_THD, k_TGD, v_TGD, dout_THD = (
-        torch.randn(boundaries[-1], each, case.head_dim, generator=generator).to(dtype)
-        for each in heads
+    q_THD, k_TGD, v_TGF, dout_THF = (
+        torch.randn(boundaries[-1], *shape, generator=generator).to(dtype) for shape in shapes
     )
     # Queries that tell keys apart: an average over many keys would hide a wrong one.
-    inputs = (2.0 * q_THD, k_TGD, v_TGD, dout_THD)
+    inputs = (2.0 * q_THD, k_TGD, v_TGF, dout_THF)
     host = torch.device("cpu")
     torch_router: Router = (
         "torch" if hasattr(selector_named(case.selection), "with_router") else "auto"
@@ -182,15 +186,15 @@ def _attended(
         query_layout=layout,
         kv_layout=layout,
     )
-    q_THD, k_TGD, v_TGD = (x.to(device, copy=True).requires_grad_() for x in inputs[:3])
-    kernel: Any = checked_kernel(q_THD, k_TGD, v_TGD, there, case.implementation)
-    out_THD, lse_TH = block_sparse_attention(
-        *(q_THD, k_TGD, v_TGD, there),
+    q_THD, k_TGD, v_TGF = (x.to(device, copy=True).requires_grad_() for x in inputs[:3])
+    kernel: Any = checked_kernel(q_THD, k_TGD, v_TGF, there, case.implementation)
+    out_THF, lse_TH = block_sparse_attention(
+        *(q_THD, k_TGD, v_TGF, there),
         softmax_scale=case.head_dim**-0.5,
         implementation=case.implementation,
     )
-    gradients = torch.autograd.grad(out_THD, (q_THD, k_TGD, v_TGD), inputs[3].to(device))
-    results = [x.detach().cpu() for x in (out_THD, lse_TH, *gradients)]
+    gradients = torch.autograd.grad(out_THF, (q_THD, k_TGD, v_TGF), inputs[3].to(device))
+    results = [x.detach().cpu() for x in (out_THF, lse_TH, *gradients)]
     return kernel.__name__.rpartition(".")[2], results
 
 
@@ -201,19 +205,19 @@ def _by_reference(
     change: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv, with a change of what backward reads of out."""
-    q_THD, k_TGD, v_TGD, dout_THD = inputs
+    q_THD, k_TGD, v_TGF, dout_THF = inputs
     scale = case.head_dim**-0.5
-    out_THD, lse_TH = reference.forward(q_THD, k_TGD, v_TGD, selection, softmax_scale=scale)
+    out_THF, lse_TH = reference.forward(q_THD, k_TGD, v_TGF, selection, softmax_scale=scale)
     saved = Saved(
         q_THD=q_THD,
         k_TGD=k_TGD,
-        v_TGD=v_TGD,
-        out_THD=change(out_THD),
+        v_TGF=v_TGF,
+        out_THF=change(out_THF),
         lse_TH=lse_TH,
         selection=selection,
         softmax_scale=scale,
     )
-    return [out_THD, lse_TH, *reference.backward(dout_THD, saved)]
+    return [out_THF, lse_TH, *reference.backward(dout_THF, saved)]
 
 
 def _worst_row(

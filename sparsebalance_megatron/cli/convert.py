@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from sparsebalance_megatron.cli import HelpFormatter
 from sparsebalance_megatron.cli.output import OutputError, progress_bar
 from sparsebalance_megatron.errors import ConfigError, ConvertError
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +94,16 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     if arguments.output is not None:
         _check_output(arguments.output)
-    if arguments.direction == "to-hf":
-        if arguments.passed_on:
-            raise ConfigError("convert to-hf takes no flags after --; drop them")
-        _from_megatron_to_hf(arguments)
-    elif arguments.print_flags:
-        _print_flags(arguments)
-    else:
-        _from_hf_to_megatron(arguments)
+    # Megatron warns of what it misses here, none of which a conversion needs.
+    with quiet_imports():
+        if arguments.direction == "to-hf":
+            if arguments.passed_on:
+                raise ConfigError("convert to-hf takes no flags after --; drop them")
+            _from_megatron_to_hf(arguments)
+        elif arguments.print_flags:
+            _print_flags(arguments)
+        else:
+            _from_hf_to_megatron(arguments)
     return 0
 
 

@@ -20,8 +20,9 @@ PACKAGES = (
     "apex",
 )
 _BLOCK_SIZE = 64
-_HEAD_DIM = 64
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192": (192, 192)}
+HEAD_DIMS |= {"192/128": (192, 128), "256": (256, 256)}
+"""Of keys and of values, where they differ."""
 _WHOSE_REASON = r'^(block_sparse_attention: )?(implementation|router) "\w+" '
 
 Facts = dict[str, Any]
@@ -139,7 +140,7 @@ def _torch_facts() -> Facts:
     attention["implementations"] = {name: _tried(name, device) for name in implementations}
     attention["routers"] = {name: _tried("auto", device, name) for name in routers}
     attention["head_dims"] = {
-        str(head_dim): _tried("auto", device, head_dim=head_dim) for head_dim in HEAD_DIMS
+        name: _tried("auto", device, head_dims=dims) for name, dims in HEAD_DIMS.items()
     }
     if device == "cuda":
         from sparsebalance_megatron.attention.self_check import ptxas
@@ -149,11 +150,14 @@ def _torch_facts() -> Facts:
 
 
 def _tried(
-    implementation: str, device: str, router: str = "auto", head_dim: int = _HEAD_DIM
+    implementation: str,
+    device: str,
+    router: str = "auto",
+    head_dims: tuple[int, int] = HEAD_DIMS["64"],
 ) -> Facts:
     """Whether results agree with the reference, and how far the worst of them is off."""
     try:
-        verdict = _verdict(implementation, device, router, head_dim)
+        verdict = _verdict(implementation, device, router, head_dims)
     # Kernels fail in the compilers' own ways, and every one of them is an answer here.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -164,7 +168,7 @@ def _tried(
     return {"usable": True, "because": None, "kernel": verdict.kernel, "of_tolerance": worst}
 
 
-def _verdict(implementation: Any, device: str, router: Any, head_dim: int) -> Any:
+def _verdict(implementation: Any, device: str, router: Any, head_dims: tuple[int, int]) -> Any:
     import torch
 
     from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
@@ -175,7 +179,8 @@ def _verdict(implementation: Any, device: str, router: Any, head_dim: int) -> An
         router=router,
         query_heads=4,
         kv_heads=2,
-        head_dim=head_dim,
+        head_dim=head_dims[0],
+        value_dim=head_dims[1],
         block_size=_BLOCK_SIZE,
         dtype="bfloat16" if device == "cuda" else "float32",
     )

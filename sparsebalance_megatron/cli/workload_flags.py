@@ -87,8 +87,8 @@ def add_output_flags(parser: ArgumentParser, *, steps: int) -> None:
     parser.add_argument(
         "--counted-device",
         choices=get_args(CountedDevice),
-        default=DEFAULT_COUNTED_DEVICE,
-        help="at whose rates operations are counted without a cost table",
+        help="at whose rates operations are counted without a cost table; default: "
+        f"{DEFAULT_COUNTED_DEVICE}",
     )
     parser.add_argument(
         "--gigabytes-per-second",
@@ -169,6 +169,10 @@ def check_flags(arguments: Namespace) -> None:
             most = _MOST.get(name)
             if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
                 raise WorkloadError(f"{flag} {number}: must be 1 to {most}")
+    if arguments.counted_device is None:
+        arguments.counted_device = DEFAULT_COUNTED_DEVICE
+    elif getattr(arguments, "cost_table", None) is not None:
+        raise WorkloadError("--counted-device: a cost table is measured; drop one of the two")
     if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
         raise WorkloadError(f"--seed {arguments.seed}: must be at least 0 and below 2**63")
 

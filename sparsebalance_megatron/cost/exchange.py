@@ -54,12 +54,13 @@ class Exchange:
     loss: float = 0.05
 
     @classmethod
-    def of(cls, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> Exchange:
-        """The exchange of a model at the nominal bandwidth, by KV heads of a tensor-parallel rank.
+    def of(cls, elements: int, dtype: str = "bfloat16") -> Exchange:
+        """The exchange of a model at the nominal bandwidth, by the elements of a token's keys and
+        values on a tensor-parallel rank.
 
         ``dtype`` is torch's name without the prefix; gradients travel in float32 at least.
         """
-        elements, element_bytes = 2.0 * kv_heads * head_dim, _ELEMENT_BYTES.get(dtype, 2.0)
+        element_bytes = _ELEMENT_BYTES.get(dtype, 2.0)
         return cls(
             bytes_per_token=elements * element_bytes,
             gradient_bytes_per_token=elements * max(element_bytes, 4.0),

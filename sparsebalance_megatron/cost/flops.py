@@ -50,5 +50,5 @@ def training_flops(
     budgets = np.full((layers, 1), np.inf) if budgets_LS is None else budgets_LS
     pairs = int(attended_token_pairs(lengths_S, budgets, block_size).sum())
     per_token = 2 * (layers * shape.layer_weights + shape.vocabulary_weights)
-    attention = 4 * shape.num_attention_heads * shape.head_dim * pairs
+    attention = 2 * shape.num_attention_heads * (shape.head_dim + shape.value_dim) * pairs
     return float(_FORWARD_AND_BACKWARD * (per_token * int(lengths_S.sum()) + attention))

@@ -82,9 +82,9 @@ class MemoryModel:
         """What backward needs of one layer, per token of one rank's share of a sequence.
 
         The inputs of both norms and their outputs; query, key, value and attention output with its
-        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms as
-        in section 4 of arXiv:2205.05198, with attention that stores no scores and without dropout
-        masks.
+        log-sum-exp, not the latents of multi-latent attention; the lists of blocks; the MLP's input
+        of the activation and its output. Terms as in section 4 of arXiv:2205.05198, with attention
+        that stores no scores and without dropout masks.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
@@ -92,9 +92,9 @@ class MemoryModel:
         statistics_and_lists = (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
         if self.recompute_all:
             layer_input = _HALF * shape.hidden_size * hidden_share
-            output = _HALF * shape.head_dim * heads * share
+            output = _HALF * shape.value_dim * heads * share
             return layer_input + (output + statistics_and_lists if self.attention_kept else 0.0)
-        qkv_and_output = _HALF * shape.head_dim * 2 * (heads + groups)
+        qkv_and_output = _HALF * (shape.head_dim + shape.value_dim) * (heads + groups)
         mlp = _HALF * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
         kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
         if self.recompute_attention and not self.attention_kept:

@@ -154,7 +154,7 @@ class CostModel:
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size
         # Operations by the feature that they are counted per, in the order of FEATURES.
-        of_pair = 4.0 * heads * head_dim * block_size**2 * share
+        of_pair = 2.0 * heads * (head_dim + shape.value_dim) * block_size**2 * share
         counted = {
             Part.ATTENTION: (0.0, 0.0, 0.0, of_pair, 0.0),
             Part.DENSE_ATTENTION: (0.0, 0.0, 0.0, 0.0, of_pair),
@@ -193,4 +193,4 @@ class CostModel:
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
     """What it costs that ranks share a micro-batch of a model, at the nominal bandwidth."""
     kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
-    return Exchange.of(kv_heads, shape.head_dim, dtype)
+    return Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype)

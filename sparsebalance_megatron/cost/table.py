@@ -34,7 +34,11 @@ class CostTableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that a layer's cost depends on, as Megatron's flags name them."""
+    """The sizes that a layer's cost depends on, as Megatron's flags name them.
+
+    ``value_head_dim``: of values, where it is not that of queries and keys. ``attention_weights``:
+    of one layer's projections to and from attention, where they are not those of plain attention.
+    """
 
     hidden_size: Count
     ffn_hidden_size: Count
@@ -44,13 +48,21 @@ class ModelShape:
     vocab_size: Count
     gated_linear_unit: bool
     tensor_parallel_size: Count
+    value_head_dim: Count | None = None
+    attention_weights: Count | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of values."""
+        return self.value_head_dim or self.head_dim
 
     @property
     def layer_weights(self) -> int:
         """Weights of one layer's projections and MLP, without biases, on all ranks together."""
-        heads = 2 * (self.num_attention_heads + self.num_query_groups)
-        mlp_matrices = 3 if self.gated_linear_unit else 2
-        return self.hidden_size * (self.head_dim * heads + self.ffn_hidden_size * mlp_matrices)
+        heads = self.num_attention_heads + self.num_query_groups
+        attention = self.hidden_size * heads * (self.head_dim + self.value_dim)
+        mlp = self.hidden_size * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+        return (self.attention_weights or attention) + mlp
 
     def flat(self) -> dict[str, Any]:
         """``shape.FIELD`` -> value."""
@@ -60,6 +72,22 @@ class ModelShape:
     def vocabulary_weights(self) -> int:
         """Weights of the embedding, or of the output head, on all ranks together."""
         return self.hidden_size * self.vocab_size
+
+
+def latent_attention_weights(
+    *, hidden_size: int, heads: int, q_rank: int | None, kv_rank: int, qk_dim: int,
+    rotary_dim: int, value_dim: int,
+) -> int:  # fmt: skip
+    """Weights of one layer's multi-latent attention (arXiv:2405.04434, section 2.1), without norms.
+
+    Args:
+        q_rank: of compressed queries; None where queries are not compressed.
+        qk_dim, rotary_dim: of a head's queries and keys, without and with rotary embeddings.
+    """
+    query_rows = heads * (qk_dim + rotary_dim)
+    query = q_rank * (hidden_size + query_rows) if q_rank else hidden_size * query_rows
+    latent = hidden_size * (kv_rank + rotary_dim) + kv_rank * heads * (qk_dim + value_dim)
+    return query + latent + heads * value_dim * hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ Number = float | None
 LONGEST_MS = 1e12
 Milliseconds = Annotated[float, Meta(ge=0, le=LONGEST_MS)] | None
 """A measured or predicted time; a log with others is damaged."""
+Duration = Annotated[float, Meta(ge=1e-3, le=LONGEST_MS)] | None
+"""A time that others are divided by: no step takes less than a microsecond."""
 Share = Annotated[float, Meta(ge=-1e-3, le=1.001)] | None
 """A coverage, 0 to 1 but for rounding."""
 
@@ -166,7 +168,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     """
 
     iteration: Count
-    iteration_ms: Milliseconds
+    iteration_ms: Duration
     lm_loss: Number
     plan_ms: Milliseconds
     host_ms: dict[str, Milliseconds]

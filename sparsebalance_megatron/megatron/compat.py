@@ -204,10 +204,12 @@ def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
             qk_l2_norm=transformer_config.qk_l2_norm,
             use_te_activation_func=transformer_config.use_te_activation_func,
             use_grouped_gemm_for_dense_mlp=transformer_config.use_grouped_gemm_for_dense_mlp,
+            multi_latent_attention=transformer_config.multi_latent_attention,
         )
     return gpt_layer_specs.get_gpt_layer_local_spec(
         qk_layernorm=transformer_config.qk_layernorm,
         normalization=transformer_config.normalization,
+        multi_latent_attention=transformer_config.multi_latent_attention,
     )
 
 

@@ -2,7 +2,7 @@
 """Megatron's core attention, replaced: route, guard, select, attend; and specs of layers with it.
 
 Shape legend: T tokens of the packed sequence, H query heads and G KV heads of this tensor-parallel
-rank, D head dim, S samples, K budgets, s sequence, b batch.
+rank, D head dim of keys, F of values, S samples, K budgets, s sequence, b batch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -40,6 +43,7 @@ from sparsebalance_megatron.megatron.kept_attention import (
     in_first_pass,
     in_recomputed_pass,
 )
+from sparsebalance_megatron.megatron.latent_attention import with_true_positions
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
@@ -85,11 +89,13 @@ class AttentionOptions:
 class BudgetedCoreAttention(MegatronModule):
     """Block-sparse causal attention under the budgets that travel with the micro-batch.
 
-    Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``; has no
-    parameters. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
-    the base budget and nothing is observed. With a carrier the host never waits for the device;
-    plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait,
-    in the first layer of a micro-batch. Without a carrier nothing is kept for a recomputed pass.
+    Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``, and has its
+    parameter, the attention sink ``softmax_offset`` [H] of ``--softmax-type learnable``; coverage
+    and selection do not count the sink. Without a carrier (plain ``PackedSeqParams``, or the sbhd
+    layout) every sample gets the base budget and nothing is observed. With a carrier the host never
+    waits for the device; plain ``PackedSeqParams`` hold their boundaries on the device, and reading
+    them makes it wait, in the first layer of a micro-batch. Without a carrier nothing is kept for a
+    recomputed pass.
     """
 
     def __init__(
@@ -102,6 +108,8 @@ class BudgetedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         *,
         options: AttentionOptions,
     ) -> None:
@@ -116,7 +124,19 @@ class BudgetedCoreAttention(MegatronModule):
         # fp16's sake, and multiplies them back inside the softmax.
         self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._observed_at_K: Tensor | None = None
-        self._tensor_parallel_group = getattr(pg_collection, "tp", None)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            sink_H = torch.empty(
+                heads, dtype=config.params_dtype, device=_device_of_weights(config)
+            )
+            self.softmax_offset = torch.nn.Parameter(sink_H)
+            # Every rank's heads count in the norm of the gradient.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def forward(
         self,
@@ -132,12 +152,13 @@ class BudgetedCoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: [T, H, D] with packed parameters in the thd layout, else [s, b, H, D].
-            key, value: likewise with G heads.
+            query: [T, H, D] with packed parameters in the thd layout, else [s, b, H, D]; of
+                multi-latent attention [T, H, D] with any packed parameters.
+            key, value: likewise with G heads; values have a head dim F of their own.
             attention_mask: ignored; the mask is causal within each sample.
 
         Returns:
-            [T, H * D], or [s, b, H * D].
+            [T, H * F] with packed parameters in the thd layout, else [s, b, H * F].
         """
         if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
             raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
@@ -145,40 +166,30 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
         kept = getattr(packed_seq_params, "kept", None) if self._options.keep else None
-        if context is not None and context.sequence is not None:
-            padding = context.sequence.padding_tokens
-            return self._on_slice(query, key, value, context, kept, padding)
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-            return self._batched(query, key, value)
+        thd = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if context is None:
+            if not thd:
+                return self._batched(query, key, value)
             boundaries = self._options.layouts.boundaries_of(packed_seq_params.cu_seqlens_q)
             context = self._base_context(boundaries, query.device)
-        return self._attend(query, key, value, context, kept)
+        padding = 0 if context.sequence is None else context.sequence.padding_tokens
+        tokens = query.shape[0] - padding
+        q_THD, k_TGD, v_TGF = (
+            (x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value)
+        )
+        out_T = self._attend(q_THD, k_TGD, v_TGF, context, kept)
+        if padding:
+            out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
+        return out_T if thd else out_T[:, None]
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        sequence, batch, heads, head_dim = query.shape
-        q_THD, k_TGD, v_TGD = (
+        sequence, batch = query.shape[:2]
+        q_THD, k_TGD, v_TGF = (
             x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
         )
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
-        out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device), None)
-        return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
-
-    def _on_slice(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: MicroBatchContext,
-        kept: KeptAttention | None,
-        padding: int,
-    ) -> Tensor:
-        """Attend where other ranks may hold blocks of the sequence, in the form [T, 1, H, D];
-        padding gets 0."""
-        tokens = query.shape[0] - padding
-        q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
-        out_T = self._attend(q_THD, k_TGD, v_TGD, context, kept)
-        return torch.nn.functional.pad(out_T, (0, 0, 0, padding))[:, None]
+        out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device), None)
+        return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
         samples = len(cu_seqlens) - 1
@@ -196,32 +207,39 @@ class BudgetedCoreAttention(MegatronModule):
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
         context: MicroBatchContext,
         kept: KeptAttention | None,
     ) -> Tensor:
         how: dict[str, Any] = {
             "softmax_scale": self._softmax_scale,
             "implementation": self._options.implementation,
+            "sink_H": self._sink(q_THD),
         }
-        inputs, found = (q_THD, k_TGD, v_TGD), None
+        inputs, found = (q_THD, k_TGD, v_TGF), None
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)
         if found is not None:
             selection = found.selection
-            how["known"] = found.out_THD, found.lse_TH
+            how["known"] = found.out_THF, found.lse_TH
         else:
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
         sequence = context.sequence
         if sequence is None:
-            out_THD, lse_TH = block_sparse_attention(*inputs, selection, **how)
+            out_THF, lse_TH = block_sparse_attention(*inputs, selection, **how)
         else:
             how["exchange"] = context.exchange(self._layer_index)
-            out_THD, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
+            out_THF, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
         if kept is not None and in_first_pass():
-            kept.keep(self._layer_index, inputs, selection, (out_THD, lse_TH))
-        return out_THD.reshape(out_THD.shape[0], -1)
+            kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
+        return out_THF.reshape(out_THF.shape[0], -1)
+
+    def _sink(self, q_THD: Tensor) -> Tensor | None:
+        """What ``--softmax-type`` adds to the keys of each head: its score, whose value is 0."""
+        if self.config.softmax_type == "learnable":
+            return self.softmax_offset
+        return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None
 
     @torch.no_grad()
     def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
@@ -303,12 +321,16 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:
         """Heads are spread over ranks, budgets are not: every rank must see the same coverage."""
-        group = self._tensor_parallel_group
+        group = self.tp_group
         if group is None or torch.distributed.get_world_size(group) == 1:
             return curves_SK
         curves_SK = curves_SK.contiguous()
         torch.distributed.all_reduce(curves_SK, group=group)
         return curves_SK / torch.distributed.get_world_size(group)
+
+
+def _device_of_weights(config: Any) -> Any:
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int | None], Any]:
@@ -331,13 +353,15 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
     """
     spec = copy.deepcopy(spec)
     for layer in getattr(spec, "layer_specs", None) or [spec]:
-        self_attention = getattr(layer.submodules, "self_attention", None)
+        self_attention: Any = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(self_attention, "submodules", None)
         if submodules is None or not hasattr(submodules, "core_attention"):
             raise ConfigError(
                 f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
-                "use plain or grouped-query attention layers"
+                "use plain, grouped-query or multi-latent attention layers"
             )
+        if issubclass(self_attention.module, MLASelfAttention):
+            self_attention.module = with_true_positions(self_attention.module)
         submodules.core_attention = ModuleSpec(
             module=BudgetedCoreAttention, params={"options": options}
         )

@@ -6,7 +6,8 @@ output, log-sum-exp and lists stay with the micro-batch, and the second takes th
 routing and attending again, as in DISTFLASHATTN (arXiv:2310.03294, section 3.3: a checkpoint at
 attention's output). Queries, keys and values are computed again; backward needs them.
 
-Shape legend: T tokens of this rank's slice of the sequence, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of this rank's slice of the sequence, H query heads, G KV heads, D head dim
+of keys, F of values.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-    """What a first forward of one layer found: lists, out_THD and lse_TH.
+    """What a first forward of one layer found: lists, out_THF and lse_TH.
 
-    ``version`` is that of out_THD, which nobody may write to; ``samples`` copy the inputs at some
+    ``version`` is that of out_THF, which nobody may write to; ``samples`` copy the inputs at some
     tokens.
     """
 
     selection: Selection
-    out_THD: Tensor
+    out_THF: Tensor
     lse_TH: Tensor
     version: int
     shapes: tuple[torch.Size, ...]
@@ -97,16 +98,16 @@ class KeptAttention:
         selection: Selection,
         result: tuple[Tensor, Tensor],
     ) -> None:
-        """Keep the result (out_THD, lse_TH) of a layer's first forward on (q_THD, k_TGD, v_TGD)."""
+        """Keep the result (out_THF, lse_TH) of a layer's first forward on (q_THD, k_TGD, v_TGF)."""
         if layer in self._by_layer:
             self._by_layer[layer] = None
             return
-        out_THD, lse_TH = result
+        out_THF, lse_TH = result
         self._by_layer[layer] = KeptResult(
             selection=selection,
-            out_THD=out_THD,
+            out_THF=out_THF,
             lse_TH=lse_TH,
-            version=out_THD._version,
+            version=out_THF._version,
             shapes=tuple(x.shape for x in inputs),
             samples=tuple(_some_tokens(x).clone() for x in inputs),
         )
@@ -119,7 +120,7 @@ class KeptAttention:
             return None
         del self._by_layer[layer]
         shapes = tuple(x.shape for x in inputs)
-        if shapes != kept.shapes or kept.out_THD._version != kept.version:
+        if shapes != kept.shapes or kept.out_THF._version != kept.version:
             found = (
                 f"query, key and value of shapes {_text(shapes)} after {_text(kept.shapes)}"
                 if shapes != kept.shapes

@@ -49,6 +49,7 @@ def check_kernels(
                 query_heads=max(1, shape.num_attention_heads // shape.tensor_parallel_size),
                 kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
                 head_dim=shape.head_dim,
+                value_dim=shape.value_dim,
                 block_size=config.block_size,
                 dtype=dtype,
             ),
@@ -80,9 +81,9 @@ def ensure_checked(case: CheckedCase, device: torch.device) -> str:
         ) from error
     if problems:
         raise KernelCheckError(
-            f'kernel check on {on}: "{verdict.kernel}" at head dim {case.head_dim}, blocks of '
-            f"{case.block_size}, {case.dtype}, {case.selection}: {'; '.join(problems)}; "
-            f"{_way_on(case)}"
+            f'kernel check on {on}: "{verdict.kernel}" at head dims {case.head_dim} and '
+            f"{case.value_dim}, blocks of {case.block_size}, {case.dtype}, "
+            f"{case.selection}: {'; '.join(problems)}; {_way_on(case)}"
         )
     kept = _keep(file, {"key": json.loads(key), "found": verdict.found})
     return f'kernels of "{verdict.kernel}" agree with the reference ({on}): {kept}'

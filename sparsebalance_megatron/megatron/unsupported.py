@@ -99,7 +99,14 @@ MODEL = {
     "--transformer-impl": "its layers are for inference; use transformer_engine or local",
     "--use-kitchen-attention": _REPLACES_ATTENTION,
     "--attention-backend": "Megatron would replace the plugin's attention; drop it",
-    "--multi-latent-attention": "budgets need plain or grouped-query attention; drop it",
+    "--multi-latent-attention": (
+        "its fused rotary embeddings and projections, and its cache of latents, are not tested; "
+        "use --no-rope-fusion, and drop --mla-down-proj-fusion and --cache-mla-latents"
+    ),
+    "--tensor-model-parallel-size": (
+        "in Megatron's local layers of multi-latent attention, ranks do not add up the gradients "
+        "that their heads give to rotary keys; use --transformer-impl transformer_engine, or 1"
+    ),
     "--experimental-attention-variant": _REPLACES_ATTENTION,
     "--linear-attention-type": _REPLACES_ATTENTION,
     "--is-hybrid-model": _GPT_ONLY,
@@ -119,7 +126,6 @@ MODEL = {
         "this megatron-core has no flags for it; use 0.19 or newer, or rope"
     ),
     "--attention-dropout": "block-sparse attention has no dropout; use --attention-dropout 0",
-    "--softmax-type": "only the plain softmax is implemented; use vanilla",
     "--window-size": "the block selection replaces sliding windows; drop it",
     "--qk-clip": _NO_UNSELECTED_LOGITS,
     "--log-max-attention-logit": _NO_UNSELECTED_LOGITS,
@@ -182,6 +188,15 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
     ),
+    "--multi-latent-attention": lambda get: (
+        get("multi_latent_attention")
+        and (get("apply_rope_fusion") or get("mla_down_proj_fusion") or get("cache_mla_latents"))
+    ),
+    "--tensor-model-parallel-size": lambda get: (
+        get("multi_latent_attention")
+        and get("tensor_model_parallel_size", 1) > 1
+        and get("transformer_impl") == "local"
+    ),
     "--cuda-graph-impl": lambda get: get("cuda_graph_impl", "none") != "none",
     "--transformer-impl": lambda get: get("transformer_impl") == "inference_optimized",
     "--attention-backend": lambda get: getattr(get("attention_backend"), "name", None) == "local",
@@ -192,7 +207,6 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
         get("position_embedding_type") == "yarn" and not has_yarn_flags()
     ),
     "--attention-dropout": lambda get: get("attention_dropout", 0.0) > 0.0,
-    "--softmax-type": lambda get: get("softmax_type", "vanilla") != "vanilla",
     "per-sample loss": lambda get: not get("calculate_per_token_loss"),
     "--seq-length": lambda get: (
         get("context_parallel_size", 1) > 1

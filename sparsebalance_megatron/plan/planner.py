@@ -16,8 +16,7 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
-from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
-from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
+from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
@@ -202,13 +201,13 @@ def _searched(problem: StepProblem, start: Placement) -> Placement:
     )
     if not packed:
         return found
-    return improve_cp_sizes(
-        Arrangement.of_groups(found),
+    return improve_packed(
+        found,
         costs,
         problem.expected_2SC,
-        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
+        cap_tokens=cap_tokens,
         plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
-    ).samples
+    )
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

@@ -10,7 +10,7 @@ OPERATIONS_PER_MS = 80_000
 SHARE_OF_STEP = 0.02
 """Share of a step's time that searching its placement may take, during the step before."""
 
-SHARE_OF_STEP_FOR_PACKED = 0.05
+SHARE_OF_STEP_FOR_PACKED = 0.07
 """The same for what follows where micro-batches of a pipeline hold several samples: the search of
 the best moves ends early there, with 5 to 7 % left to gain."""
 

@@ -3,7 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim of keys, F of
+values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
-from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
+from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE, head_dims
 from sparsebalance_megatron.megatron.single_process import data_parallel_world, transformer_config
 from sparsebalance_megatron.profile.cells import (
     Clock,
@@ -79,15 +80,19 @@ def _exchange(
     """Forward and backward of a sequence of one document, whose attention costs nothing."""
     assert group.exchange is not None, "a group of several members has an exchange"
     held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
-    groups = config.num_query_groups
-    q_THD, k_TGD, v_TGD = qkv = tuple(
+    (key_dim, value_dim), groups = head_dims(config), config.num_query_groups
+    q_THD, k_TGD, v_TGF = qkv = tuple(
         torch.ones(
-            (held.local_layout.tokens, heads, config.kv_channels),
+            (held.local_layout.tokens, heads, head_dim),
             dtype=config.params_dtype,
             device=device,
             requires_grad=True,
         )
-        for heads in (config.num_attention_heads, groups, groups)
+        for heads, head_dim in (
+            (config.num_attention_heads, key_dim),
+            (groups, key_dim),
+            (groups, value_dim),
+        )
     )
     selection = Selection(
         indices_QCK=held.own_block_N.int()[:, None, None].repeat(1, groups, 1),
@@ -100,10 +105,11 @@ def _exchange(
     kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
     def forward() -> Tensor:
-        out_THD, _ = Attention.apply(q_THD, k_TGD, v_TGD, selection, 1.0, kernel, None)
-        return out_THD
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
+        return out_THF
 
-    return Timed(forward=forward, backward=backward_from(torch.ones_like(q_THD), inputs=qkv))
+    gradient_THF = q_THD.new_ones(*q_THD.shape[:2], value_dim)
+    return Timed(forward=forward, backward=backward_from(gradient_THF, inputs=qkv))
 
 
 def _timed_rows(
@@ -124,7 +130,7 @@ def _timed_rows(
     dist.all_gather_object(of_members, runs_ms[thoroughness.warm_up :], group.process_group)
     slowest_ms = np.array(of_members).max(axis=0)
     dtype = str(config.params_dtype).removeprefix("torch.")
-    cost = Exchange.of(config.num_query_groups, config.kv_channels, dtype)
+    cost = Exchange.of(config.num_query_groups * sum(head_dims(config)), dtype)
     per_token = cost.bytes_per_token, cost.bytes_per_token + cost.gradient_bytes_per_token
     return [
         ExchangeRow(
@@ -139,11 +145,14 @@ def _timed_rows(
 class _NoAttention:
     """A kernel that reads nothing."""
 
-    def forward(self, q_THD: Tensor, *inputs: Any, **scale: Any) -> tuple[Tensor, Tensor]:
-        return q_THD, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
+    def forward(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *_: Any, **scale: Any
+    ) -> tuple[Tensor, Tensor]:
+        out_THF = q_THD[..., :1].expand(-1, -1, v_TGF.shape[2])
+        return out_THF, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
 
-    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        return dout_THD, saved.k_TGD, saved.v_TGD
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        return dout_THF[..., :1].expand_as(saved.q_THD), saved.k_TGD, saved.v_TGF
 
-    def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         return None

@@ -3,8 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, h hidden
-size, S samples.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, h hidden size, S samples.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     micro_batch_context,
     packed_params,
 )
+from sparsebalance_megatron.megatron.settings import head_dims
 from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import Timed, backward_from
@@ -69,9 +70,9 @@ class ProfiledModel:
             case Part.ATTENTION:
                 # The guard would raise budgets that random scores make lose coverage.
                 context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
-                q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
+                q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
                 selection = self._select(q_THD, k_TGD, context)
-                return self._attention((q_THD, k_TGD, v_TGD), lambda: selection)
+                return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
             case Part.DENSE_ATTENTION:
                 layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
                 return self._attention(
@@ -102,18 +103,19 @@ class ProfiledModel:
     def _attention(
         self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
     ) -> Timed:
-        q_THD, *_ = inputs
+        q_THD, _, v_TGF = inputs
 
         def attend() -> Tensor:
-            out_THD, _ = block_sparse_attention(
+            out_THF, _ = block_sparse_attention(
                 *inputs,
                 selection(),
                 softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
-            return out_THD
+            return out_THF
 
-        backward = backward_from(torch.ones_like(q_THD), inputs=inputs)
+        gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
+        backward = backward_from(gradient_THF, inputs=inputs)
         return Timed(forward=attend, backward=backward)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
@@ -173,11 +175,12 @@ class ProfiledModel:
     def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self._config
         heads, groups = config.num_attention_heads, config.num_query_groups
-        q_THD, k_TGD, v_TGD = (
-            self._random(tokens, count, config.kv_channels).requires_grad_()
-            for count in (heads, groups, groups)
+        key_dim, value_dim = head_dims(config)
+        q_THD, k_TGD, v_TGF = (
+            self._random(tokens, *shape).requires_grad_()
+            for shape in ((heads, key_dim), (groups, key_dim), (groups, value_dim))
         )
-        return q_THD, k_TGD, v_TGD
+        return q_THD, k_TGD, v_TGF
 
     def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
         params = packed_params(
@@ -251,25 +254,36 @@ class ProfiledModel:
 
 
 class _ReturnQueries(torch.autograd.Function):
-    """Queries as attention's output; keys and values get zero gradients, so that what made them
-    runs its backward."""
+    """Queries, cut to the values' head dim, as attention's output; keys and values get zero
+    gradients, so that what made them runs its backward."""
 
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGD.shape)
-        return q_THD.flatten(1)
+    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor) -> Tensor:
+        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGF.shape)
+        return _of_head_dim(q_THD, v_TGF.shape[2]).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_shape, k_shape, v_shape = ctx.shapes
-        return gradient.view(q_shape), gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+        gradient_THF = gradient.view(*q_shape[:2], v_shape[2])
+        zeros = gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+        return _of_head_dim(gradient_THF, q_shape[2]), *zeros
+
+
+def _of_head_dim(x_THD: Tensor, head_dim: int) -> Tensor:
+    missing = head_dim - x_THD.shape[2]
+    return torch.nn.functional.pad(x_THD, (0, missing)) if missing else x_THD
 
 
 class _PassQueries(torch.nn.Module):
     """Core attention that costs nothing."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
-        return _ReturnQueries.apply(query, key, value)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> Tensor:
+        out = _ReturnQueries.apply(query, key, value)
+        # Multi-latent attention takes a batch of one.
+        return out if packed_seq_params.qkv_format == "thd" else out[:, None]
 
 
 def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:

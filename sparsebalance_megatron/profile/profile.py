@@ -37,6 +37,7 @@ from sparsebalance_megatron.cost.table import (
     RunIdentity,
 )
 from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profile.cells import (
     Cell,
@@ -108,10 +109,11 @@ def profile(
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
-    from sparsebalance_megatron.megatron.compat import megatron_version
-    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-    from sparsebalance_megatron.profile.exchange import measured_exchanges
-    from sparsebalance_megatron.profile.model import ProfiledModel
+    with quiet_imports():
+        from sparsebalance_megatron.megatron.compat import megatron_version
+        from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+        from sparsebalance_megatron.profile.exchange import measured_exchanges
+        from sparsebalance_megatron.profile.model import ProfiledModel
 
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     with redirect_stdout(io.StringIO()):

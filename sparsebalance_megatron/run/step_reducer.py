@@ -162,7 +162,8 @@ class StepReducer:
             flat = copied_to(host, self._device)
         own_O2 = torch.empty(0, 2, dtype=torch.float64, device=self._device)
         if observed.values_OC is not None:
-            own_O2 = observed.values_OC[:, [EXECUTED, GROWN]]
+            # A list of columns would be copied to the device while the host waits.
+            own_O2 = torch.stack([observed.values_OC[:, x] for x in (EXECUTED, GROWN)], dim=1)
         summed, own = self._sum(flat, own_O2.reshape(-1))
         return self._measurement(_views(summed, shapes)), own.reshape(-1, 2).numpy()
 

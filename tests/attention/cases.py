@@ -45,8 +45,8 @@ def example_selector(name: str = "quest.py:QUEST") -> Any:
 def saved(
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
+    v_TGF: Tensor,
+    out_THF: Tensor,
     lse_TH: Tensor,
     selection: Selection,
 ) -> Saved:
@@ -54,8 +54,8 @@ def saved(
     return Saved(
         q_THD=q_THD,
         k_TGD=k_TGD,
-        v_TGD=v_TGD,
-        out_THD=out_THD,
+        v_TGF=v_TGF,
+        out_THF=out_THF,
         lse_TH=lse_TH,
         selection=selection,
         softmax_scale=SCALE,
@@ -77,8 +77,8 @@ class Case:
 
     q_THD: Tensor
     k_TGD: Tensor
-    v_TGD: Tensor
-    dout_THD: Tensor
+    v_TGF: Tensor
+    dout_THF: Tensor
     budgets: list[int]
     granularity: str
     selection: Selection
@@ -128,12 +128,12 @@ class Case:
         """out, lse, dq, dk, dv of ``function(q, k, v)`` in ``dtype``."""
         leaves = [
             x.to(device, dtype, copy=True).requires_grad_()
-            for x in (self.q_THD, self.k_TGD, self.v_TGD)
+            for x in (self.q_THD, self.k_TGD, self.v_TGF)
         ]
-        out_THD, lse_TH = function(*leaves)
+        out_THF, lse_TH = function(*leaves)
         # Not autograd.grad, which reentrant checkpoints refuse.
-        out_THD.backward(self.dout_THD.to(device, dtype))
-        results = out_THD.detach(), lse_TH.detach(), *(leaf.grad for leaf in leaves)
+        out_THF.backward(self.dout_THF.to(device, dtype))
+        results = out_THF.detach(), lse_TH.detach(), *(leaf.grad for leaf in leaves)
         return tuple(x.cpu() for x in results)
 
     def ours(self, implementation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -164,6 +164,7 @@ def make_case(
     *,
     block: int,
     head_dim: int,
+    value_dim: int | None = None,
     granularity: str = "previous-block",
     heads: int = 4,
     kv_heads: int = 2,
@@ -172,10 +173,9 @@ def make_case(
 ) -> Case:
     generator = torch.Generator().manual_seed(cu_seqlens[-1] + kv_heads)
     tokens = cu_seqlens[-1]
-    shapes = ((heads,), (kv_heads,), (kv_heads,), (heads,))
-    q, k, v, dout = (
-        torch.randn(tokens, *shape, head_dim, generator=generator).to(dtype) for shape in shapes
-    )
+    value_dim = value_dim or head_dim
+    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
+    q, k, v, dout = (torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes)
     layout = packed_layout(cu_seqlens, block, "cpu")
     selection = selected(granularity, q, k, layout, budgets)
     return Case(q, k, v, dout, budgets, granularity, selection, device)
@@ -343,8 +343,8 @@ def in_shards(
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv put together from all pairs of shards of the blocks."""
     kernel, layout = kernel_named(implementation), case.selection.query_layout
-    q, k, v, dout = (x.to(dtype) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD))
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    q, k, v, dout = (x.to(dtype) for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
     lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(dtype, torch.float32))
     for query_blocks in query_shards:
         rows = tokens_of(layout, query_blocks)

@@ -30,6 +30,7 @@ from attention.cases import (
 from attention.column_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import attention as oracle
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +46,7 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import ColumnLists
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
-BLOCK, HEAD_DIM = 8, 8
+BLOCK, HEAD_DIM, VALUE_DIM = 8, 8, 5
 PACKINGS = {
     "own-block-only": ([0, 40], [1]),
     "odd-length": ([0, 37], [2]),
@@ -60,12 +61,12 @@ serving = pytest.mark.parametrize(("granularity", "implementation"), SERVING)
 def _case(
     cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
 ) -> Case:
-    how = {"block": BLOCK, "head_dim": HEAD_DIM} | settings
+    how = {"block": BLOCK, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM} | settings
     return any_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
 def _attend(case: Case, *qkv: Tensor, implementation: str = "auto") -> tuple[Tensor, Tensor]:
-    qkv = qkv or (case.q_THD, case.k_TGD, case.v_TGD)
+    qkv = qkv or (case.q_THD, case.k_TGD, case.v_TGF)
     how = {"softmax_scale": SCALE, "implementation": implementation}
     return block_sparse_attention(*qkv, case.selection, **how)
 
@@ -110,6 +111,31 @@ def test_training_precision_is_as_good_as_plain_torch(
     ours = case.ours(implementation, dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
+
+
+@serving
+def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: str) -> None:
+    case = _case([0, 21, 48], [2, 3], granularity)
+    sink_H = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    sinks = [sink_H.clone().requires_grad_() for _ in range(2)]
+
+    def ours(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        how = {"softmax_scale": SCALE, "implementation": implementation}
+        return block_sparse_attention(*qkv, case.selection, sink_H=sinks[0], **how)
+
+    def plain(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = oracle.plain_attention(*qkv, case.listed_HTT, SCALE)
+        return out * torch.sigmoid(lse - sinks[1])[..., None], torch.logaddexp(lse, sinks[1])
+
+    assert_exact(*(case.run(function, torch.float64) for function in (ours, plain)))
+    torch.testing.assert_close(sinks[0].grad, sinks[1].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_of_other_heads_is_refused() -> None:
+    case = _case([0, 21], [2])
+    qkv = case.q_THD, case.k_TGD, case.v_TGF
+    with pytest.raises(ValueError, match=r"sink has shape \(3,\).*each of the 4 query heads"):
+        block_sparse_attention(*qkv, case.selection, softmax_scale=SCALE, sink_H=torch.zeros(3))
 
 
 @serving
@@ -208,7 +234,7 @@ def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
     granularity: str, implementation: str, reentrant: bool
 ) -> None:
     case = _case([0, 30, 51], [3, 2], granularity)
-    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGD)]
+    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGF)]
 
     def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         return _attend(case, *qkv, implementation=implementation)
@@ -217,7 +243,7 @@ def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
         return checkpoint(attend, *qkv, use_reentrant=reentrant)
 
     assert_identical(*(case.run(function, torch.float32) for function in (attend, recompute)))
-    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGD), copies, strict=True):
+    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGF), copies, strict=True):
         assert torch.equal(x, copy)
 
 
@@ -268,7 +294,7 @@ def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str
 
 def test_wrong_arguments_are_named() -> None:
     case = _case([0, 20], [2])
-    q, k, v, lists = case.q_THD, case.k_TGD, case.v_TGD, case.selection
+    q, k, v, lists = case.q_THD, case.k_TGD, case.v_TGF, case.selection
     by_token = _case([0, 20], [2], granularity="token-kv-head").selection
     columns = _case([0, 60], [4], granularity="vertical-slash").selection.columns
     assert columns is not None
@@ -292,13 +318,10 @@ def test_wrong_arguments_are_named() -> None:
         ({"selection": dataclasses.replace(lists, kv_layout=other)}, "8 tokens .* of 16 for keys"),
         ({"selection": dataclasses.replace(lists, own_block_N=lists.own_block_N[:2])}, "own block"),
     ):
-        arguments = {"q": q, "k": k, "v": v, "selection": lists, "implementation": "auto"} | changed
+        how = {"q": q, "k": k, "v": v, "selection": lists, "implementation": "auto"} | changed
+        inputs = [how.pop(name) for name in ("q", "k", "v", "selection")]
         with pytest.raises(ValueError, match=message):
-            block_sparse_attention(
-                *(arguments.pop(name) for name in ("q", "k", "v", "selection")),
-                softmax_scale=1.0,
-                **arguments,
-            )
+            block_sparse_attention(*inputs, softmax_scale=1.0, **how)
 
 
 @pytest.mark.parametrize("granularity", list(BUILT_IN))
@@ -352,14 +375,14 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _resolve("auto", half, selection) == "triton"
+        assert _resolve("auto", half, half, selection) == "triton"
     said = f'"{other}" on CUDA: "triton" does not compute in float64: use "{other}"'
     with pytest.warns(UserWarning, match=said):
-        assert _resolve("auto", double, selection) == other
+        assert _resolve("auto", double, double, selection) == other
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
     with pytest.warns(UserWarning, match=f'NVIDIA L40S, has 8.9: use "{other}"'):
-        assert _resolve("auto", half, selection) == other
+        assert _resolve("auto", half, half, selection) == other
 
 
 def test_the_example_of_the_document_runs() -> None:

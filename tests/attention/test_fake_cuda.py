@@ -41,11 +41,11 @@ def _pass(selection: str, tokens: list[int], head_dim: int = 128) -> list[Tensor
         )
         curves_SK = selector.coverage(ranking)
         selected = selector.select(ranking, budgets_S)
-        out_THD, lse_TH = block_sparse_attention(*inputs, selected, softmax_scale=SCALE)
+        out_THF, lse_TH = block_sparse_attention(*inputs, selected, softmax_scale=SCALE)
         # Autograd asks the driver for the device's stream, which needs a driver.
-        known = saved(*inputs, out_THD, lse_TH, selected)
-        gradients = kernels.backward(torch.empty_like(out_THD), known)
-    return [curves_SK, out_THD, lse_TH, *gradients]
+        known = saved(*inputs, out_THF, lse_TH, selected)
+        gradients = kernels.backward(torch.empty_like(out_THF), known)
+    return [curves_SK, out_THF, lse_TH, *gradients]
 
 
 @pytest.mark.parametrize("tokens", [[0, 2000, 4096], [0, 100, 20000]], ids=["short", "long"])
@@ -69,7 +69,7 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         grid=(1, 2, 4),
     )
     attention = BudgetedCoreAttention(
-        SimpleNamespace(kv_channels=128, num_layers=1),
+        SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
         *(1, AttnMaskType.padding_causal, "self"),
         options=options,
     )

@@ -74,13 +74,13 @@ def test_queries_of_some_blocks_get_their_rows_of_the_whole(
     case = _case(granularity)
     some = _random_halves(4)[0]
     rows = tokens_of(case.selection.query_layout, some)
-    case.dout_THD[torch.isin(torch.arange(CU_SEQLENS[-1]), rows, invert=True)] = 0.0
+    case.dout_THF[torch.isin(torch.arange(CU_SEQLENS[-1]), rows, invert=True)] = 0.0
     selection = sharded(case.selection, some, range(BLOCKS))
-    q, k, v = (x.double().requires_grad_() for x in (case.q_THD[rows], case.k_TGD, case.v_TGD))
+    q, k, v = (x.double().requires_grad_() for x in (case.q_THD[rows], case.k_TGD, case.v_TGF))
     out, lse = block_sparse_attention(
         q, k, v, selection, softmax_scale=SCALE, implementation=implementation
     )
-    out.backward(case.dout_THD[rows].double())
+    out.backward(case.dout_THF[rows].double())
     whole = case.exact()
     expected = [*(x[rows] for x in whole[:3]), *whole[3:]]
     assert_exact((out, lse, q.grad, k.grad, v.grad), expected)
@@ -91,7 +91,7 @@ def test_a_document_of_nan_stays_alone(implementation: str, granularity: str) ->
     """Also where queries and keys lie in different rows."""
     case = _case(granularity)
     clean = in_shards(case, implementation, torch.float64, _random_halves(0), ALL)
-    for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD):
+    for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF):
         x[CU_SEQLENS[2] : CU_SEQLENS[3]] = torch.nan
     dirty = in_shards(case, implementation, torch.float64, _random_halves(0), ALL)
     for a, b in zip(dirty, clean, strict=True):

@@ -45,7 +45,7 @@ def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
         grid=(8, 16, 32),
     )
     attention = BudgetedCoreAttention(
-        SimpleNamespace(kv_channels=128, num_layers=1),
+        SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
         *(1, AttnMaskType.padding_causal, "self"),
         options=options,
     )

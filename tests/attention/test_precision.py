@@ -38,7 +38,7 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
     def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         leaves = [x.requires_grad_() for x in _qkv(dtype)]
         with context:
-            out_THD, lse_TH = budgeted_attention(
+            out_THF, lse_TH = budgeted_attention(
                 *leaves,
                 CU_SEQLENS,
                 2,
@@ -47,8 +47,8 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
                 selection=selection,
                 implementation=implementation,
             )
-            out_THD.float().square().sum().backward()
-        return [out_THD.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
+            out_THF.float().square().sum().backward()
+        return [out_THF.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
 
     for inside, outside in zip(run(_autocast()), run(contextlib.nullcontext()), strict=True):
         assert inside.dtype == outside.dtype
@@ -73,18 +73,18 @@ class _Seen(TorchFunctionMode):
 def test_modes_of_the_host_see_none_of_the_kernels_operations(
     selection: str, implementation: str
 ) -> None:
-    q_THD, k_TGD, v_TGD = _qkv(torch.float32)
+    q_THD, k_TGD, v_TGF = _qkv(torch.float32)
     lists = selector_named(selection).select(
         _ranking(selection, q_THD, k_TGD), torch.tensor([2, 3])
     )
     kernel = kernel_named(implementation)
     with _Seen() as of_the_kernel:
-        kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
+        kernel.forward(q_THD, k_TGD, v_TGF, lists, softmax_scale=SCALE)
     with _Seen() as of_the_operation:
-        out_THD, _ = Attention.apply(
-            q_THD.requires_grad_(), k_TGD, v_TGD, lists, SCALE, kernel, None
+        out_THF, _ = Attention.apply(
+            q_THD.requires_grad_(), k_TGD, v_TGF, None, lists, SCALE, kernel, None
         )
-        torch.autograd.grad(out_THD, q_THD, torch.ones_like(out_THD))
+        torch.autograd.grad(out_THF, q_THD, torch.ones_like(out_THF))
     asked_outside = {"ones_like", "__get__"}
     assert len(of_the_kernel.names - asked_outside) > 3
     assert not of_the_kernel.names & of_the_operation.names - asked_outside
@@ -118,14 +118,14 @@ def test_autocast_leaves_lists_and_mass_alone(selection: str) -> None:
 def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implementation: str) -> None:
     """Every step of it: the result is rounded once, at the end."""
     selector = selector_named(selection)
-    q_THD, k_TGD, v_TGD = _qkv(torch.bfloat16)
+    q_THD, k_TGD, v_TGF = _qkv(torch.bfloat16)
     lists = selector.select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
     kernel = kernel_named(implementation)
-    out_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
-    rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGD, out_THD)
+    out_THF, lse_TH = kernel.forward(q_THD, k_TGD, v_TGF, lists, softmax_scale=SCALE)
+    rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGF, out_THF)
     narrow = kernel.backward(rounded[0], saved(*rounded[1:], lse_TH, lists))
-    dout_THD, *floats = (x.float() for x in rounded)
-    wide = kernel.backward(dout_THD, saved(*floats, lse_TH, lists))
+    dout_THF, *floats = (x.float() for x in rounded)
+    wide = kernel.backward(dout_THF, saved(*floats, lse_TH, lists))
     for a, b in zip(narrow, wide, strict=True):
         assert torch.equal(a, b.bfloat16())
 

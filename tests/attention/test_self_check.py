@@ -23,6 +23,7 @@ CASE = CheckedCase(
     query_heads=8,
     kv_heads=2,
     head_dim=32,
+    value_dim=32,
     block_size=32,
     dtype="bfloat16",
 )

@@ -130,6 +130,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a cap below every sample": (f"{PLAN} --max-tokens-per-micro-batch 9", "sample"),
     "a table without layers": (f"{WITHOUT_MODEL} --cost-table {{folder}}/t.json", "--layers"),
     "two sources of costs": (f"{PLAN} --cost-table a --model qwen2.5-3b",),
+    "rates of a table": (f"{WITHOUT_MODEL} --cost-table a --counted-device h100", "drop one"),
     "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", "zero byte"),
     "a newline in a file's name": ("prepare-data --input {folder}/a\nb " + READY, r"a\nb"),
     "a newline in an unknown flag": (f"{PLAN} --a\nb", r"--a\nb"),

@@ -80,17 +80,21 @@ def test_kernels_fit_hopper_copy_ahead_and_hardly_spill(
 @pytest.mark.nightly
 @pytest.mark.usefixtures("no_machine_code")
 @pytest.mark.parametrize(
-    ("name", "element", "block_size", "head_dim", "capability"),
+    ("name", "element", "block_size", "head_dims", "capability"),
     [
-        *((name, "bf16", 256, 256, HOPPER) for name in BY_TOKEN),
-        *((name, "bf16", 256, 128, AMPERE) for name in (*QUERY_BLOCK, *BY_TOKEN)),
-        *((name, "bf16", 256, 128, BLACKWELL) for name in (*QUERY_BLOCK, *BY_TOKEN)),
-        *((name, "fp32", 128, 128, HOPPER) for name in resources.KERNELS),
+        *((name, "bf16", 256, (256, 256), HOPPER) for name in BY_TOKEN),
+        *((name, "bf16", 256, (128, 128), AMPERE) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *((name, "bf16", 256, (128, 128), BLACKWELL) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *((name, "fp32", 128, (128, 128), HOPPER) for name in resources.KERNELS),
+        *((name, "bf16", 128, (192, 128), HOPPER) for name in resources.KERNELS),
+        *((name, "bf16", 128, (192, 128), AMPERE) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *((name, "bf16", 128, (192, 128), BLACKWELL) for name in (*QUERY_BLOCK, *BY_TOKEN)),
     ],
 )
 def test_kernels_fit_other_sizes_and_gpus(
-    name: str, element: str, block_size: int, head_dim: int, capability: Capability
+    name: str, element: str, block_size: int, head_dims: tuple[int, int], capability: Capability
 ) -> None:
+    head_dim, value_dim = head_dims
     element_bytes = 4 if element == "fp32" else 2
     kernel = resources.compiled(
         name,
@@ -98,6 +102,7 @@ def test_kernels_fit_other_sizes_and_gpus(
         element=element,
         block_size=block_size,
         head_dim=head_dim,
+        value_dim=value_dim,
         capability=capability,
     )
     assert 0 < kernel.metadata.shared <= SHARED_BYTES[capability]

@@ -20,10 +20,10 @@ from sparsebalance_megatron.cost.table import CostTable, ExchangeRow
 
 
 def test_bytes_of_keys_values_and_gradients() -> None:
-    exchange = Exchange.of(2, 128)
+    exchange = Exchange.of(2 * 2 * 128)
     assert exchange.bytes_per_token == 2 * 2 * 128 * 2
     assert exchange.gradient_bytes_per_token == 2 * 2 * 128 * 4
-    assert Exchange.of(2, 128, "float32").bytes_per_token == 2 * 2 * 128 * 4
+    assert Exchange.of(2 * 2 * 128, "float32").bytes_per_token == 2 * 2 * 128 * 4
     assert received_bytes(1000, 4, exchange.bytes_per_token) == 750 * 1024
 
 

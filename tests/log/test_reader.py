@@ -81,6 +81,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
     "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
     "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
+    "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
     "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
     "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),

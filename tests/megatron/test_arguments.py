@@ -80,7 +80,8 @@ TYPED = {
     "--mtp-num-layers": "1",
     "--position-embedding-type": "mrope",
     "--attention-dropout": "0.1",
-    "--softmax-type": "learnable",
+    "--tensor-model-parallel-size": "2 --multi-latent-attention --transformer-impl local "
+    "--no-rope-fusion",
     "--window-size": "128,0",
     "--rampup-batch-size": "1 1 8",
     "--iterations-to-skip": "3",

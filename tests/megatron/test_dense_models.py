@@ -27,6 +27,13 @@ LLAMA = (
     *("--untie-embeddings-and-output-weights", "--group-query-attention"),
     *("--num-query-groups", "2", "--position-embedding-type"),
 )
+# As many channels as values have, which Megatron's own attention takes for its output.
+LATENT = (
+    *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"),
+    *("--multi-latent-attention", "--kv-lora-rank", "24", "--qk-head-dim", "24"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--kv-channels", "16"),
+)
 VARIANTS = {
     "rope": (*LLAMA, "rope"),
     "rope scaling": (*LLAMA, "rope", "--use-rope-scaling", "--rope-scaling-factor", "4"),
@@ -40,6 +47,22 @@ VARIANTS = {
     "no positions": (*LLAMA, "none"),
     "gpt2": (),
     "query and key norm": ("--qk-layernorm", "--position-embedding-type", "rope"),
+    "sinks of one": (*LLAMA, "rope", "--softmax-type", "off-by-one"),
+    "learnt sinks": (*LLAMA, "rope", "--softmax-type", "learnable"),
+    "latent attention": (*LATENT, "--rope-type", "rope"),
+    "latent attention, compressed queries, yarn, learnt sinks": (
+        *(*LATENT, "--qk-layernorm", "--q-lora-rank", "32", "--rope-type", "yarn"),
+        *(
+            "--rotary-scaling-factor",
+            "4",
+            "--mscale",
+            "0.7",
+            "--mscale-all-dim",
+            "0.7",
+            "--softmax-type",
+            "learnable",
+        ),
+    ),
     "query-key layer scaling": ("--apply-query-key-layer-scaling",),
     "attention output gate": (*LLAMA, "rope", "--attention-output-gate"),
     "experts": (

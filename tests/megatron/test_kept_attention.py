@@ -239,7 +239,7 @@ def test_one_nan_is_as_good_as_another() -> None:
 def test_results_that_cannot_be_right_are_refused() -> None:
     model, (x, params) = Model(), micro_batch()
     loss = model(x, params).sum()
-    params.kept._by_layer[2].out_THD.mul_(2.0)
+    params.kept._by_layer[2].out_THF.mul_(2.0)
     with pytest.raises(RecomputeError, match=r"layer 3: .* written to in place"):
         loss.backward()
 
@@ -265,7 +265,7 @@ def test_selective_recomputation_shares_the_output_with_the_projection() -> None
 
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         model(x, params)
-    outputs = {params.kept._by_layer[n].out_THD.untyped_storage().data_ptr() for n in range(LAYERS)}
+    outputs = {params.kept._by_layer[n].out_THF.untyped_storage().data_ptr() for n in range(LAYERS)}
     assert outputs <= set(taken)
 
 

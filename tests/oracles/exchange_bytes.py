@@ -18,8 +18,9 @@ def exchange_bytes(
 ) -> tuple[int, int]:
     """Keys, values and gradients of them that a member receives forward and backward in a layer.
 
-    Pooled keys and coverage, some thousandths of it, are not counted. ``inner_members``: ranks of
-    an inner group, for a hierarchical ring; None otherwise.
+    Pooled keys and coverage, some thousandths of it, are not counted. ``head_dim``: mean of
+    keys' and values'. ``inner_members``: ranks of an inner group, for a hierarchical ring; None
+    otherwise.
     """
     members, row = len(tokens_per_member), sum(tokens_per_member)
     forward = 2 * kv_heads * head_dim * element_bytes

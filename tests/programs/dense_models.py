@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from micro_batches import BLOCK, params_with  # noqa: E402
 
@@ -58,14 +59,16 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
     validate_args(args)
     args.padded_vocab_size = VOCABULARY
     torch.manual_seed(7)
-    exact = build(args, default_layer_spec).double()
+    exact = build(args, megatron_layer_spec).double()
     with torch.no_grad():
         # Initial weights give nearly equal scores, on which no temperature shows.
         for name, parameter in exact.named_parameters():
-            if "linear_qkv.weight" in name:
+            if any(
+                each in name for each in ("linear_qkv.weight", "up_proj.weight", "linear_q_proj")
+            ):
                 parameter.mul_(8)
     models = {
-        "megatron": build(args, default_layer_spec),
+        "megatron": build(args, megatron_layer_spec),
         "plugin": build(args, plugin_layer_spec(base_budget=1000), variable_lengths=True),
         "dense layers": build(
             args, plugin_layer_spec(layer_budgets="dense:1-2 1000:0"), variable_lengths=True
@@ -86,6 +89,20 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
 
 def build(args, layer_spec, variable_lengths=False):
     return model_provider(args, layer_spec, variable_lengths)().float().train()
+
+
+class LatentCoreAttention(DotProductAttention):
+    """Megatron's own, with what its multi-latent attention hands to Transformer Engine's."""
+
+    def __init__(self, *arguments, k_channels=None, v_channels=None, **keywords):
+        super().__init__(*arguments, **keywords)
+
+
+def megatron_layer_spec(config, vp_stage):
+    spec = default_layer_spec(config, vp_stage)
+    if config.multi_latent_attention:
+        spec.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    return spec
 
 
 def plugin_layer_spec(**budgets):

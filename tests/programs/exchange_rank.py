@@ -41,6 +41,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, Se
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
+HEAD_DIMS = {"head_dim": 8, "value_dim": 12}
 BROKEN = slice(2, 30)
 """Tokens of the document that is NaN in the case "broken"."""
 TIMEOUT_S = 60
@@ -134,7 +135,7 @@ def on_members(
     """out, lse, dq, dk, dv of this member's tokens, and the traffic forward and backward."""
     forward, backward = Traffic(), Traffic()
     leaves = [
-        x[held.tokens_T].double().requires_grad_() for x in (case.q_THD, case.k_TGD, case.v_TGD)
+        x[held.tokens_T].double().requires_grad_() for x in (case.q_THD, case.k_TGD, case.v_TGF)
     ]
     with forward.watched():
         out, lse = sequence_attention(
@@ -147,13 +148,13 @@ def on_members(
         )
     assert not lse.requires_grad
     with backward.watched():
-        out.backward(case.dout_THD[held.tokens_T].double())
+        out.backward(case.dout_THF[held.tokens_T].double())
     return [out.detach(), lse, *(x.grad for x in leaves)], [forward, backward]
 
 
 def broken(case: Case) -> Case:
     inputs = {}
-    for name in ("q_THD", "k_TGD", "v_TGD", "dout_THD"):
+    for name in ("q_THD", "k_TGD", "v_TGF", "dout_THF"):
         inputs[name] = getattr(case, name).clone()
         inputs[name][BROKEN] = math.nan
     return dataclasses.replace(case, **inputs)
@@ -161,7 +162,7 @@ def broken(case: Case) -> Case:
 
 def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
     granularity, implementation, seed = CASES[name]
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=granularity)
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, **HEAD_DIMS, granularity=granularity)
     held = slice_of(seed)
     token_T = torch.from_numpy(held.tokens_T)
     expected = [x[token_T] for x in case.ours("reference", torch.float64)]
@@ -209,7 +210,7 @@ def summaries_report() -> dict[str, Any]:
 
 def stop_midway(exchange: SequenceExchange, directory: Path, how: str) -> None:
     """Member 1 goes no further while it computes on the second row, or head, that it gets."""
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="previous-block")
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, **HEAD_DIMS)
     held = slice_of(None)
     blocks, calls = kernel_named("blocks"), Counter()
     plain = blocks.forward

@@ -103,6 +103,10 @@ EXPERTS = """
     --num-experts 4 --moe-layer-freq ([0,1]*2) --moe-ffn-hidden-size 64
     --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01
     --moe-shared-expert-intermediate-size 64"""
+LATENT = """
+    --multi-latent-attention --kv-lora-rank 24 --q-lora-rank 32 --qk-head-dim 16
+    --qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type yarn --rotary-scaling-factor 4
+    --mscale-all-dim 1 --softmax-type learnable"""
 MODELS = {
     "llama": Model(LLAMA),
     "llama bf16": Model((*LLAMA, "--bf16"), "arrival", True, "llama", BFLOAT16_ROUNDING),
@@ -113,6 +117,10 @@ MODELS = {
     ),
     "layers": Model(
         (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
+    ),
+    "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
+    "latent": Model(
+        (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
     ),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
@@ -148,6 +156,10 @@ LAYOUTS = {
     "tied-pipeline": Layout("gpt2", 2, f"{PIPELINE} --account-for-embedding-in-pipeline-split"),
     "tensor-pipeline": Layout(
         "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
+    ),
+    "latent-data-pipeline": Layout("latent", 4, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
+    "sinks-tensor-sequence": Layout(
+        "sinks", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
     ),
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
@@ -192,6 +204,10 @@ SHARED_ROWS = {
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
     ),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
+    "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "wide-latent-ring": Layout(
+        "latent", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+    ),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
         *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
@@ -212,6 +228,7 @@ CUTS = {
     "segments-tied": ("gpt2", 2, "--account-for-embedding-in-pipeline-split"),
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
     "segments-vertical-slash": ("vertical-slash", 2, ""),
+    "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
@@ -227,6 +244,7 @@ PER_PUSH = frozenset(
         "segments-data-overlapped",
         "segments-recompute-keep",
         "segments-tensor-sequence",
+        "context-latent",
         "tensor-pipeline",
         "layers-pipeline",
         "experts-tensor-sequence",

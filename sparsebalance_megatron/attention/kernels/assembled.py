@@ -5,7 +5,7 @@ A document of which everything is selected is attended to densely, on the CPU, w
 lists without waiting. How past blocks are gathered is what implementations differ in.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim, K places of a list, Q rows and C heads that select.
+head dim of keys, F of values, K places of a list, Q rows and C heads that select.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ _LEAST_DENSE_TOKENS = 128
 class Part(Protocol):
     """Some entries of a selection's lists. Tensors are of the dtype computed in."""
 
-    def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Merge what these entries give into the output and LSE of others."""
 
     def backward(
-        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
+        self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """Add to dq_THD, dk_TGD and dv_TGD, from the output and LSE of all entries.
+        """Add to dq_THD, dk_TGD and dv_TGF, from the output and LSE of all entries.
 
         A query whose LSE is +inf takes no part.
         """
 
 
 PastBlocks = Callable[[Tensor, Tensor, Tensor, Selection, float], Sequence[Part]]
-"""Parts that read past blocks, from q_THD, k_TGD, v_TGD, a selection and the softmax scale."""
+"""Parts that read past blocks, from q_THD, k_TGD, v_TGF, a selection and the softmax scale."""
 
 
 def forward(
     past_blocks: PastBlocks,
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
+    v_TGF: Tensor,
     selection: Selection,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """out_THD and lse_TH; see :class:`.contract.Kernel`."""
-    q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGD))
+    """out_THF and lse_TH; see :class:`.contract.Kernel`."""
+    q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
     documents, others = split_dense_documents(selection)
     out, lse = own_blocks(q, k, v, others, softmax_scale).attend()
     for part in past_blocks(q, k, v, others, softmax_scale):
@@ -72,11 +72,11 @@ def forward(
 
 
 def backward(
-    past_blocks: PastBlocks, dout_THD: Tensor, saved: Saved
+    past_blocks: PastBlocks, dout_THF: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD; see :class:`.contract.Kernel`."""
-    dtype, softmax_scale = wide_dtype(dout_THD.dtype), saved.softmax_scale
-    inputs = dout_THD, saved.q_THD, saved.k_TGD, saved.v_TGD, saved.out_THD
+    """dq_THD, dk_TGD and dv_TGF; see :class:`.contract.Kernel`."""
+    dtype, softmax_scale = wide_dtype(dout_THF.dtype), saved.softmax_scale
+    inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
     dout, q, k, v, out = (x.to(dtype) for x in inputs)
     documents, others = split_dense_documents(saved.selection)
     # A query that reads nothing has LSE -inf: with +inf its probabilities are 0.

@@ -2,7 +2,7 @@
 """Attention of query blocks over the blocks and columns of their lists, on any device.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim, N blocks of the queries, K places of a list.
+head dim of keys, F of values, N blocks of the queries, K places of a list.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from sparsebalance_megatron.attention.selection import Selection
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend over a selection by query block; see :class:`.contract.Kernel`.
 
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
     ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
     """
-    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
+    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGF, selection, softmax_scale)
 
 
-def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, as deterministic as :func:`forward`; see :class:`.contract.Kernel`."""
-    return assembled.backward(_past_blocks, dout_THD, saved)
+    return assembled.backward(_past_blocks, dout_THF, saved)
 
 
-def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
+def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Refuse selections by token."""
     return obstacle_of_lists(selection, by_token=False)
 
 
 def _past_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
 ) -> list[GatheredLists]:
     """Past blocks, and columns where there are any."""
     own_NG, columns = own_listed_QC(selection), selection.columns
@@ -51,7 +51,7 @@ def _past_blocks(
 
     def part(lists_NGK: Tensor, counts_NG: Tensor, units: PackedLayout | None) -> GatheredLists:
         lists = lists_NGK, counts_NG, selection.query_layout, units
-        return GatheredLists(q_THD, k_TGD, v_TGD, *lists, softmax_scale)
+        return GatheredLists(q_THD, k_TGD, v_TGF, *lists, softmax_scale)
 
     parts = [part(lists_NGK, counts_NG, selection.kv_layout)]
     if columns is not None and columns.tokens_NGK.shape[2]:

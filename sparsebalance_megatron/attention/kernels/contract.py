@@ -2,7 +2,7 @@
 """What every implementation of attention offers, and autograd over any of them.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
-heads, G KV heads, D head dim.
+heads, G KV heads, D head dim of keys, F of values.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sparsebalance_megatron.attention.selection import Selection
 class Saved:
     """What a forward pass read and gave, for the backward pass.
 
-    ``out_THD`` and ``lse_TH`` may be those of several parts, put together by
+    ``out_THF`` and ``lse_TH`` may be those of several parts, put together by
     :func:`.merge.merge_partials`: the gradients of the parts then add up to the gradients of
     attention over the union of their lists.
     """
 
     q_THD: Tensor
     k_TGD: Tensor
-    v_TGD: Tensor
-    out_THD: Tensor
+    v_TGF: Tensor
+    out_THF: Tensor
     lse_TH: Tensor
     selection: Selection
     softmax_scale: float
@@ -47,7 +47,7 @@ class Kernel(Protocol):
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
         selection: Selection,
         *,
         softmax_scale: float,
@@ -55,15 +55,15 @@ class Kernel(Protocol):
         """Attend over the lists.
 
         Returns:
-            out_THD in the inputs' dtype, and lse_TH: the natural log-sum-exp of the scaled scores
+            out_THF in the inputs' dtype, and lse_TH: the natural log-sum-exp of the scaled scores
             that were read, in float32 (float64 for float64 inputs). A query that reads nothing has
             out 0 and lse -inf.
         """
 
-    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v in their dtypes."""
 
-    def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         """Say why the implementation does not serve, and the remedy; None where it serves."""
 
 
@@ -82,11 +82,13 @@ def obstacle_of_lists(selection: Selection, *, by_token: bool) -> str | None:
 
 
 class Attention(torch.autograd.Function):
-    """``apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel, known)``: out_THD and lse_TH.
+    """``apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)``: out_THF and
+    lse_TH.
 
-    ``known`` is None, or the out_THD and lse_TH of an earlier call with the same arguments, which
-    are then given back as they are. It is differentiable in q, k and v through the output alone.
-    Inside ``torch.autocast`` it computes as outside.
+    ``sink_H`` is None, or the score of one more key that every query of a head reads, whose value
+    is 0. ``known`` is None, or the out_THF and lse_TH of an earlier call with the same arguments,
+    which are then given back as they are. It is differentiable in q, k, v and sink through the
+    output alone. Inside ``torch.autocast`` it computes as outside.
     """
 
     @staticmethod
@@ -94,31 +96,35 @@ class Attention(torch.autograd.Function):
         ctx: Any,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
+        sink_H: Tensor | None,
         selection: Selection,
         softmax_scale: float,
         kernel: Kernel,
         known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         if known is not None:
-            out_THD, lse_TH = known
+            out_THF, lse_TH = known
         else:
             with undisturbed(q_THD.device):
-                out_THD, lse_TH = kernel.forward(
-                    q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
+                out_THF, lse_TH = kernel.forward(
+                    q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale
                 )
+                if sink_H is not None:
+                    out_THF, lse_TH = _with_sink(out_THF, lse_TH, sink_H)
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
-        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *selection.tensors())
+        tensors = q_THD, k_TGD, v_TGF, out_THF, lse_TH, sink_H
+        ctx.save_for_backward(*tensors, *selection.tensors())
         ctx.by_token = selection.by_token
         ctx.layouts = selection.query_layout, selection.kv_layout
         ctx.softmax_scale, ctx.kernel = softmax_scale, kernel
         ctx.mark_non_differentiable(lse_TH)
-        return out_THD, lse_TH
+        return out_THF, lse_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists = ctx.saved_tensors
+    def backward(ctx: Any, dout_THF: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q_THD, k_TGD, v_TGF, out_THF, lse_TH, sink_H, *lists = ctx.saved_tensors
         query_layout, kv_layout = ctx.layouts
         selection = Selection.of_tensors(
             lists, by_token=ctx.by_token, query_layout=query_layout, kv_layout=kv_layout
@@ -126,12 +132,28 @@ class Attention(torch.autograd.Function):
         saved = Saved(
             q_THD=q_THD,
             k_TGD=k_TGD,
-            v_TGD=v_TGD,
-            out_THD=out_THD,
+            v_TGF=v_TGF,
+            out_THF=out_THF,
             lse_TH=lse_TH,
             selection=selection,
             softmax_scale=ctx.softmax_scale,
         )
-        with undisturbed(dout_THD.device):
-            gradients = ctx.kernel.backward(dout_THD, saved)
-        return *gradients, None, None, None, None
+        with undisturbed(dout_THF.device):
+            # The sink is a part like others: the output and LSE of all parts serve the kernel.
+            gradients = ctx.kernel.backward(dout_THF, saved)
+            dsink_H = None if sink_H is None else _sink_gradient(dout_THF, saved, sink_H)
+        return *gradients, dsink_H, None, None, None, None
+
+
+def _with_sink(out_THF: Tensor, lse_TH: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention that reads the sink besides, from attention without it."""
+    total_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
+    share_TH1 = (lse_TH - total_TH).exp_()[..., None]
+    return (out_THF * share_TH1).to(out_THF.dtype), total_TH
+
+
+def _sink_gradient(dout_THF: Tensor, saved: Saved, sink_H: Tensor) -> Tensor:
+    """The sink's probability times what a key of value 0 adds to the loss, summed over queries."""
+    wide = saved.lse_TH.dtype
+    delta_TH = (dout_THF.to(wide) * saved.out_THF.to(wide)).sum(-1)
+    return -((sink_H.to(wide) - saved.lse_TH).exp_() * delta_TH).sum(0).to(sink_H.dtype)

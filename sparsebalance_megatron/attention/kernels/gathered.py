@@ -7,9 +7,9 @@ lists of one length are computed together. Elsewhere lists are padded, and paddi
 zeros of its own: a mask that adds -inf would not hold back the NaN of another document.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim, N blocks of the queries, K places of a list, B tokens of a query block, E of a unit, U
-units of the keys, A tiles (query blocks of all KV heads; of keys units of all heads), I rows of a
-tile (B * H / G), W columns of a tile (list length * E).
+head dim of keys, F of values, N blocks of the queries, K places of a list, B tokens of a query
+block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of keys units of all
+heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GatheredLists:
     """One list of units for each query block and KV head.
 
     Args:
-        q_THD, k_TGD, v_TGD: of the dtype computed in.
+        q_THD, k_TGD, v_TGF: of the dtype computed in.
         lists_NGK: numbers of units, undefined past the end of a list.
         counts_NG: lengths of the lists.
         query_layout: the blocks of the queries.
@@ -63,7 +63,7 @@ class GatheredLists:
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
         lists_NGK: Tensor,
         counts_NG: Tensor,
         query_layout: PackedLayout,
@@ -81,7 +81,7 @@ class GatheredLists:
         self._group = q_THD.shape[1] // self._kv_heads
         self._by_length = host_may_read(q_THD.device)
         self._q_AID = self._query_tiles(q_THD)
-        self._k_AED, self._v_AED = self._key_units(k_TGD), self._key_units(v_TGD)
+        self._k_AED, self._v_AEF = self._key_units(k_TGD), self._key_units(v_TGF)
         self._lists_AK = lists_NGK.transpose(0, 1).flatten(0, 1).long()
         self._counts_A = counts_NG.transpose(0, 1).flatten(0, 1)
         self._later_keys_1IW: Tensor | None = None
@@ -91,63 +91,63 @@ class GatheredLists:
             self._later_keys_1IW = later_BE.repeat_interleave(self._group, 0)[None]
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """out_THD and lse_TH; 0 and -inf where a query reads nothing."""
-        out_AID = torch.zeros_like(self._q_AID)
-        lse_AI = out_AID.new_full(out_AID.shape[:2], -torch.inf)
+        """out_THF and lse_TH; 0 and -inf where a query reads nothing."""
+        out_AIF = self._q_AID.new_zeros(*self._q_AID.shape[:2], self._v_AEF.shape[2])
+        lse_AI = out_AIF.new_full(out_AIF.shape[:2], -torch.inf)
         for chunk in self._chunks():
-            o_AID, l_AI = attend(
+            o_AIF, l_AI = attend(
                 self._q_AID.index_select(0, chunk.tiles_A),
                 _gather(self._k_AED, chunk.units_AK),
-                _gather(self._v_AED, chunk.units_AK),
+                _gather(self._v_AEF, chunk.units_AK),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=chunk.mask_AIW,
             )
-            out_AID.index_copy_(0, chunk.tiles_A, o_AID)
+            out_AIF.index_copy_(0, chunk.tiles_A, o_AIF)
             lse_AI.index_copy_(0, chunk.tiles_A, l_AI)
-        out_THD, lse_TH = self._query_rows(out_AID), self._query_rows(lse_AI)
+        out_THF, lse_TH = self._query_rows(out_AIF), self._query_rows(lse_AI)
         if self._absent_TH is not None:
-            out_THD = out_THD.masked_fill(self._absent_TH[..., None], 0.0)
+            out_THF = out_THF.masked_fill(self._absent_TH[..., None], 0.0)
             lse_TH = lse_TH.masked_fill(self._absent_TH, -torch.inf)
-        return out_THD, lse_TH
+        return out_THF, lse_TH
 
-    def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`.assembled.Part`."""
-        return merge_partials(out_THD, lse_TH, *self.attend())
+        return merge_partials(out_THF, lse_TH, *self.attend())
 
     def backward(
-        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
+        self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
         """See :class:`.assembled.Part`."""
-        for whole, part in zip(gradients, self.gradients(dout_THD, out_THD, lse_TH), strict=True):
+        for whole, part in zip(gradients, self.gradients(dout_THF, out_THF, lse_TH), strict=True):
             whole += part
 
     def gradients(
-        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+        self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq_THD, dk_TGD and dv_TGD of these lists, from the output and LSE of all lists."""
+        """dq_THD, dk_TGD and dv_TGF of these lists, from the output and LSE of all lists."""
         if self._absent_TH is not None:
             lse_TH = lse_TH.masked_fill(self._absent_TH, torch.inf)
-        dout_AID, out_AID, lse_AI = map(self._query_tiles, (dout_THD, out_THD, lse_TH))
+        dout_AIF, out_AIF, lse_AI = map(self._query_tiles, (dout_THF, out_THF, lse_TH))
         dq_AID = torch.zeros_like(self._q_AID)
-        dk_AED, dv_AED = torch.zeros_like(self._k_AED), torch.zeros_like(self._v_AED)
+        dk_AED, dv_AEF = torch.zeros_like(self._k_AED), torch.zeros_like(self._v_AEF)
         for chunk in self._chunks():
             tiles_A, units_AK = chunk.tiles_A, chunk.units_AK
-            part_AID, dk_AWD, dv_AWD = attend_backward(
-                dout_AID.index_select(0, tiles_A),
+            part_AID, dk_AWD, dv_AWF = attend_backward(
+                dout_AIF.index_select(0, tiles_A),
                 self._q_AID.index_select(0, tiles_A),
                 _gather(self._k_AED, units_AK),
-                _gather(self._v_AED, units_AK),
-                out_AID.index_select(0, tiles_A),
+                _gather(self._v_AEF, units_AK),
+                out_AIF.index_select(0, tiles_A),
                 lse_AI.index_select(0, tiles_A),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=chunk.mask_AIW,
             )
             dq_AID.index_copy_(0, tiles_A, part_AID)
-            for whole_AED, part_AWD in ((dk_AED, dk_AWD), (dv_AED, dv_AWD)):
+            for whole_AED, part_AWD in ((dk_AED, dk_AWD), (dv_AEF, dv_AWF)):
                 whole_AED.index_add_(
                     0, units_AK.flatten(), part_AWD.reshape(-1, *whole_AED.shape[1:])
                 )
-        return self._query_rows(dq_AID), self._key_rows(dk_AED), self._key_rows(dv_AED)
+        return self._query_rows(dq_AID), self._key_rows(dk_AED), self._key_rows(dv_AEF)
 
     def _query_tiles(self, x_TH: Tensor) -> Tensor:
         """[T, H, ...] to [A, I, ...], zeros past short blocks."""
@@ -213,7 +213,7 @@ class GatheredLists:
 
 
 def own_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
 ) -> GatheredLists:
     """The part of a selection that reads own blocks."""
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
@@ -226,7 +226,7 @@ def own_blocks(
         listed_NG = layout.to_blocks(listed_TH).any(1).unflatten(1, (kv_heads, -1)).any(2)
     lists_NGK = selection.own_block_N[:, None, None].expand(-1, kv_heads, 1)
     return GatheredLists(
-        *(q_THD, k_TGD, v_TGD, lists_NGK, listed_NG, layout, selection.kv_layout, softmax_scale),
+        *(q_THD, k_TGD, v_TGF, lists_NGK, listed_NG, layout, selection.kv_layout, softmax_scale),
         own_block=True,
         absent_TH=absent_TH,
     )

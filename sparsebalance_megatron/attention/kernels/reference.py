@@ -6,8 +6,8 @@ selection. Computes in float32, or float64 for float64 inputs. Time is quadratic
 tokens and does not fall with the budget. Masks are made anew in the backward pass, so memory
 between passes is linear.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, K places of a
-list, Q queries and E keys of a document.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, K places of a list, Q queries and E keys of a document.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend; see :class:`.contract.Kernel`."""
     dtype = wide_dtype(q_THD.dtype)
-    out_THD = torch.empty_like(q_THD)
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
-    for part in _parts(q_THD, k_TGD, v_TGD, selection):
+    for part in _parts(q_THD, k_TGD, v_TGF, selection):
         s_QE = (part.q_QD @ part.k_ED.t() * softmax_scale).masked_fill(~part.mask_QE, -torch.inf)
         lse_Q = s_QE.logsumexp(-1)
         p_QE = _probabilities(s_QE, lse_Q, part.mask_QE)
-        out_THD[part.queries, part.head] = (p_QE @ part.v_ED).to(q_THD.dtype)
+        out_THF[part.queries, part.head] = (p_QE @ part.v_EF).to(q_THD.dtype)
         lse_TH[part.queries, part.head] = lse_Q
-    return out_THD, lse_TH
+    return out_THF, lse_TH
 
 
-def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`.contract.Kernel`."""
-    q_THD, k_TGD, v_TGD, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.softmax_scale
+    q_THD, k_TGD, v_TGF, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.softmax_scale
     dtype = wide_dtype(q_THD.dtype)
     dq_THD = torch.empty_like(q_THD)
-    dk_TGD, dv_TGD = torch.zeros_like(k_TGD, dtype=dtype), torch.zeros_like(v_TGD, dtype=dtype)
-    for part in _parts(q_THD, k_TGD, v_TGD, saved.selection):
+    dk_TGD, dv_TGF = torch.zeros_like(k_TGD, dtype=dtype), torch.zeros_like(v_TGF, dtype=dtype)
+    for part in _parts(q_THD, k_TGD, v_TGF, saved.selection):
         row = part.queries, part.head
-        dout_QD, out_QD = dout_THD[row].to(dtype), saved.out_THD[row].to(dtype)
+        dout_QF, out_QF = dout_THF[row].to(dtype), saved.out_THF[row].to(dtype)
         p_QE = _probabilities(
             part.q_QD @ part.k_ED.t() * softmax_scale, saved.lse_TH[row], part.mask_QE
         )
-        dp_QE = dout_QD @ part.v_ED.t()
-        ds_QE = p_QE * (dp_QE - (dout_QD * out_QD).sum(-1, keepdim=True))
+        dp_QE = dout_QF @ part.v_EF.t()
+        ds_QE = p_QE * (dp_QE - (dout_QF * out_QF).sum(-1, keepdim=True))
         dq_THD[row] = (ds_QE @ part.k_ED * softmax_scale).to(q_THD.dtype)
-        dk_ED, dv_ED = ds_QE.t() @ part.q_QD * softmax_scale, p_QE.t() @ dout_QD
+        dk_ED, dv_EF = ds_QE.t() @ part.q_QD * softmax_scale, p_QE.t() @ dout_QF
         dk_TGD[part.keys, part.kv_head] += dk_ED.masked_fill(part.unread_E1, 0.0)
-        dv_TGD[part.keys, part.kv_head] += dv_ED.masked_fill(part.unread_E1, 0.0)
-    return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGD.to(v_TGD.dtype)
+        dv_TGF[part.keys, part.kv_head] += dv_EF.masked_fill(part.unread_E1, 0.0)
+    return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGF.to(v_TGF.dtype)
 
 
-def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
+def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Find nothing: every selection is served, on every device."""
     return None
 
@@ -74,12 +74,12 @@ class _Part:
     kv_head: int
     q_QD: Tensor
     k_ED: Tensor
-    v_ED: Tensor
+    v_EF: Tensor
     mask_QE: Tensor
     unread_E1: Tensor
 
 
-def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) -> Iterator[_Part]:
+def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> Iterator[_Part]:
     dtype = wide_dtype(q_THD.dtype)
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
     query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
@@ -101,7 +101,7 @@ def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) ->
                 kv_head=kv_head,
                 q_QD=q_THD[queries, head].to(dtype),
                 k_ED=k_TGD[keys, kv_head].to(dtype).masked_fill(unread_E1, 0.0),
-                v_ED=v_TGD[keys, kv_head].to(dtype).masked_fill(unread_E1, 0.0),
+                v_EF=v_TGF[keys, kv_head].to(dtype).masked_fill(unread_E1, 0.0),
                 mask_QE=mask_QE,
                 unread_E1=unread_E1,
             )

@@ -6,13 +6,14 @@ gives the LSE, and its backward pass takes an output and an LSE from outside, so
 It cuts tiles by their shape alone, so that the rows beside a row change none of its bits.
 Elsewhere torch's products compute.
 
-Shape legend: A tiles, I rows of a tile, W keys of a tile, D head dim.
+Shape legend: A tiles, I rows of a tile, W keys of a tile, D head dim of keys, F of values.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,7 +37,7 @@ def tiles_at_once(rows: int, keys: int, device: torch.device) -> int:
 def attend(
     q_AID: Tensor,
     k_AWD: Tensor,
-    v_AWD: Tensor,
+    v_AWF: Tensor,
     *,
     softmax_scale: float,
     mask_AIW: Tensor | None = None,
@@ -45,33 +46,33 @@ def attend(
     """Attend from every row of a tile to all of its keys.
 
     Args:
-        q_AID, k_AWD, v_AWD: one dtype, float32 or float64.
+        q_AID, k_AWD, v_AWF: one dtype, float32 or float64.
         softmax_scale: factor on q . k.
         mask_AIW: added to the scaled scores; sizes of 1 are broadcast. Off the CPU a row may be all
             -inf: its output is 0, its LSE -inf.
         causal: whether row i reads keys 0 to i only; on the CPU, without a mask.
 
     Returns:
-        out_AID and the natural log-sum-exp lse_AI.
+        out_AIF and the natural log-sum-exp lse_AI.
     """
     if host_may_read(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
-        q, k, v = (x[:, None] for x in (q_AID, k_AWD, v_AWD))
+        q, k, v = _of_one_head_dim(q_AID, k_AWD, v_AWF)
         out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=softmax_scale)
-        return out[:, 0], lse[:, 0]
+        return out[:, 0, :, : v_AWF.shape[2]], lse[:, 0]
     s_AIW = _scores(q_AID, k_AWD, softmax_scale, mask_AIW)
     lse_AI = s_AIW.logsumexp(-1)
     # An LSE of -inf would make scores of -inf NaN.
     p_AIW = s_AIW.sub_(lse_AI.clamp(min=torch.finfo(lse_AI.dtype).min)[..., None]).exp_()
-    return torch.bmm(p_AIW, v_AWD), lse_AI
+    return torch.bmm(p_AIW, v_AWF), lse_AI
 
 
 def attend_backward(
-    dout_AID: Tensor,
+    dout_AIF: Tensor,
     q_AID: Tensor,
     k_AWD: Tensor,
-    v_AWD: Tensor,
-    out_AID: Tensor,
+    v_AWF: Tensor,
+    out_AIF: Tensor,
     lse_AI: Tensor,
     *,
     softmax_scale: float,
@@ -84,15 +85,26 @@ def attend_backward(
     """
     if host_may_read(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
-        tensors = (x[:, None] for x in (dout_AID, q_AID, k_AWD, v_AWD, out_AID, lse_AI))
+        tensors = *_of_one_head_dim(dout_AIF, q_AID, k_AWD, v_AWF, out_AIF), lse_AI[:, None]
         gradients = _flash_backward(*tensors, 0.0, causal, attn_mask=mask, scale=softmax_scale)
-        dq_AID, dk_AWD, dv_AWD = (x[:, 0] for x in gradients)
-        return dq_AID, dk_AWD, dv_AWD
+        dq_AID, dk_AWD, dv_AWF = (
+            dx[:, 0, :, : x.shape[2]]
+            for dx, x in zip(gradients, (q_AID, k_AWD, v_AWF), strict=True)
+        )
+        return dq_AID, dk_AWD, dv_AWF
     p_AIW = _scores(q_AID, k_AWD, softmax_scale, mask_AIW).sub_(lse_AI[..., None]).exp_()
-    dv_AWD = torch.bmm(p_AIW.transpose(1, 2), dout_AID)
-    ds_AIW = torch.bmm(dout_AID, v_AWD.transpose(1, 2))
-    ds_AIW.sub_((dout_AID * out_AID).sum(-1, keepdim=True)).mul_(p_AIW).mul_(softmax_scale)
-    return torch.bmm(ds_AIW, k_AWD), torch.bmm(ds_AIW.transpose(1, 2), q_AID), dv_AWD
+    dv_AWF = torch.bmm(p_AIW.transpose(1, 2), dout_AIF)
+    ds_AIW = torch.bmm(dout_AIF, v_AWF.transpose(1, 2))
+    ds_AIW.sub_((dout_AIF * out_AIF).sum(-1, keepdim=True)).mul_(p_AIW).mul_(softmax_scale)
+    return torch.bmm(ds_AIW, k_AWD), torch.bmm(ds_AIW.transpose(1, 2), q_AID), dv_AWF
+
+
+def _of_one_head_dim(*xs_AID: Tensor) -> list[Tensor]:
+    """[A, 1, I, D] of tensors [A, I, D], zeros past narrower ones' ends: the kernel knows one D."""
+    widest = max(x.shape[2] for x in xs_AID)
+    return [
+        (x if x.shape[2] == widest else pad(x, (0, widest - x.shape[2])))[:, None] for x in xs_AID
+    ]
 
 
 def _scores(q_AID: Tensor, k_AWD: Tensor, softmax_scale: float, mask_AIW: Tensor | None) -> Tensor:

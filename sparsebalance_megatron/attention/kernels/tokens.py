@@ -11,10 +11,11 @@ Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is 
 whatever the budget.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim, N blocks of the keys' sequence, K places of a list, X rows of a KV head that select (a
-token's selecting heads side by side; where a dummy is added, it is what padding reads and writes),
-E query heads of a row, B tokens of a KV block, A tiles, I rows of a tile, Y query heads of all rows
-of a tile (I * E), Z places in all tiles (A * Y).
+head dim of keys, F of values, U of several tensors side by side, N blocks of the keys' sequence, K
+places of a list, X rows of a KV head that select (a token's selecting heads side by side; where a
+dummy is added, it is what padding reads and writes), E query heads of a row, B tokens of a KV
+block, A tiles, I rows of a tile, Y query heads of all rows of a tile (I * E), Z places in all tiles
+(A * Y).
 """
 
 from __future__ import annotations
@@ -45,30 +46,30 @@ _LEAST_TILES = 2
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend over a selection by token; see :class:`.contract.Kernel`.
 
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
     ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
     """
-    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
+    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGF, selection, softmax_scale)
 
 
-def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, as deterministic as :func:`forward`; see :class:`.contract.Kernel`."""
-    return assembled.backward(_past_blocks, dout_THD, saved)
+    return assembled.backward(_past_blocks, dout_THF, saved)
 
 
-def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
+def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Refuse selections by query block."""
     return obstacle_of_lists(selection, by_token=True)
 
 
 def _past_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
 ) -> tuple[_PastBlocks]:
-    return (_PastBlocks(q_THD, k_TGD, v_TGD, selection, softmax_scale),)
+    return (_PastBlocks(q_THD, k_TGD, v_TGF, selection, softmax_scale),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class _PastBlocks:
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
         selection: Selection,
         softmax_scale: float,
     ) -> None:
@@ -99,7 +100,7 @@ class _PastBlocks:
         self._kv_heads = k_TGD.shape[1]
         self._rows_per_token = selection.counts_QC.shape[1] // self._kv_heads
         self._heads = q_THD.shape[1] // selection.counts_QC.shape[1]
-        self._q_THD, self._k_TGD, self._v_TGD = q_THD, k_TGD, v_TGD
+        self._q_THD, self._k_TGD, self._v_TGF = q_THD, k_TGD, v_TGF
         self._softmax_scale = softmax_scale
         lists_QCK, blocks = selection.indices_QCK.int(), self._layout.blocks
         place_K = torch.arange(lists_QCK.shape[2], device=lists_QCK.device)
@@ -107,61 +108,63 @@ class _PastBlocks:
         absent_QCK[..., 0] |= own_listed_QC(selection)
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
-    def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`.assembled.Part`."""
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
-            out_XED, lse_XE = self._by_row(out_THD[:, heads]), self._by_row(lse_TH[:, heads])
-            (q_XED,) = self._with_dummy(self._q_THD[:, heads]).unbind(2)
-            k_NBD, v_NBD = self._keys(head)
+            out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
+            q_XED = self._with_dummy(self._q_THD[:, heads])
+            k_NBD, v_NBF = self._keys(head)
             for tiles in self._tiles(head):
-                parts_ZD = q_XED.new_empty(tiles.rows_AI.numel() * self._heads + 1, q_XED.shape[2])
-                lse_Z = q_XED.new_empty(len(parts_ZD))
+                places = tiles.rows_AI.numel() * self._heads + 1
+                parts_ZF = q_XED.new_empty(places, v_NBF.shape[2])
+                lse_Z = q_XED.new_empty(len(parts_ZF))
                 # What an absent entry points to.
-                parts_ZD[-1], lse_Z[-1] = 0.0, -torch.inf
+                parts_ZF[-1], lse_Z[-1] = 0.0, -torch.inf
                 for chunk, rows_AI, blocks_A in self._chunks(tiles):
-                    o_AYD, lse_AY = attend(
+                    o_AYF, lse_AY = attend(
                         _gather(q_XED, rows_AI),
                         k_NBD.index_select(0, blocks_A),
-                        v_NBD.index_select(0, blocks_A),
+                        v_NBF.index_select(0, blocks_A),
                         softmax_scale=self._softmax_scale,
                     )
-                    parts_ZD[chunk], lse_Z[chunk] = o_AYD.flatten(0, 1), lse_AY.flatten()
-                out_XED, lse_XE = self._merged(out_XED, lse_XE, parts_ZD, lse_Z, tiles.place_XK)
-            out_THD[:, heads], lse_TH[:, heads] = self._by_token(out_XED), self._by_token(lse_XE)
-        return out_THD, lse_TH
+                    parts_ZF[chunk], lse_Z[chunk] = o_AYF.flatten(0, 1), lse_AY.flatten()
+                out_XEF, lse_XE = self._merged(out_XEF, lse_XE, parts_ZF, lse_Z, tiles.place_XK)
+            out_THF[:, heads], lse_TH[:, heads] = self._by_token(out_XEF), self._by_token(lse_XE)
+        return out_THF, lse_TH
 
     def backward(
-        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
+        self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
         """See :class:`.assembled.Part`."""
-        dq_THD, dk_TGD, dv_TGD = gradients
+        dq_THD, dk_TGD, dv_TGF = gradients
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
             # One gather serves for all three, and each is a view of it.
-            rows_XE3D = self._with_dummy(*(x[:, heads] for x in (dout_THD, self._q_THD, out_THD)))
-            (dq_XED,) = self._with_dummy(dq_THD[:, heads]).unbind(2)
-            k_NBD, v_NBD = self._keys(head)
-            dk_NBD, dv_NBD = torch.zeros_like(k_NBD), torch.zeros_like(v_NBD)
+            rows = [x[:, heads] for x in (dout_THF, self._q_THD, out_THF)]
+            rows_XEU, widths = self._with_dummy(*rows), [x.shape[2] for x in rows]
+            dq_XED = self._with_dummy(dq_THD[:, heads])
+            k_NBD, v_NBF = self._keys(head)
+            dk_NBD, dv_NBF = torch.zeros_like(k_NBD), torch.zeros_like(v_NBF)
             for tiles in self._tiles(head):
                 for _, rows_AI, blocks_A in self._chunks(tiles):
-                    dout_AYD, q_AYD, out_AYD = _gather(rows_XE3D, rows_AI).unbind(2)
-                    dq_AYD, dk_ABD, dv_ABD = attend_backward(
-                        dout_AYD,
+                    dout_AYF, q_AYD, out_AYF = _gather(rows_XEU, rows_AI).split(widths, 2)
+                    dq_AYD, dk_ABD, dv_ABF = attend_backward(
+                        dout_AYF,
                         q_AYD,
                         k_NBD.index_select(0, blocks_A),
-                        v_NBD.index_select(0, blocks_A),
-                        out_AYD,
+                        v_NBF.index_select(0, blocks_A),
+                        out_AYF,
                         _gather(lse_XE, rows_AI),
                         softmax_scale=self._softmax_scale,
                     )
                     dq_XED.index_add_(0, rows_AI.flatten(), dq_AYD.reshape(-1, *dq_XED.shape[1:]))
                     dk_NBD.index_add_(0, blocks_A, dk_ABD)
-                    dv_NBD.index_add_(0, blocks_A, dv_ABD)
+                    dv_NBF.index_add_(0, blocks_A, dv_ABF)
             dq_THD[:, heads] = self._by_token(dq_XED[:-1])
             dk_TGD[:, head] += self._layout.from_blocks(dk_NBD)
-            dv_TGD[:, head] += self._layout.from_blocks(dv_NBD)
+            dv_TGF[:, head] += self._layout.from_blocks(dv_NBF)
 
     def _query_heads(self, head: int) -> slice:
         number = self._rows_per_token * self._heads
@@ -172,16 +175,15 @@ class _PastBlocks:
         return x_TH.unflatten(1, (self._rows_per_token, self._heads)).flatten(0, 1).contiguous()
 
     def _with_dummy(self, *xs_THD: Tensor) -> Tensor:
-        """:meth:`_by_row` of several tensors side by side, [X, E, number of them, D]; the dummy is
-        zeros."""
-        rows = self._rows_per_token * xs_THD[0].shape[0]
-        shape = (rows + 1, self._heads, len(xs_THD), xs_THD[0].shape[2])
-        side_by_side = xs_THD[0].new_empty(shape)
-        by_token = side_by_side[:-1].unflatten(0, (-1, self._rows_per_token))
-        for place, x_THD in enumerate(xs_THD):
-            by_token[:, :, :, place].copy_(x_THD.unflatten(1, (self._rows_per_token, -1)))
-        side_by_side[-1] = 0.0
-        return side_by_side
+        """:meth:`_by_row` of several tensors, their head dims side by side, [X, E, U]; the dummy
+        is zeros."""
+        rows, widths = self._rows_per_token * xs_THD[0].shape[0], [x.shape[2] for x in xs_THD]
+        rows_XEU = xs_THD[0].new_empty(rows + 1, self._heads, sum(widths))
+        by_token = rows_XEU[:-1].unflatten(0, (-1, self._rows_per_token)).split(widths, -1)
+        for place, x_THD in zip(by_token, xs_THD, strict=True):
+            place.copy_(x_THD.unflatten(1, (self._rows_per_token, -1)))
+        rows_XEU[-1] = 0.0
+        return rows_XEU
 
     def _by_token(self, x_XE: Tensor) -> Tensor:
         """The inverse of :meth:`_by_row`."""
@@ -189,7 +191,7 @@ class _PastBlocks:
 
     def _keys(self, head: int) -> tuple[Tensor, Tensor]:
         to_blocks = self._layout.to_blocks
-        return to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGD[:, head])
+        return to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
 
     def _tiles(self, head: int) -> Iterator[_Tiles]:
         """The tiles of some places of all lists, then of the next."""
@@ -217,10 +219,10 @@ class _PastBlocks:
             yield places, tiles.rows_AI[some], tiles.blocks_A[some]
 
     def _merged(
-        self, out_XED: Tensor, lse_XE: Tensor, parts_ZD: Tensor, lse_Z: Tensor, place_XK: Tensor
+        self, out_XEF: Tensor, lse_XE: Tensor, parts_ZF: Tensor, lse_Z: Tensor, place_XK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Put a row's results together with what it has."""
-        rows, heads, head_dim = out_XED.shape
+        heads = out_XEF.shape[1]
         number_E1 = torch.arange(heads, device=place_XK.device)[:, None]
         place_XEK = (place_XK[:, None] * heads + number_E1).clamp_(max=len(lse_Z) - 1)
         lse_XEK = lse_Z[place_XEK]
@@ -229,12 +231,12 @@ class _PastBlocks:
         finite_XE1 = total_XE.clamp(min=lowest)[..., None]
         merged = embedding_bag(
             place_XEK.flatten(0, 1),
-            parts_ZD,
+            parts_ZF,
             mode="sum",
             per_sample_weights=lse_XEK.sub_(finite_XE1).exp_().flatten(0, 1),
         )
         share_XE1 = (lse_XE[..., None] - finite_XE1).exp_()
-        return merged.view(rows, heads, head_dim).addcmul_(out_XED, share_XE1), total_XE
+        return merged.view(out_XEF.shape).addcmul_(out_XEF, share_XE1), total_XE
 
 
 def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _Tiles:

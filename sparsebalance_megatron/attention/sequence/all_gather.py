@@ -5,8 +5,8 @@ The next head is in flight while attention of this one is computed, so a member 
 the sequence at a time. Between heads no member waits for what others compute, as in a ring. As in
 Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
 
-Shape legend: T tokens (of a slice or of the sequence), G KV heads, D head dim, Y keys and values
-(2), Z tokens of all members, padded to as many as the longest has.
+Shape legend: T tokens (of a slice or of the sequence), G KV heads, D head dim of keys, F of values,
+E both side by side, Z tokens of all members, padded to as many as the longest has.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class AllGatherExchange(BetweenRanks):
     gives_whole_heads = True
 
     def parts(
-        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+        self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the sequence's keys and values, of one KV head after the other."""
         kv_heads = k_TGD.shape[1]
-        in_flight = self._gather(k_TGD[:, 0], v_TGD[:, 0], sequence)
+        in_flight = self._gather(k_TGD[:, 0], v_TGF[:, 0], sequence)
         for head in range(kv_heads):
-            kv_TYD = in_flight.wait().index_select(0, sequence.gathered_T)
+            kv_TE = in_flight.wait().index_select(0, sequence.gathered_T)
             if head + 1 < kv_heads:
-                in_flight = self._gather(k_TGD[:, head + 1], v_TGD[:, head + 1], sequence)
-            k_head_TGD, v_head_TGD = kv_TYD.split(1, dim=1)
+                in_flight = self._gather(k_TGD[:, head + 1], v_TGF[:, head + 1], sequence)
+            k_head_TGD, v_head_TGF = kv_TE[:, None].split([k_TGD.shape[2], v_TGF.shape[2]], 2)
             yield Part(
                 k_TGD=k_head_TGD,
-                v_TGD=v_head_TGD,
+                v_TGF=v_head_TGF,
                 selection=selection.of_head(head, kv_heads),
                 kv_head=head,
             )
 
     def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _ScatteredHeads:
         """See :meth:`.slice.SequenceExchange.gradients`."""
-        return _ScatteredHeads(self._group, k_TGD, sequence)
+        return _ScatteredHeads(self._group, k_TGD.dtype, sequence)
 
-    def _gather(self, k_TD: Tensor, v_TD: Tensor, sequence: SequenceSlice) -> InFlight:
-        tokens, head_dim = k_TD.shape
+    def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:
+        (tokens, key_dim), (_, value_dim) = k_TD.shape, v_TF.shape
         longest = max(sequence.tokens_per_member)
         # What lies past the end of a member with fewer tokens travels, and is not read.
-        sent = k_TD.new_empty(longest, 2, head_dim)
-        torch.stack((k_TD, v_TD), 1, out=sent[:tokens])
-        received_ZYD = k_TD.new_empty(sequence.group.members * longest, 2, head_dim)
-        work = dist.all_gather_into_tensor(received_ZYD, sent, self._group, async_op=True)
+        sent = k_TD.new_empty(longest, key_dim + value_dim)
+        torch.cat((k_TD, v_TF), 1, out=sent[:tokens])
+        received_ZE = k_TD.new_empty(sequence.group.members * longest, key_dim + value_dim)
+        work = dist.all_gather_into_tensor(received_ZE, sent, self._group, async_op=True)
         assert work is not None, "this rank is outside the process group"
-        return InFlight(sent=sent, received=received_ZYD, works=[work])
+        return InFlight(sent=sent, received=received_ZE, works=[work])
 
 
 class _ScatteredHeads:
@@ -72,19 +72,19 @@ class _ScatteredHeads:
     One head's sum is in flight while the next head's gradients are computed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, k_TGD: Tensor, sequence: SequenceSlice) -> None:
-        self._group, self._sequence = group, sequence
-        tokens, *heads = k_TGD.shape
-        self._dkv_TYGD = k_TGD.new_empty(tokens, 2, *heads)
-        self._received_heads = 0
+    def __init__(
+        self, group: dist.ProcessGroup, dtype: torch.dtype, sequence: SequenceSlice
+    ) -> None:
+        self._group, self._dtype, self._sequence = group, dtype, sequence
+        self._heads: list[Tensor] = []
         self._in_flight: InFlight | None = None
 
-    def add(self, dkv_TYGD: Tensor) -> None:
+    def add(self, dkv_TGE: Tensor) -> None:
         self._receive()
         longest = max(self._sequence.tokens_per_member)
-        shape = dkv_TYGD.shape[1:]
-        sent = dkv_TYGD.new_empty(self._sequence.group.members * longest, *shape)
-        sent.index_copy_(0, self._sequence.gathered_T, dkv_TYGD)
+        shape = dkv_TGE.shape[1:]
+        sent = dkv_TGE.new_empty(self._sequence.group.members * longest, *shape)
+        sent.index_copy_(0, self._sequence.gathered_T, dkv_TGE)
         received = sent.new_empty(longest, *shape)
         work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
         assert work is not None, "this rank is outside the process group"
@@ -92,11 +92,10 @@ class _ScatteredHeads:
 
     def result(self) -> Tensor:
         self._receive()
-        return self._dkv_TYGD
+        return torch.cat(self._heads, 1)
 
     def _receive(self) -> None:
         if self._in_flight is not None:
-            head_T = self._dkv_TYGD[:, :, self._received_heads]
-            head_T.copy_(self._in_flight.wait()[: len(head_T), :, 0])
-            self._received_heads += 1
+            own_TGE = self._in_flight.wait()[: len(self._sequence.tokens_T)]
+            self._heads.append(own_TGE.to(self._dtype))
             self._in_flight = None

@@ -6,8 +6,9 @@ whole blocks, so that a segment may hold ends and beginnings of documents. Forwa
 backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
 a segment, which are all that its queries may read.
 
-Shape legend: T tokens of a segment or of the sequence so far, G KV heads, D head dim, Y keys and
-values (2), S documents that have begun, K budgets up to the most blocks of a document so far.
+Shape legend: T tokens of a segment or of the sequence so far, G KV heads, D head dim of keys, F of
+values, E both side by side, S documents that have begun, K budgets up to the most blocks of a
+document so far.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class EarlierSegments:
         self._keys_and_values: list[list[Tensor]] = []
         self._summaries: list[list[Tensor]] = []
         self._masses: list[list[Tensor]] = []
-        self._sent_TYGD: Tensor | None = None
+        self._sent_TGE: Tensor | None = None
 
     def parts(
-        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+        self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the keys and values of the sequence so far, in one part.
 
@@ -98,9 +99,9 @@ class EarlierSegments:
             ValueError: an earlier segment has not run.
         """
         # Without their graph, which would keep the activations behind them.
-        own = [k_TGD.detach(), v_TGD.detach()]
-        k_all_TGD, v_all_TGD = _with_earlier(self._keys_and_values, own, sequence)
-        yield Part(k_TGD=k_all_TGD, v_TGD=v_all_TGD, selection=selection)
+        own = [k_TGD.detach(), v_TGF.detach()]
+        k_all_TGD, v_all_TGF = _with_earlier(self._keys_and_values, own, sequence)
+        yield Part(k_TGD=k_all_TGD, v_TGF=v_all_TGF, selection=selection)
 
     def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SegmentGradient:
         """See :meth:`.slice.SequenceExchange.gradients`.
@@ -140,23 +141,23 @@ class EarlierSegments:
         self._masses[segment:] = [[mass_SK]]
         return mass_SK
 
-    def hand_over(self, dkv_TYGD: Tensor, sequence: SequenceSlice) -> Tensor:
+    def hand_over(self, dkv_TGE: Tensor, sequence: SequenceSlice) -> Tensor:
         """Take a segment's gradients of the sequence so far, and let go of what is kept of it.
 
         Args:
-            dkv_TYGD: is written to.
+            dkv_TGE: is written to.
 
         Returns:
             The segment's rows, with what later segments have sent.
         """
-        if self._sent_TYGD is not None:
-            dkv_TYGD += self._sent_TYGD
+        if self._sent_TGE is not None:
+            dkv_TGE += self._sent_TGE
         segment = sequence.group.member
         for kept in (self._keys_and_values, self._summaries, self._masses):
             del kept[segment:]
         tokens = len(sequence.tokens_T)
-        self._sent_TYGD = dkv_TYGD[:-tokens] if segment else None
-        return dkv_TYGD[-tokens:]
+        self._sent_TGE = dkv_TGE[:-tokens] if segment else None
+        return dkv_TGE[-tokens:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +176,11 @@ class _SegmentGradient:
     def __init__(self, segments: EarlierSegments, sequence: SequenceSlice) -> None:
         self._segments, self._sequence = segments, sequence
 
-    def add(self, dkv_TYGD: Tensor) -> None:
-        self._own_TYGD = self._segments.hand_over(dkv_TYGD, self._sequence)
+    def add(self, dkv_TGE: Tensor) -> None:
+        self._own_TGE = self._segments.hand_over(dkv_TGE, self._sequence)
 
     def result(self) -> Tensor:
-        return self._own_TYGD
+        return self._own_TGE
 
 
 def _with_earlier(

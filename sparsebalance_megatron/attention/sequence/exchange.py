@@ -2,8 +2,8 @@
 """Attention of a slice's queries over the packed sequence that the slice is part of.
 
 Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), H
-query heads, G KV heads, D head dim, Y keys and values (2), N blocks, S documents of the sequence,
-K budgets or places of a list, Q rows and C heads that select, X columns of a table.
+query heads, G KV heads, D head dim of keys, F of values, N blocks, S documents of the sequence, K
+budgets or places of a list, Q rows and C heads that select, X columns of a table.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     check_known,
+    check_sink,
     checked_kernel,
 )
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, Saved, wide_dtype
@@ -28,7 +29,7 @@ from sparsebalance_megatron.config import AttentionImplementation
 def sequence_attention(
     q_THD: Tensor,
     k_TGD: Tensor,
-    v_TGD: Tensor,
+    v_TGF: Tensor,
     selection: Selection,
     sequence: SequenceSlice,
     *,
@@ -36,6 +37,7 @@ def sequence_attention(
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
     known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`..api.block_sparse_attention` where this rank holds a slice of the sequence.
 
@@ -44,14 +46,14 @@ def sequence_attention(
     they are the bits of that function.
 
     Args:
-        q_THD, k_TGD, v_TGD: of the slice.
+        q_THD, k_TGD, v_TGF: of the slice.
         selection: lists of the slice's queries over the blocks of the sequence.
         exchange: how other keys and values get here; None where the slice is the whole sequence.
-        softmax_scale, implementation: see :func:`..api.block_sparse_attention`.
+        softmax_scale, implementation, sink_H: see :func:`..api.block_sparse_attention`.
         known: likewise; all members give it, or none, since the exchange of a forward is left out.
 
     Returns:
-        out_THD and lse_TH of the slice's queries.
+        out_THF and lse_TH of the slice's queries.
 
     Raises:
         ValueError: as :func:`..api.block_sparse_attention`; or the selection belongs to another
@@ -69,18 +71,20 @@ def sequence_attention(
                 f"sequence_attention: a group of {sequence.group.members} members needs an exchange"
             )
         return block_sparse_attention(
-            *(q_THD, k_TGD, v_TGD, selection),
+            *(q_THD, k_TGD, v_TGF, selection),
             softmax_scale=softmax_scale,
             implementation=implementation,
             known=known,
+            sink_H=sink_H,
         )
     # What is checked are the tensors that are here.
     here = replace(selection, kv_layout=sequence.local_layout)
-    kernel = checked_kernel(q_THD, k_TGD, v_TGD, here, implementation)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, here, implementation)
     if known is not None:
-        check_known(q_THD, known)
+        check_known(q_THD, v_TGF, known)
+    check_sink(q_THD, sink_H)
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, exchanging, known)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,51 +103,53 @@ class ExchangingKernel:
         self,
         q_THD: Tensor,
         k_TGD: Tensor,
-        v_TGD: Tensor,
+        v_TGF: Tensor,
         selection: Selection,
         *,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
         merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
-        out_THD = torch.empty_like(q_THD, dtype=wide if merges else q_THD.dtype)
+        shape, dtype = (*q_THD.shape[:2], v_TGF.shape[2]), wide if merges else q_THD.dtype
+        out_THF = torch.empty(shape, dtype=dtype, device=q_THD.device)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
-        for number, part in enumerate(self.exchange.parts(k_TGD, v_TGD, selection, self.sequence)):
+        for number, part in enumerate(self.exchange.parts(k_TGD, v_TGF, selection, self.sequence)):
             heads = _query_heads(part, q_THD, k_TGD)
             results = self.kernel.forward(
-                *(q_THD[:, heads], part.k_TGD, part.v_TGD, part.selection),
+                *(q_THD[:, heads], part.k_TGD, part.v_TGF, part.selection),
                 softmax_scale=softmax_scale,
             )
             if merges and number:
-                results = merge_partials(out_THD, lse_TH, *results)
-            out_THD[:, heads], lse_TH[:, heads] = results
-        return out_THD.to(q_THD.dtype), lse_TH
+                results = merge_partials(out_THF, lse_TH, *results)
+            out_THF[:, heads], lse_TH[:, heads] = results
+        return out_THF.to(q_THD.dtype), lse_TH
 
-    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         q_THD, k_TGD = saved.q_THD, saved.k_TGD
         merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
         dq_THD = torch.zeros_like(q_THD, dtype=wide if merges else q_THD.dtype)
         # The LSE carries no gradient: with the merged output and LSE, the gradients of the parts
         # add up to those of the whole.
         gradients = self.exchange.gradients(k_TGD, self.sequence)
-        for part in self.exchange.parts(k_TGD, saved.v_TGD, saved.selection, self.sequence):
+        for part in self.exchange.parts(k_TGD, saved.v_TGF, saved.selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
             of_part = Saved(
                 q_THD=q_THD[:, heads],
                 k_TGD=part.k_TGD,
-                v_TGD=part.v_TGD,
-                out_THD=saved.out_THD[:, heads],
+                v_TGF=part.v_TGF,
+                out_THF=saved.out_THF[:, heads],
                 lse_TH=saved.lse_TH[:, heads],
                 selection=part.selection,
                 softmax_scale=saved.softmax_scale,
             )
-            dq_part_THD, *dkv = self.kernel.backward(dout_THD[:, heads], of_part)
+            dq_part_THD, *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
             dq_THD[:, heads] += dq_part_THD
-            gradients.add(torch.stack(dkv, 1).to(wide))
-        dk_TGD, dv_TGD = gradients.result().to(k_TGD.dtype).unbind(1)
-        return dq_THD.to(q_THD.dtype), dk_TGD, dv_TGD
+            gradients.add(torch.cat(dkv, 2).to(wide))
+        head_dims = k_TGD.shape[2], saved.v_TGF.shape[2]
+        dk_TGD, dv_TGF = gradients.result().to(k_TGD.dtype).split(head_dims, 2)
+        return dq_THD.to(q_THD.dtype), dk_TGD, dv_TGF
 
-    def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
-        return self.kernel.obstacle(q_THD, selection)
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
+        return self.kernel.obstacle(q_THD, v_TGF, selection)
 
 
 def _query_heads(part: Part, q_THD: Tensor, k_TGD: Tensor) -> slice:

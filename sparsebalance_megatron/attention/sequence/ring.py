@@ -8,7 +8,8 @@ backward pass keys and values go round again, and their gradients follow them.
 After the double ring of LoongTrain (arXiv:2406.18485), a ring of rings crosses slow links once for
 every inner ring: what will start the next inner ring is in flight during the whole of this one.
 
-Shape legend: T tokens of a slice, G KV heads, D head dim, Y keys and values (2), W members.
+Shape legend: T tokens of a slice, G KV heads, D head dim of keys, F of values, E both side by side,
+W members.
 """
 
 from __future__ import annotations
@@ -56,19 +57,20 @@ class RingExchange(BetweenRanks):
         self._inner, self._outer = _Ring.of(inner or group), _Ring.of(outer)
 
     def parts(
-        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+        self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the members' keys and values: this rank's, then backwards round the ring."""
         inner, tokens_W = self._inner, sequence.tokens_per_member
-        kv_TYGD, starting_W = torch.stack((k_TGD, v_TGD), 1), tokens_W[inner.rank :: inner.size]
-        for outer_rank, start_TYGD in self._outer.travelling(kv_TYGD, starting_W):
+        head_dims = [k_TGD.shape[2], v_TGF.shape[2]]
+        kv_TGE, starting_W = torch.cat((k_TGD, v_TGF), 2), tokens_W[inner.rank :: inner.size]
+        for outer_rank, start_TGE in self._outer.travelling(kv_TGE, starting_W):
             first = outer_rank * inner.size
             inside_W = tokens_W[first : first + inner.size]
-            for inner_rank, visiting_TYGD in inner.travelling(start_TYGD, inside_W):
-                k_visiting_TGD, v_visiting_TGD = visiting_TYGD.unbind(1)
+            for inner_rank, visiting_TGE in inner.travelling(start_TGE, inside_W):
+                k_visiting_TGD, v_visiting_TGF = visiting_TGE.split(head_dims, 2)
                 yield Part(
                     k_TGD=k_visiting_TGD,
-                    v_TGD=v_visiting_TGD,
+                    v_TGF=v_visiting_TGF,
                     selection=held_by(first + inner_rank, selection, sequence),
                 )
 
@@ -160,8 +162,8 @@ class _SumOfSums:
         self._additions = 0
         self._inner_sum = self._next_inner_sum()
 
-    def add(self, dkv_TYGD: Tensor) -> None:
-        self._inner_sum.add(dkv_TYGD)
+    def add(self, dkv_TGE: Tensor) -> None:
+        self._inner_sum.add(dkv_TGE)
         self._additions += 1
         if self._additions % self._inner.size == 0:
             self._outer_sum.add(self._inner_sum.result())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a packed sequence that one rank holds, and the group that holds the whole.
 
-Shape legend: T tokens (of the packed sequence or of a slice), S documents, N blocks, W members of
-the group, X columns of a table (one more than there are blocks, or tokens).
+Shape legend: T tokens (of the packed sequence or of a slice), G KV heads, E head dims of keys and
+values side by side, S documents, N blocks, W members of the group, X columns of a table (one more
+than there are blocks, or tokens).
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ class Part:
     """
 
     k_TGD: Tensor
-    v_TGD: Tensor
+    v_TGF: Tensor
     selection: Selection
     kv_head: int | None = None
 
@@ -285,11 +286,11 @@ class Part:
 class GradientSum(Protocol):
     """Gradients of keys and values on their way to those who hold them."""
 
-    def add(self, dkv_TYGD: Tensor) -> None:
+    def add(self, dkv_TGE: Tensor) -> None:
         """Add the gradients of a part; called once for each, in the order of the parts."""
 
     def result(self) -> Tensor:
-        """The sum for this slice's keys and values [T, Y, G, D], once all parts are added."""
+        """The sum for this slice's keys and values [T, G, E], once all parts are added."""
 
 
 class SequenceExchange(Protocol):
@@ -308,13 +309,13 @@ class SequenceExchange(Protocol):
     def gives_whole_heads(self) -> bool: ...
 
     def parts(
-        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+        self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the parts that the slice's queries may read, each key once, in the same order each
         time.
 
         Args:
-            k_TGD, v_TGD: of the slice.
+            k_TGD, v_TGF: of the slice.
             selection: lists of the slice's queries over the blocks of the sequence.
             sequence: the slice.
         """

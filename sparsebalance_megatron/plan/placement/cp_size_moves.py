@@ -56,8 +56,6 @@ _SHARES = {
     Kind.HALVE: 0.08,
 }
 _UNTIL = np.cumsum(list(_SHARES.values()))
-_UNTIL_UNSHARED = np.array([0.2, 1.0])
-"""Positions and trades only: the other moves change cp_sizes."""
 
 
 class Numbers:
@@ -167,8 +165,7 @@ def draw_moves(
     """Draw at most ``count`` allowed moves of the table's micro-batches."""
     drawn = count * _OVERDRAWN
     micro_batches = len(table.cp_size_J)
-    until = _UNTIL if rules.max_cp_size > 1 else _UNTIL_UNSHARED
-    kind_X = np.searchsorted(until, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
+    kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
     micro_batch_3X = numbers.below(micro_batches, 3 * drawn).reshape(3, drawn)
     merges_X = (kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE)
     micro_batch_3X[1] = np.where(merges_X, table.buddy_J[micro_batch_3X[0]], micro_batch_3X[1])

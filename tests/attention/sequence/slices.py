@@ -88,16 +88,16 @@ class InOneProcess:
     gives_whole_heads = False
 
     def __init__(self, k: Tensor, v: Tensor, members: Sequence[int]) -> None:
-        self._kv, self._members = torch.stack((k, v), 1), members
+        self._k, self._v, self._members = k, v, members
         self.added: list[Tensor] = []
 
     def parts(
         self, k: Tensor, v: Tensor, selection: Selection, held: SequenceSlice
     ) -> Iterator[Part]:
         for member in self._members:
-            k_part, v_part = self._kv[held.tokens_W[member]].unbind(1)
+            rows = held.tokens_W[member]
             part = held_by(member, selection, held)
-            yield Part(k_TGD=k_part, v_TGD=v_part, selection=part)
+            yield Part(k_TGD=self._k[rows], v_TGF=self._v[rows], selection=part)
 
     def gradients(self, k: Tensor, held: SequenceSlice) -> InOneProcess:
         return self
@@ -115,12 +115,12 @@ def in_parts(
     """out, lse, dq, dk, dv put together from all members' calls; parts come in random order."""
     kernel, generator = kernel_named(implementation), random.Random(seed)
     q, k, v, dout = (
-        x.to(case.device, dtype) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD)
+        x.to(case.device, dtype) for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF)
     )
     wide = torch.promote_types(dtype, torch.float32)
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    out, dq, head_dims = torch.empty_like(dout), torch.empty_like(q), (k.shape[2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-    dkv = torch.zeros(len(k), 2, *k.shape[1:], dtype=wide, device=q.device)
+    dkv = torch.zeros(*k.shape[:2], sum(head_dims), dtype=wide, device=q.device)
     for member, on_host in enumerate(slices):
         held = replace(on_host, device=case.device)
         others = [other for other in range(len(slices)) if other != member]
@@ -136,6 +136,6 @@ def in_parts(
         for other, added in zip(members, exchange.added, strict=True):
             assert added.dtype == wide
             dkv[held.tokens_W[other]] += added
-        for gradient, added in zip(own, exchange.added[0].unbind(1), strict=True):
+        for gradient, added in zip(own, exchange.added[0].split(head_dims, 2), strict=True):
             assert gradient.equal(added.to(dtype))
-    return tuple(x.cpu() for x in (out, lse, dq, *dkv.to(dtype).unbind(1)))
+    return tuple(x.cpu() for x in (out, lse, dq, *dkv.to(dtype).split(head_dims, 2)))

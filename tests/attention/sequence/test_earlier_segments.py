@@ -60,7 +60,7 @@ class Segmented:
     def forward(self, segment: int) -> None:
         held = segment_slice(CU_SEQLENS, self.first_blocks, segment, block_size=BLOCK)
         tokens = slice(int(held.tokens_T[0]), int(held.tokens_T[-1]) + 1)
-        inputs = (x[tokens] for x in (self.case.q_THD, self.case.k_TGD, self.case.v_TGD))
+        inputs = (x[tokens] for x in (self.case.q_THD, self.case.k_TGD, self.case.v_TGF))
         leaves = [x.to(self.dtype, copy=True).requires_grad_() for x in inputs]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Segmented:
 
     def backward(self, segment: int) -> None:
         tokens, _, out, _ = self.results[segment]
-        out.backward(self.case.dout_THD[tokens].to(self.dtype))
+        out.backward(self.case.dout_THF[tokens].to(self.dtype))
 
     def run(self) -> tuple[Tensor, ...]:
         """out, lse, dq, dk, dv of all segments one after the other."""
@@ -105,7 +105,8 @@ class Segmented:
 
 
 def _case(kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Case:
-    return make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, kv_heads=kv_heads, dtype=dtype)
+    heads = {"head_dim": 8, "value_dim": 4, "kv_heads": kv_heads}
+    return make_case(CU_SEQLENS, BUDGETS, block=BLOCK, dtype=dtype, **heads)
 
 
 def _whole(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]:
@@ -118,7 +119,7 @@ def _whole(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]
         observe=True,
     )
     selection = selector.select(ranking, torch.tensor(BUDGETS))
-    whole = Case(case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD, BUDGETS, "", selection)
+    whole = Case(case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF, BUDGETS, "", selection)
     return whole, selector.coverage(ranking)
 
 

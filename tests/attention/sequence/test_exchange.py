@@ -22,7 +22,7 @@ INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
 every_size = pytest.mark.parametrize(
     "members", [2, 4, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 6))]
 )
-KV_HEADS, HEAD_DIM = 2, 8
+KV_HEADS, HEAD_DIM = 2, (8 + 12) // 2
 
 
 def _run(members: int, directory: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -187,7 +187,7 @@ def test_a_group_of_one_member_is_the_plain_path(implementation: str, granularit
 def test_what_does_not_belong_together_is_refused() -> None:
     case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
     first, second = (dealt([0, 3, 40], 2, member) for member in range(2))
-    inputs = [x[first.tokens_T] for x in (case.q_THD, case.k_TGD, case.v_TGD)]
+    inputs = [x[first.tokens_T] for x in (case.q_THD, case.k_TGD, case.v_TGF)]
     for held, message in ((second, "not made for this slice"), (first, "2 members needs an exch")):
         with pytest.raises(ValueError, match=message):
             sequence_attention(

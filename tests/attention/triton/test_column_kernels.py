@@ -44,7 +44,7 @@ def test_lists_of_any_length_and_order(
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (query_block_kernel, key_block_kernel, column_gradient_kernels):
-        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
+        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
     case = _case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
     case = with_random_columns(case, 45)
     assert case.selection.columns is not None

@@ -35,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def _case(kind: str, cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
-    defaults = {"block": 16, "head_dim": 16, "heads": 2, "kv_heads": 1}
+    defaults = {"block": 16, "head_dim": 16, "value_dim": 8, "heads": 2, "kv_heads": 1}
     return any_case(cu_seqlens, budgets, granularity=kind, device=DEVICE, **defaults | settings)
 
 
@@ -97,8 +97,8 @@ def test_bad_numbers_of_a_document_stay_in_it(kind: str, spoilt: str) -> None:
     clean = _case(kind, [0, 20, 86, 115], [2, 3, 2])
     broken = dataclasses.replace(clean, q_THD=clean.q_THD.clone(), k_TGD=clean.k_TGD.clone())
     if spoilt == "everything":
-        broken = dataclasses.replace(clean, v_TGD=clean.v_TGD.clone(), dout_THD=clean.dout_THD + 0)
-        for x in (broken.v_TGD, broken.dout_THD):
+        broken = dataclasses.replace(clean, v_TGF=clean.v_TGF.clone(), dout_THF=clean.dout_THF + 0)
+        for x in (broken.v_TGF, broken.dout_THF):
             x[20:86] = torch.nan
     else:
         for x in (broken.q_THD, broken.k_TGD):
@@ -116,9 +116,9 @@ def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
     token, results = 69, []
     for factor in (1.0, 1.0, -30.0):
         case = _case(kind, [0, 80], [3])
-        for x in (case.q_THD, case.k_TGD, case.v_TGD):
+        for x in (case.q_THD, case.k_TGD, case.v_TGF):
             x[token:] *= factor
-        case.dout_THD[token:] = 0.0
+        case.dout_THF[token:] = 0.0
         ours = reselected(case).ours("triton", torch.float32)
         results.append(tuple(x[:token] for x in ours))
     assert_identical(results[0], results[1])
@@ -154,12 +154,12 @@ def test_rows_of_members_add_up_to_the_whole(kind: str) -> None:
 @every_kind
 def test_strided_inputs_are_read_in_place(kind: str) -> None:
     """Megatron's q, k and v are views of one projection; lists may be views as well."""
-    case = _case(kind, [0, 70], [3], heads=4, kv_heads=2)
-    q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
+    case = _case(kind, [0, 70], [3], heads=4, kv_heads=2, value_dim=16)
+    q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGF))
     mixed = torch.cat([q, k, v], dim=2)
     q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
     assert not k.is_contiguous()
-    dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    dout = case.dout_THF.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
     selection = on_device(case.selection, DEVICE)
     lists = [
         x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
@@ -181,7 +181,7 @@ def test_heads_more_than_2_to_the_31_elements_apart(
 ) -> None:
     """Those of the queries; those of the keys where there are as many."""
     case = _case(kind, [0, 52], [3], heads=3, kv_heads=kv_heads, dtype=torch.float16)
-    near = [case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD]
+    near = [case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF]
     moved = 1 if kv_heads == 3 else 0
     far = [*near[:moved], with_heads_far_apart(near[moved], tmp_path / "x"), *near[moved + 1 :]]
     assert_identical(_attend(tuple(far), case.selection), _attend(tuple(near), case.selection))

@@ -34,19 +34,20 @@ def _case(cu_seqlens: list[int], budgets: list[int], block: int = 32, **settings
     return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **{"head_dim": 64} | settings)
 
 
-HEAD_DIMS, HEADS = (64, 80, 96, 128), ((2, 2), (3, 1), (4, 1))
+HEAD_DIMS = ((64, 64), (80, 96), (96, 40), (128, 128), (192, 128))
+HEADS = ((2, 2), (3, 1), (4, 1))
 # The interpreter knows no shapes of threads: there, every value of either comes once.
 HEAD_SHAPES = (
-    [(64, 2, 2), (80, 3, 1), (96, 4, 1), (128, 3, 1)]
+    [(*dims, *HEADS[i % 3]) for i, dims in enumerate(HEAD_DIMS)]
     if INTERPRETED
-    else [(head_dim, *heads) for head_dim in HEAD_DIMS for heads in HEADS]
+    else [(*dims, *heads) for dims in HEAD_DIMS for heads in HEADS]
 )
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), HEAD_SHAPES)
-def test_head_dims_and_groups(head_dim: int, heads: int, kv_heads: int) -> None:
-    case = _case([0, 20, 97], [1, 2], head_dim=head_dim, heads=heads, kv_heads=kv_heads)
-    assert_right(case)
+@pytest.mark.parametrize(("head_dim", "value_dim", "heads", "kv_heads"), HEAD_SHAPES)
+def test_head_dims_and_groups(head_dim: int, value_dim: int, heads: int, kv_heads: int) -> None:
+    dims = {"head_dim": head_dim, "value_dim": value_dim}
+    assert_right(_case([0, 20, 97], [1, 2], **dims, heads=heads, kv_heads=kv_heads))
 
 
 def test_a_group_of_sixteen() -> None:
@@ -60,7 +61,7 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (query_block_kernel, key_block_kernel):
-        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
+        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
     assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1))
 
 
@@ -146,7 +147,7 @@ def test_large_scores_stay_finite() -> None:
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
     case = _case([0, 20], [1], 16)
-    q, k, v = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
+    q, k, v = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGF))
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"softmax_scale .*: must be positive"):
             block_sparse_attention(

@@ -38,7 +38,7 @@ def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (token_query_kernels, token_key_kernel):
-        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
+        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
 
 
 def _popular(case: Case, block: int) -> Case:
@@ -101,5 +101,5 @@ def test_rows_too_many_for_31_bits_are_refused() -> None:
     lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
     selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
     q_THD = case.q_THD.to(DEVICE)
-    assert "too few for 20 rows" in str(implementation.obstacle(q_THD, selection))
-    assert implementation.obstacle(q_THD, case.selection) is None
+    assert "too few for 20 rows" in str(implementation.obstacle(q_THD, q_THD, selection))
+    assert implementation.obstacle(q_THD, q_THD, case.selection) is None

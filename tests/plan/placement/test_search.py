@@ -15,16 +15,17 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import arrival
+from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import _Search, improve
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 
-def searched(lengths, job, cap, plan_ms=20.0):
+def searched(lengths, job, cap, plan_ms=20.0, search=improve):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     before = arrival(lengths, job, cap)
-    after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=plan_ms)
+    after = search(before, costs, sample_2SC, cap_tokens=cap, plan_ms=plan_ms)
     times = [
         costs.micro_batch_ms(sample_2SC, Arrangement.of_groups(placement))
         for placement in (before, after)
@@ -38,17 +39,18 @@ def in_every_order(times, orders):
     return makespans_ms(flat(np.stack([times_2PVM[..., order] for order in orders], axis=1)))
 
 
+@pytest.mark.parametrize("search", [improve, improve_packed])
 @given(
     st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (4, 1, 4, 1)]),
     st.integers(0, 2**32 - 1),
     st.integers(1, 3),
 )
-def test_legal_and_never_slower(shape, seed, size):
+def test_legal_and_never_slower(search, shape, seed, size):
     job = job_shape(*shape)
     lengths = random_lengths(job.places * size, seed)
     fits = arrival(lengths, job, 1 << 40)
     cap = max(sum(lengths[s] for s in micro_batch) for rank in fits for micro_batch in rank)
-    after, (old, new) = searched(lengths, job, cap)
+    after, (old, new) = searched(lengths, job, cap, search=search)
     micro_batches = [micro_batch for rank in after for micro_batch in rank]
     assert all(len(rank) == job.micro_batches for rank in after)
     assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(

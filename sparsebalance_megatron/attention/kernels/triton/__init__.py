@@ -4,7 +4,8 @@
 Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
 reads the device from the host, and budgets or tokens that change compile nothing.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sparsebalance_megatron.attention.selection import Selection
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend over a selection; see :class:`..contract.Kernel`.
 
@@ -38,10 +39,10 @@ def forward(
         from sparsebalance_megatron.attention.kernels.triton import query_block_kernel
 
         attend = query_block_kernel.forward_attention
-    return attend(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
+    return attend(q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale)
 
 
-def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`..contract.Kernel`."""
     if saved.selection.by_token:
         from sparsebalance_megatron.attention.kernels.triton import token_key_kernel
@@ -51,12 +52,13 @@ def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         from sparsebalance_megatron.attention.kernels.triton import key_block_kernel
 
         gradients = key_block_kernel.backward_attention
-    return gradients(dout_THD, saved)
+    return gradients(dout_THF, saved)
 
 
-def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
+def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, vast lists."""
-    block_size, head_dim = selection.kv_layout.block_size, q_THD.shape[2]
+    block_size = selection.kv_layout.block_size
+    head_dim = max(q_THD.shape[2], v_TGF.shape[2])
     other = "tokens" if selection.by_token else "blocks"
     if q_THD.device.type != "cuda" and not _interpreted():
         return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'

@@ -10,9 +10,10 @@ to one place, so that results repeat bit by bit. Query blocks are worked off in 
 the memory for partial sums.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim, N blocks of the queries' sequence, K places of a list of columns, J query blocks of a
-chunk, E entries of a chunk's lists, Z places of all query blocks, full or not; in kernels Y query
-rows of a tile, C columns (keys) of a tile, O entries of a program.
+head dim of keys, F of values, X both side by side, N blocks of the queries' sequence, K places of a
+list of columns, J query blocks of a chunk, E entries of a chunk's lists, Z places of all query
+blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile, O entries of a
+program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     row_strides,
     tile_constants,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists
 
 PARTIAL_BYTES = 256 << 20
@@ -40,33 +41,34 @@ _SUM_ROWS = 8
 
 
 def add_column_gradients(
-    dout_THD: Tensor,
+    dout_THF: Tensor,
     saved: Saved,
     statistics_2HZ: Tensor,
     dk_TGD: Tensor,
-    dv_TGD: Tensor,
+    dv_TGF: Tensor,
     columns: ColumnLists,
 ) -> None:
     """Add what the readers of columns give to dk and dv.
 
     Args:
-        dout_THD: with dense rows, as q, k and v of ``saved``.
+        dout_THF: with dense rows, as q, k and v of ``saved``.
         statistics_2HZ: LSE and delta by query block, as the kernel for dq writes them.
-        dk_TGD, dv_TGD: float32 and contiguous.
+        dk_TGD, dv_TGF: float32 and contiguous.
         columns: contiguous lists with at least one place.
     """
-    q_THD, k_TGD, v_TGD = saved.q_THD, saved.k_TGD, saved.v_TGD
+    q_THD, k_TGD, v_TGF = saved.q_THD, saved.k_TGD, saved.v_TGF
     query_layout = saved.selection.query_layout
-    (_, kv_heads, head_dim), width = k_TGD.shape, columns.tokens_NGK.shape[2]
-    tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
+    (_, kv_heads, head_dim), value_dim = k_TGD.shape, v_TGF.shape[2]
+    part_dim, width = head_dim + value_dim, columns.tokens_NGK.shape[2]
+    tile = tiles_of(k_TGD, v_TGF).key_gradient
     rows = min(tile.rows, query_layout.block_size)
-    constants = tile_constants(q_THD, query_layout.block_size, rows, tile)
+    constants = tile_constants(k_TGD, v_TGF, query_layout.block_size, rows, tile)
     column_tiles = triton.cdiv(width, min(tile.columns, query_layout.block_size))
     chunk_blocks = min(
-        query_layout.blocks, max(1, PARTIAL_BYTES // (8 * kv_heads * width * head_dim))
+        query_layout.blocks, max(1, PARTIAL_BYTES // (4 * kv_heads * width * part_dim))
     )
-    parts_E2D = torch.empty(
-        *(chunk_blocks * kv_heads * width, 2, head_dim), dtype=torch.float32, device=k_TGD.device
+    parts_EX = torch.empty(
+        *(chunk_blocks * kv_heads * width, part_dim), dtype=torch.float32, device=k_TGD.device
     )
     for first_block in range(0, query_layout.blocks, chunk_blocks):
         chunk = slice(first_block, first_block + chunk_blocks)
@@ -74,15 +76,15 @@ def add_column_gradients(
         _column_gradient_kernel[(counts_JG.numel() * column_tiles,)](
             q_THD,
             k_TGD,
-            v_TGD,
-            dout_THD,
+            v_TGF,
+            dout_THF,
             statistics_2HZ,
-            parts_E2D,
+            parts_EX,
             columns.tokens_NGK,
             columns.counts_NG,
             query_layout.start_N,
             query_layout.document_end_N,
-            *row_strides(q_THD, k_TGD, v_TGD, dout_THD),
+            *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
             saved.softmax_scale,
             first_block,
             query_layout.blocks,
@@ -93,15 +95,17 @@ def add_column_gradients(
         )
         source_E, length_E, row_E = _readers_by_row(tokens_JGK, counts_JG, k_TGD.shape[0])
         _column_sum_kernel[(triton.cdiv(len(source_E), _SUM_ROWS),)](
-            parts_E2D,
+            parts_EX,
             dk_TGD,
-            dv_TGD,
+            dv_TGF,
             source_E,
             length_E,
             row_E,
             len(source_E),
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
+            VALUE_DIM=value_dim,
+            BLOCK_F=triton.next_power_of_2(value_dim),
             ROWS=_SUM_ROWS,
             enable_fp_fusion=True,
         )
@@ -135,8 +139,8 @@ def _column_gradient_kernel(
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, first_block, query_blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     ROW_TILES: tl.constexpr = BLOCK_SIZE // TILE_ROWS
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -157,50 +161,51 @@ def _column_gradient_kernel(
     token_C = tl.load(columns + row * width + place_C, mask=valid_C, other=0).to(tl.int64)
     k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
                      HEAD_DIM, BLOCK_D)  # fmt: skip
-    v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
-                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_CF = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
+                     VALUE_DIM, BLOCK_F)  # fmt: skip
     dk_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
-    dv_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
+    dv_CF = tl.zeros([TILE_COLUMNS, BLOCK_F], tl.float32)
     for step in range(0, GROUP * ROW_TILES):
         head = kv_head * GROUP + step // ROW_TILES
         first_slot = (step % ROW_TILES) * TILE_ROWS
-        dk_CD, dv_CD = query_block_step(
-            q, dout, statistics, k_CD, v_CD, place_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+        dk_CD, dv_CF = query_block_step(
+            q, dout, statistics, k_CD, v_CF, place_C, dk_CD, dv_CF, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, start, first_slot, start + length, head,
-            block, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS, PRECISION,
+            block, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_F, BLOCK_SIZE,
+            TILE_ROWS, PRECISION,
         )  # fmt: skip
 
-    dim_D = tl.arange(0, BLOCK_D)
+    dim_D, dim_F = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_F)[None, :]
     entry_C = chunk_list.to(tl.int64) * width + place_C
-    place_CD = entry_C[:, None] * (2 * HEAD_DIM) + dim_D[None, :]
-    stored_CD = valid_C[:, None] & (dim_D < HEAD_DIM)[None, :]
-    tl.store(parts + place_CD, dk_CD * softmax_scale, mask=stored_CD)
-    tl.store(parts + place_CD + HEAD_DIM, dv_CD, mask=stored_CD)
+    parts += (entry_C * (HEAD_DIM + VALUE_DIM))[:, None]
+    valid_C1 = valid_C[:, None]
+    tl.store(parts + dim_D, dk_CD * softmax_scale, mask=valid_C1 & (dim_D < HEAD_DIM))
+    tl.store(parts + HEAD_DIM + dim_F, dv_CF, mask=valid_C1 & (dim_F < VALUE_DIM))
 
 
 @triton.jit(do_not_specialize=["entries"])
 def _column_sum_kernel(
     parts, dk, dv, sources, lengths, rows, entries,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of a row of dk, where its entries begin."""
     entry_O = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     length_O = tl.load(lengths + entry_O, mask=entry_O < entries, other=0)
-    dim_D = tl.arange(0, BLOCK_D)
-    inside_D = dim_D < HEAD_DIM
+    dim_D, dim_F = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_F)[None, :]
+    inside_D, inside_F = dim_D < HEAD_DIM, dim_F < VALUE_DIM
     dk_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    dv_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dv_OF = tl.zeros([ROWS, BLOCK_F], tl.float32)
     for number in range(0, tl.max(length_O, 0)):
         there_O = number < length_O
         source_O = tl.load(sources + entry_O + number, mask=there_O, other=0)
-        place_OD = source_O[:, None] * (2 * HEAD_DIM) + dim_D[None, :]
-        there_OD = there_O[:, None] & inside_D[None, :]
-        dk_OD += tl.load(parts + place_OD, mask=there_OD, other=0.0)
-        dv_OD += tl.load(parts + place_OD + HEAD_DIM, mask=there_OD, other=0.0)
-    first_OD = (length_O > 0)[:, None] & inside_D[None, :]
-    row_O = tl.load(rows + entry_O, mask=length_O > 0, other=0)
-    place_OD = row_O[:, None] * HEAD_DIM + dim_D[None, :]
-    dk_OD += tl.load(dk + place_OD, mask=first_OD, other=0.0)
-    dv_OD += tl.load(dv + place_OD, mask=first_OD, other=0.0)
-    tl.store(dk + place_OD, dk_OD, mask=first_OD)
-    tl.store(dv + place_OD, dv_OD, mask=first_OD)
+        part_O1 = parts + (source_O * (HEAD_DIM + VALUE_DIM))[:, None]
+        there_O1 = there_O[:, None]
+        dk_OD += tl.load(part_O1 + dim_D, mask=there_O1 & inside_D, other=0.0)
+        dv_OF += tl.load(part_O1 + HEAD_DIM + dim_F, mask=there_O1 & inside_F, other=0.0)
+    first_O1 = (length_O > 0)[:, None]
+    row_O1 = tl.load(rows + entry_O, mask=length_O > 0, other=0)[:, None]
+    dk_OD += tl.load(dk + row_O1 * HEAD_DIM + dim_D, mask=first_O1 & inside_D, other=0.0)
+    dv_OF += tl.load(dv + row_O1 * VALUE_DIM + dim_F, mask=first_O1 & inside_F, other=0.0)
+    tl.store(dk + row_O1 * HEAD_DIM + dim_D, dk_OD, mask=first_O1 & inside_D)
+    tl.store(dv + row_O1 * VALUE_DIM + dim_F, dv_OF, mask=first_O1 & inside_F)

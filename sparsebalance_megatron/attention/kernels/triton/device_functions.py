@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """What the attention kernels share: loads, a step of each product, stores, constants.
 
-Shape legend: T tokens of the packed sequence, D head dim; in kernels Y query rows of
-a tile, C columns (keys) of a tile.
+Shape legend: T tokens of the packed sequence, D head dim of keys, F of values, E both side by side,
+I items, B tokens of a block; in kernels Y query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -43,11 +43,18 @@ def row_strides(*xs_THD: Tensor) -> list[int]:
     return [stride for x in xs_THD for stride in x.stride()[:2]]
 
 
-def tile_constants(x: Tensor, block_size: int, rows: int, tile: Tile) -> dict[str, Any]:
-    """Compile-time arguments that all kernels share; none depends on tokens or budgets."""
+def tile_constants(
+    k_TGD: Tensor, v_TGF: Tensor, block_size: int, rows: int, tile: Tile
+) -> dict[str, Any]:
+    """Compile-time arguments that all kernels share; none depends on tokens or budgets.
+
+    A head dim that is no power of two is padded with zeros inside a tile.
+    """
     return {
-        "HEAD_DIM": x.shape[-1],
-        "BLOCK_D": max(16, triton.next_power_of_2(x.shape[-1])),
+        "HEAD_DIM": k_TGD.shape[2],
+        "BLOCK_D": max(16, triton.next_power_of_2(k_TGD.shape[2])),
+        "VALUE_DIM": v_TGF.shape[2],
+        "BLOCK_F": max(16, triton.next_power_of_2(v_TGF.shape[2])),
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": rows,
         "TILE_COLUMNS": min(tile.columns, block_size),
@@ -96,20 +103,20 @@ def entry_at(entries, place, count):
 
 
 @triton.jit
-def query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, visible_YC, dq_YD, score_scale,
+def query_step(q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, visible_YC, dq_YD, score_scale,
                MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of keys gives to dq / softmax_scale."""
     s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION) * score_scale
     p_YC = tl.exp2(s_YC - lse_Y[:, None])
     if MASKED:
         p_YC = tl.where(visible_YC, p_YC, 0.0)
-    dp_YC = tl.dot(dout_YD, tl.trans(v_CD), input_precision=PRECISION)
+    dp_YC = tl.dot(dout_YF, tl.trans(v_CF), input_precision=PRECISION)
     ds_YC = p_YC * (dp_YC - delta_Y[:, None])
     return tl.dot(ds_YC.to(k_CD.dtype), k_CD, dq_YD, input_precision=PRECISION)
 
 
 @triton.jit
-def key_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, slot_C, slot_Y, dk_CD, dv_CD, score_scale,
+def key_step(q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, slot_C, slot_Y, dk_CD, dv_CF, score_scale,
              MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of queries gives to dk / softmax_scale and dv; probabilities lie
     transposed. Rows whose q, dout and delta are 0 add nothing."""
@@ -117,19 +124,20 @@ def key_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, slot_C, slot_Y, dk_CD, d
     p_CY = tl.exp2(s_CY - lse_Y[None, :])
     if MASKED:
         p_CY = tl.where(slot_C[:, None] <= slot_Y[None, :], p_CY, 0.0)
-    dv_CD = tl.dot(p_CY.to(dout_YD.dtype), dout_YD, dv_CD, input_precision=PRECISION)
-    dp_CY = tl.dot(v_CD, tl.trans(dout_YD), input_precision=PRECISION)
+    dv_CF = tl.dot(p_CY.to(dout_YF.dtype), dout_YF, dv_CF, input_precision=PRECISION)
+    dp_CY = tl.dot(v_CF, tl.trans(dout_YF), input_precision=PRECISION)
     ds_CY = p_CY * (dp_CY - delta_Y[None, :])
     dk_CD = tl.dot(ds_CY.to(q_YD.dtype), q_YD, dk_CD, input_precision=PRECISION)
-    return dk_CD, dv_CD
+    return dk_CD, dv_CF
 
 
 @triton.jit
-def query_block_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
+def query_block_step(q, dout, statistics, k_CD, v_CF, slot_C, dk_CD, dv_CF,
                      q_stride_T, q_stride_H, dout_stride_T, dout_stride_H, score_scale,
                      first_token, first_slot, readers_end, head, query_block, query_blocks,
                      MASKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
+                     BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+                     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
                      PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of a query block's rows, of one head, gives to dk and dv."""
     slot_Y = first_slot + tl.arange(0, TILE_ROWS)
@@ -138,65 +146,72 @@ def query_block_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
     valid_Y = slot_Y < (readers_end - first_token).to(tl.int32)
     head = head.to(tl.int64)
     q_YD = load_rows(q + head * q_stride_H, q_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-    dout_YD = load_rows(dout + head * dout_stride_H, dout_stride_T, token_Y, valid_Y, True,
-                        HEAD_DIM, BLOCK_D)  # fmt: skip
+    dout_YF = load_rows(dout + head * dout_stride_H, dout_stride_T, token_Y, valid_Y, True,
+                        VALUE_DIM, BLOCK_F)  # fmt: skip
     lse = statistics + (head * query_blocks + query_block) * BLOCK_SIZE
     lse_Y = tl.load(lse + slot_Y)
     delta_Y = tl.load(lse + HEADS * query_blocks.to(tl.int64) * BLOCK_SIZE + slot_Y)
-    return key_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, slot_C, slot_Y, dk_CD, dv_CD,
+    return key_step(q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, slot_C, slot_Y, dk_CD, dv_CF,
                     score_scale, MASKED, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def store_key_gradients(
-    dk, dv, parts, dk_CD, dv_CD, token_C, slot_C, valid_C, kv_head, kv_heads, part,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    dk, dv, parts, dk_CD, dv_CF, token_C, slot_C, valid_C, kv_head, kv_heads, part,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of [T, KV heads, D]; those of an item of a cut list go to its part."""
-    dim_D = tl.arange(0, BLOCK_D)
+    """Store dk of [T, KV heads, D] and dv of [T, KV heads, F]; those of an item of a cut list go
+    to its part, side by side."""
+    dim_D, dim_F = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_F)
     stored_CD = valid_C[:, None] & (dim_D < HEAD_DIM)[None, :]
+    stored_CF = valid_C[:, None] & (dim_F < VALUE_DIM)[None, :]
     if part >= 0:
-        row_C = part.to(tl.int64) * (2 * BLOCK_SIZE) + slot_C
-        place_CD = row_C[:, None] * HEAD_DIM + dim_D[None, :]
-        tl.store(parts + place_CD, dk_CD, mask=stored_CD)
-        tl.store(parts + place_CD + BLOCK_SIZE * HEAD_DIM, dv_CD, mask=stored_CD)
+        row_C = (part.to(tl.int64) * BLOCK_SIZE + slot_C) * (HEAD_DIM + VALUE_DIM)
+        tl.store(parts + row_C[:, None] + dim_D[None, :], dk_CD, mask=stored_CD)
+        tl.store(parts + row_C[:, None] + HEAD_DIM + dim_F[None, :], dv_CF, mask=stored_CF)
     else:
-        place_CD = (token_C * kv_heads + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
-        tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=stored_CD)
-        tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=stored_CD)
+        row_C = token_C * kv_heads + kv_head
+        tl.store(dk + row_C[:, None] * HEAD_DIM + dim_D[None, :], dk_CD.to(dk.dtype.element_ty),
+                 mask=stored_CD)  # fmt: skip
+        tl.store(dv + row_C[:, None] * VALUE_DIM + dim_F[None, :], dv_CF.to(dv.dtype.element_ty),
+                 mask=stored_CF)  # fmt: skip
 
 
 def lists_for(
-    selection: Selection, kv_heads: int, head_dim: int, column_tiles: int
+    selection: Selection, k_TGD: Tensor, v_TGF: Tensor, column_tiles: int
 ) -> InverseLists:
     """Inverse lists whose items fill a device, each shared by ``column_tiles`` programs."""
-    part_bytes = 8 * selection.kv_layout.block_size * head_dim
+    part_bytes = 4 * selection.kv_layout.block_size * (k_TGD.shape[2] + v_TGF.shape[2])
     return inverse_lists(
         selection,
-        kv_heads,
+        k_TGD.shape[1],
         wanted_items=-(-WANTED_PROGRAMS // column_tiles),
         most_cut_items=PART_BYTES // part_bytes,
     )
 
 
-def parts_of(lists: InverseLists, dk_TGD: Tensor, layout: PackedLayout) -> Tensor:
-    """Uninitialised results of the items of cut lists, parts_I2BD."""
-    shape = lists.cut_items, 2, layout.block_size, dk_TGD.shape[2]
-    return torch.empty(shape, dtype=torch.float32, device=dk_TGD.device)
+def parts_of(lists: InverseLists, k_TGD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> Tensor:
+    """Uninitialised results of the items of cut lists, dk and dv side by side, parts_IBE."""
+    shape = lists.cut_items, layout.block_size, k_TGD.shape[2] + v_TGF.shape[2]
+    return torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
 
 
 def add_parts(
-    lists: InverseLists, parts_I2BD: Tensor, dk_TGD: Tensor, dv_TGD: Tensor, layout: PackedLayout
+    lists: InverseLists, parts_IBE: Tensor, dk_TGD: Tensor, dv_TGF: Tensor, layout: PackedLayout
 ) -> None:
     """Second pass over lists that were cut: store the sums of their parts."""
     if not lists.cut_items:
         return
-    (_, kv_heads, head_dim), rows = dk_TGD.shape, min(32, layout.block_size)
+    (_, kv_heads, head_dim), value_dim = dk_TGD.shape, dv_TGF.shape[2]
+    rows = min(32, layout.block_size)
     _add_parts_kernel[kv_heads * layout.blocks, layout.block_size // rows](
-        *(parts_I2BD, dk_TGD, dv_TGD, lists.parts_U, lists.first_slot_U, layout.start_N),
+        *(parts_IBE, dk_TGD, dv_TGF, lists.parts_U, lists.first_slot_U, layout.start_N),
         *(layout.blocks, kv_heads),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        VALUE_DIM=value_dim,
+        BLOCK_F=triton.next_power_of_2(value_dim),
         BLOCK_SIZE=layout.block_size,
         ROWS=rows,
         enable_fp_fusion=True,
@@ -206,7 +221,8 @@ def add_parts(
 @triton.jit(do_not_specialize=["blocks", "kv_heads"])
 def _add_parts_kernel(
     parts, dk, dv, part_counts, first_slots, starts, blocks, kv_heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of cut lists have later readers, hence are full."""
     inverse_list = tl.program_id(0)
@@ -215,16 +231,16 @@ def _add_parts_kernel(
         return
     first_part = tl.load(first_slots + inverse_list).to(tl.int64)
     slot_C = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dim_D = tl.arange(0, BLOCK_D)
-    inside_CD = (slot_C >= 0)[:, None] & (dim_D < HEAD_DIM)[None, :]
+    dim_D, dim_F = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_F)[None, :]
+    inside_CD = (slot_C >= 0)[:, None] & (dim_D < HEAD_DIM)
+    inside_CF = (slot_C >= 0)[:, None] & (dim_F < VALUE_DIM)
     dk_CD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    dv_CD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dv_CF = tl.zeros([ROWS, BLOCK_F], tl.float32)
     for part in range(0, count):
-        row_C = (first_part + part) * (2 * BLOCK_SIZE) + slot_C
-        place_CD = row_C[:, None] * HEAD_DIM + dim_D[None, :]
-        dk_CD += tl.load(parts + place_CD, mask=inside_CD, other=0.0)
-        dv_CD += tl.load(parts + place_CD + BLOCK_SIZE * HEAD_DIM, mask=inside_CD, other=0.0)
+        row_C1 = (((first_part + part) * BLOCK_SIZE + slot_C) * (HEAD_DIM + VALUE_DIM))[:, None]
+        dk_CD += tl.load(parts + row_C1 + dim_D, mask=inside_CD, other=0.0)
+        dv_CF += tl.load(parts + row_C1 + HEAD_DIM + dim_F, mask=inside_CF, other=0.0)
     token_C = tl.load(starts + inverse_list % blocks) + slot_C
-    place_CD = (token_C * kv_heads + inverse_list // blocks)[:, None] * HEAD_DIM + dim_D[None, :]
-    tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=inside_CD)
-    tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=inside_CD)
+    row_C1 = (token_C * kv_heads + inverse_list // blocks)[:, None]
+    tl.store(dk + row_C1 * HEAD_DIM + dim_D, dk_CD.to(dk.dtype.element_ty), mask=inside_CD)
+    tl.store(dv + row_C1 * VALUE_DIM + dim_F, dv_CF.to(dv.dtype.element_ty), mask=inside_CF)

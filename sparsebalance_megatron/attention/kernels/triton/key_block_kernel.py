@@ -7,8 +7,9 @@ bit. The gradient of a KV block sums over the heads of its group inside one prog
 readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
 What readers of single columns give is added by :mod:`.column_gradient_kernels`.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, I items, B
-tokens of a block, Z places of all query blocks, full or not; in kernels C columns (keys) of a tile.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, E both side by side, I items, B tokens of a block, Z places of all query blocks, full or
+not; in kernels C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -42,52 +43,51 @@ from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import (
     listed_columns,
     query_gradient,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 
 
-def backward_attention(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
-    dout_THD = with_dense_rows(dout_THD)
+def backward_attention(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGF in the inputs' dtype."""
+    dout_THF = with_dense_rows(dout_THF)
     saved = replace(
         saved,
         q_THD=with_dense_rows(saved.q_THD),
         k_TGD=with_dense_rows(saved.k_TGD),
-        v_TGD=with_dense_rows(saved.v_TGD),
+        v_TGF=with_dense_rows(saved.v_TGF),
     )
     k_dtype, columns = saved.k_TGD.dtype, listed_columns(saved.selection)
-    with torch.cuda.device_of(dout_THD):
-        dq_THD, statistics_2HZ = query_gradient(dout_THD, saved)
+    with torch.cuda.device_of(dout_THF):
+        dq_THD, statistics_2HZ = query_gradient(dout_THF, saved)
         # What columns add is rounded to the inputs' dtype once, with the rest.
         dtype = k_dtype if columns is None else torch.float32
-        dk_TGD, dv_TGD = _key_gradient(dout_THD, saved, statistics_2HZ, dtype)
+        dk_TGD, dv_TGF = _key_gradient(dout_THF, saved, statistics_2HZ, dtype)
         if columns is not None:
-            add_column_gradients(dout_THD, saved, statistics_2HZ, dk_TGD, dv_TGD, columns)
-    return dq_THD, dk_TGD.to(k_dtype), dv_TGD.to(k_dtype)
+            add_column_gradients(dout_THF, saved, statistics_2HZ, dk_TGD, dv_TGF, columns)
+    return dq_THD, dk_TGD.to(k_dtype), dv_TGF.to(k_dtype)
 
 
 def _key_gradient(
-    dout_THD: Tensor, saved: Saved, statistics_2HZ: Tensor, dtype: torch.dtype
+    dout_THF: Tensor, saved: Saved, statistics_2HZ: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that nobody reads."""
-    q_THD, k_TGD, v_TGD, selection = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.selection
+    q_THD, k_TGD, v_TGF, selection = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.selection
     query_layout, layout = selection.query_layout, selection.kv_layout
-    kv_heads, head_dim = k_TGD.shape[1:]
-    tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
-    constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
+    kv_heads, rows = k_TGD.shape[1], layout.block_size
+    tile = tiles_of(k_TGD, v_TGF).key_gradient
+    constants = tile_constants(k_TGD, v_TGF, rows, min(tile.rows, rows), tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    lists = lists_for(selection, kv_heads, head_dim, column_tiles)
-    dk_TGD = torch.empty(k_TGD.shape, dtype=dtype, device=k_TGD.device)
-    dv_TGD = torch.empty_like(dk_TGD)
-    parts_I2BD = parts_of(lists, k_TGD, layout)
+    lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
+    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
+    parts_IBE = parts_of(lists, k_TGD, v_TGF, layout)
     _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
         q_THD,
         k_TGD,
-        v_TGD,
-        dout_THD,
+        v_TGF,
+        dout_THF,
         statistics_2HZ,
         dk_TGD,
-        dv_TGD,
-        parts_I2BD,
+        dv_TGF,
+        parts_IBE,
         lists.entries.bounds_J,
         lists.entries.readers_E,
         lists.item_list_I,
@@ -98,7 +98,7 @@ def _key_gradient(
         query_layout.document_end_N,
         layout.start_N,
         layout.document_end_N,
-        *row_strides(q_THD, k_TGD, v_TGD, dout_THD),
+        *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
         saved.softmax_scale,
         query_layout.blocks,
         layout.blocks,
@@ -108,8 +108,8 @@ def _key_gradient(
         GROUP=q_THD.shape[1] // kv_heads,
         **constants,
     )
-    add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, layout)
-    return dk_TGD, dv_TGD
+    add_parts(lists, parts_IBE, dk_TGD, dv_TGF, layout)
+    return dk_TGD, dv_TGF
 
 
 @triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item", "tiles"])
@@ -120,8 +120,8 @@ def _key_block_kernel(
     dout_stride_T, dout_stride_H, softmax_scale, query_blocks, kv_blocks, entries_per_item,
     tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     ROW_TILES: tl.constexpr = BLOCK_SIZE // TILE_ROWS
     COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
@@ -158,10 +158,10 @@ def _key_block_kernel(
     valid_C = slot_C < length
     k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
                      HEAD_DIM, BLOCK_D)  # fmt: skip
-    v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
-                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_CF = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
+                     VALUE_DIM, BLOCK_F)  # fmt: skip
     dk_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
-    dv_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
+    dv_CF = tl.zeros([TILE_COLUMNS, BLOCK_F], tl.float32)
 
     # Of the own block, rows before the first column read nothing here.
     first_tile = first_column // TILE_ROWS
@@ -169,11 +169,11 @@ def _key_block_kernel(
     for step in range(0, own * GROUP * own_tiles):
         head = kv_head * GROUP + step // own_tiles
         first_slot = (first_tile + step % own_tiles) * TILE_ROWS
-        dk_CD, dv_CD = query_block_step(
-            q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+        dk_CD, dv_CF = query_block_step(
+            q, dout, statistics, k_CD, v_CF, slot_C, dk_CD, dv_CF, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, own_start, first_slot, readers_end, head,
-            first_reader, query_blocks, True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS,
-            PRECISION,
+            first_reader, query_blocks, True, HEADS, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_F,
+            BLOCK_SIZE, TILE_ROWS, PRECISION,
         )  # fmt: skip
     next_reader = entry_at(readers, own, count)
     for step in range(own * STEPS, count * STEPS):
@@ -182,12 +182,13 @@ def _key_block_kernel(
         head = kv_head * GROUP + (step % STEPS) // ROW_TILES
         first_slot = (step % ROW_TILES) * TILE_ROWS
         first_token = grid_start + reader * BLOCK_SIZE
-        dk_CD, dv_CD = query_block_step(
-            q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+        dk_CD, dv_CF = query_block_step(
+            q, dout, statistics, k_CD, v_CF, slot_C, dk_CD, dv_CF, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, readers_end, head,
-            reader, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS, PRECISION,
+            reader, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_F, BLOCK_SIZE,
+            TILE_ROWS, PRECISION,
         )  # fmt: skip
 
-    store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CD, token_C, slot_C, valid_C,
+    store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CF, token_C, slot_C, valid_C,
                         kv_head, KV_HEADS, tl.load(item_slot + item), HEAD_DIM, BLOCK_D,
-                        BLOCK_SIZE)  # fmt: skip
+                        VALUE_DIM, BLOCK_F, BLOCK_SIZE)  # fmt: skip

@@ -8,8 +8,9 @@ are full, hence need no mask; then come single columns, if the selection has any
 gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
 read by the kernel, so a changed budget compiles nothing and stops nothing.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Z places of
-all query blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, U of a result (F of out, D of dq), Z places of all query blocks, full or not; in kernels Y
+query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     tile_constants,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 def forward_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out_THD in the inputs' dtype and lse_TH in float32, without a gradient.
+    """out_THF in the inputs' dtype and lse_TH in float32, without a gradient.
 
     Lists need not hold their own block, so attention over parts of a list can be merged.
     """
-    q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    q_THD, k_TGD, v_TGF = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGF))
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability_of(q_THD.device)).forward
-    inputs = q_THD, k_TGD, v_TGD, None, out_THD, lse_TH, None, None
+    inputs = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None, None
     with torch.cuda.device_of(q_THD):
-        _launch(tile, selection, inputs, float(LOG2_E.value) * softmax_scale)
-    return out_THD, lse_TH
+        _launch(
+            tiles_of(k_TGD, v_TGF).forward, selection, inputs, float(LOG2_E.value) * softmax_scale
+        )
+    return out_THF, lse_TH
 
 
-def query_gradient(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
+def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     """dq_THD, and by query block what dk needs of every query row, statistics_2HZ: LSE in units of
-    log2, and delta, the sum over D of dout * out. Places past a short block's end hold 0."""
+    log2, and delta, the sum over F of dout * out. Places past a short block's end hold 0."""
     q_THD, layout = saved.q_THD, saved.selection.query_layout
     dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
-    capability = capability_of(q_THD.device)
-    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability).query_gradient
-    results = saved.out_THD.contiguous(), saved.lse_TH.contiguous(), dq_THD, statistics_2HZ
-    inputs = q_THD, saved.k_TGD, saved.v_TGD, dout_THD, *results
+    tile = tiles_of(saved.k_TGD, saved.v_TGF).query_gradient
+    results = saved.out_THF.contiguous(), saved.lse_TH.contiguous(), dq_THD, statistics_2HZ
+    inputs = q_THD, saved.k_TGD, saved.v_TGF, dout_THF, *results
     _launch(tile, saved.selection, inputs, saved.softmax_scale)
     return dq_THD, statistics_2HZ
 
@@ -93,8 +94,8 @@ def _launch(
     tile: Tile, selection: Selection, tensors: tuple[Tensor | None, ...], scale: float
 ) -> None:
     """Launch the kernel with ``tensors``, its first arguments."""
-    q_THD, k_TGD, v_TGD, dout_THD, *_ = tensors
-    assert q_THD is not None and k_TGD is not None and v_TGD is not None
+    q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
+    assert q_THD is not None and k_TGD is not None and v_TGF is not None
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     rows = packed_rows(tile, group, layout.block_size)
@@ -112,14 +113,14 @@ def _launch(
             if columns
             else (None, None, None)
         ),
-        *row_strides(q_THD, k_TGD, v_TGD),
-        *((None, None) if dout_THD is None else row_strides(dout_THD)),
+        *row_strides(q_THD, k_TGD, v_TGF),
+        *((None, None) if dout_THF is None else row_strides(dout_THF)),
         scale,
         layout.blocks,
         selection.indices_QCK.shape[2],
         KV_HEADS=kv_heads,
         GROUP=group,
-        **tile_constants(q_THD, layout.block_size, rows, tile),
+        **tile_constants(k_TGD, v_TGF, layout.block_size, rows, tile),
     )
 
 
@@ -130,12 +131,12 @@ def _column_tokens(entries, place_C, count):
 
 
 @triton.jit
-def take_in(q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
+def take_in(q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, score_scale,
              MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in: out and its peak and total so far, scores in units of log2; or,
     with dout, dq, of which peak is the LSE and total the delta."""
-    if dout_YD is not None:
-        result_YD = query_step(q_YD, dout_YD, peak_Y, total_Y, k_CD, v_CD, visible_YC, result_YD,
+    if dout_YF is not None:
+        result_YU = query_step(q_YD, dout_YF, peak_Y, total_Y, k_CD, v_CF, visible_YC, result_YU,
                                score_scale, MASKED, PRECISION)  # fmt: skip
     else:
         s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION)
@@ -145,10 +146,10 @@ def take_in(q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, s
         p_YC = tl.exp2(s_YC * score_scale - new_peak_Y[:, None])
         shrink_Y = tl.exp2(peak_Y - new_peak_Y)
         total_Y = total_Y * shrink_Y + tl.sum(p_YC, 1)
-        result_YD = tl.dot(p_YC.to(v_CD.dtype), v_CD, result_YD * shrink_Y[:, None],
+        result_YU = tl.dot(p_YC.to(v_CF.dtype), v_CF, result_YU * shrink_Y[:, None],
                            input_precision=PRECISION)  # fmt: skip
         peak_Y = new_peak_Y
-    return peak_Y, total_Y, result_YD
+    return peak_Y, total_Y, result_YU
 
 
 @triton.jit(do_not_specialize=["blocks", "width", "column_width"])
@@ -158,8 +159,8 @@ def _query_block_kernel(
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse; or, with dout, dq and statistics.
 
@@ -168,6 +169,8 @@ def _query_block_kernel(
     ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // TILE_ROWS
     COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    RESULT_DIM: tl.constexpr = VALUE_DIM if dout is None else HEAD_DIM
+    BLOCK_U: tl.constexpr = BLOCK_F if dout is None else BLOCK_D
     # Neighbouring programs share a list, hence the cache; late blocks have the longest lists.
     program = tl.program_id(0)
     row_tile = program % ROW_TILES
@@ -184,19 +187,19 @@ def _query_block_kernel(
     token_Y = start + slot_Y
     valid_Y = slot_Y < length
     place_Y = token_Y * HEADS + head_Y
-    dim_D = tl.arange(0, BLOCK_D)
+    dim_U = tl.arange(0, BLOCK_U)
     column_C = tl.arange(0, TILE_COLUMNS)
     q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y, valid_Y,
                      True, HEAD_DIM, BLOCK_D)  # fmt: skip
     k += kv_head.to(tl.int64) * k_stride_G
     v += kv_head.to(tl.int64) * v_stride_G
-    result_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
+    result_YU = tl.zeros([TILE_ROWS, BLOCK_U], tl.float32)
     if dout is not None:
         score_scale = scale * LOG2_E
-        dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
-                            token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-        out_YD = load_rows(out, HEAD_DIM, place_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-        total_Y = tl.sum(dout_YD.to(tl.float32) * out_YD.to(tl.float32), 1)
+        dout_YF = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                            token_Y, valid_Y, True, VALUE_DIM, BLOCK_F)  # fmt: skip
+        out_YF = load_rows(out, VALUE_DIM, place_Y, valid_Y, True, VALUE_DIM, BLOCK_F)
+        total_Y = tl.sum(dout_YF.to(tl.float32) * out_YF.to(tl.float32), 1)
         peak_Y = tl.load(lse + place_Y, mask=valid_Y, other=0.0) * LOG2_E
         statistic_Y = (head_Y.to(tl.int64) * blocks + block) * BLOCK_SIZE + slot_Y
         tl.store(statistics + statistic_Y, peak_Y, mask=valid_Y)
@@ -204,7 +207,7 @@ def _query_block_kernel(
         tl.store(delta + statistic_Y, total_Y, mask=valid_Y)
     else:
         score_scale = scale
-        dout_YD = None
+        dout_YF = None
         peak_Y = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total_Y = tl.zeros([TILE_ROWS], tl.float32)
 
@@ -223,10 +226,10 @@ def _query_block_kernel(
         first = grid_start + past * BLOCK_SIZE + (step % COLUMN_TILES) * TILE_COLUMNS
         k_CD = load_rows(k + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
-        v_CD = load_rows(v + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
-                         HEAD_DIM, BLOCK_D)  # fmt: skip
-        peak_Y, total_Y, result_YD = take_in(q_YD, dout_YD, k_CD, v_CD, True, peak_Y, total_Y,
-                                              result_YD, score_scale, False, PRECISION)  # fmt: skip
+        v_CF = load_rows(v + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
+                         VALUE_DIM, BLOCK_F)  # fmt: skip
+        peak_Y, total_Y, result_YU = take_in(q_YD, dout_YF, k_CD, v_CF, True, peak_Y, total_Y,
+                                              result_YU, score_scale, False, PRECISION)  # fmt: skip
 
     if columns is not None:
         tokens = columns + row * column_width
@@ -238,9 +241,9 @@ def _query_block_kernel(
             next_token_C = _column_tokens(tokens, place_C + TILE_COLUMNS, column_count)
             valid_C = place_C < column_count
             k_CD = load_rows(k, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
-            v_CD = load_rows(v, v_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
-            peak_Y, total_Y, result_YD = take_in(
-                q_YD, dout_YD, k_CD, v_CD, valid_C[None, :], peak_Y, total_Y, result_YD,
+            v_CF = load_rows(v, v_stride_T, token_C, valid_C, True, VALUE_DIM, BLOCK_F)
+            peak_Y, total_Y, result_YU = take_in(
+                q_YD, dout_YF, k_CD, v_CF, valid_C[None, :], peak_Y, total_Y, result_YU,
                 score_scale, True, PRECISION,
             )  # fmt: skip
 
@@ -249,20 +252,20 @@ def _query_block_kernel(
         slot_C = first_column + column_C
         token_C = own_start + slot_C
         k_CD = load_rows(k, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
-        v_CD = load_rows(v, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
+        v_CF = load_rows(v, v_stride_T, token_C, slot_C < length, True, VALUE_DIM, BLOCK_F)
         visible_YC = slot_C[None, :] <= slot_Y[:, None]
-        peak_Y, total_Y, result_YD = take_in(
-            q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale, True,
+        peak_Y, total_Y, result_YU = take_in(
+            q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, score_scale, True,
             PRECISION,
         )  # fmt: skip
 
-    place_YD = place_Y[:, None] * HEAD_DIM + dim_D[None, :]
-    stored_YD = valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :]
+    place_YU = place_Y[:, None] * RESULT_DIM + dim_U[None, :]
+    stored_YU = valid_Y[:, None] & (dim_U < RESULT_DIM)[None, :]
     if dout is not None:
-        tl.store(dq + place_YD, (result_YD * scale).to(dq.dtype.element_ty), mask=stored_YD)
+        tl.store(dq + place_YU, (result_YU * scale).to(dq.dtype.element_ty), mask=stored_YU)
     else:
         # A row without keys: out 0, lse -inf.
-        result_YD = result_YD / tl.where(total_Y > 0.0, total_Y, 1.0)[:, None]
+        result_YU = result_YU / tl.where(total_Y > 0.0, total_Y, 1.0)[:, None]
         lse_Y = tl.where(total_Y > 0.0, (peak_Y + tl.log2(total_Y)) * LN_2, float("-inf"))
         tl.store(lse + place_Y, lse_Y, mask=valid_Y)
-        tl.store(out + place_YD, result_YD.to(out.dtype.element_ty), mask=stored_YD)
+        tl.store(out + place_YU, result_YU.to(out.dtype.element_ty), mask=stored_YU)

@@ -4,6 +4,8 @@
 Chosen by GPU, head dim and element size alone, never by timing at run time: a choice that depends
 on a clock would change the order of sums, hence the bits, from run to run.
 ``benchmarks/kernels.py`` measures alternatives.
+
+Shape legend: T tokens of the packed sequence, G KV heads, D head dim of keys, F of values.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 Capability = tuple[int, int]
 """An NVIDIA GPU's compute capability, major and minor."""
@@ -114,6 +117,12 @@ _BY_QUERY_BLOCK = {
 def capability_of(device: torch.device) -> Capability:
     """A GPU's; Hopper's for the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+
+
+def tiles_of(k_TGD: Tensor, v_TGF: Tensor) -> Tiles:
+    """The table's row for keys and values; of two head dims the larger one counts."""
+    head_dim = max(k_TGD.shape[2], v_TGF.shape[2])
+    return tiles_for(head_dim, k_TGD.element_size(), capability_of(k_TGD.device))
 
 
 def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:

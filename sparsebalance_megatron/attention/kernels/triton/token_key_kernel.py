@@ -6,9 +6,9 @@ dq goes as the forward pass does. dk and dv stay in registers while a program st
 that chose its block, of all heads that read its KV head; long lists are cut into items, whose
 float32 parts are added in order.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, I items, B
-tokens of a block; in kernels Y rows of a tile (reader by reader, the query heads of its list side
-by side), C columns (keys) of a tile, O rows of output.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, E both side by side, I items, B tokens of a block; in kernels Y rows of a tile (reader by
+reader, the query heads of its list side by side), C columns (keys) of a tile, O rows of output.
 """
 
 from __future__ import annotations
@@ -33,38 +33,36 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     tile_constants,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 from sparsebalance_megatron.attention.kernels.triton.token_query_kernels import launch
 
 _DELTA_ROWS = 32
 
 
-def backward_by_token(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
-    tensors = saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD
-    inputs = q_THD, k_TGD, _, dout_THD = tuple(with_dense_rows(x) for x in tensors)
-    selection, (_, query_heads, head_dim) = saved.selection, q_THD.shape
-    (_, kv_heads, _), layout = k_TGD.shape, selection.kv_layout
-    tiles = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device))
-    constants = tile_constants(
-        q_THD, layout.block_size, tiles.key_gradient.rows, tiles.key_gradient
-    )
+def backward_by_token(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGF in the inputs' dtype."""
+    tensors = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF
+    inputs = q_THD, k_TGD, v_TGF, dout_THF = tuple(with_dense_rows(x) for x in tensors)
+    selection, layout = saved.selection, saved.selection.kv_layout
+    query_heads, kv_heads, tiles = q_THD.shape[1], k_TGD.shape[1], tiles_of(k_TGD, v_TGF)
+    tile = tiles.key_gradient
+    constants = tile_constants(k_TGD, v_TGF, layout.block_size, tile.rows, tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    dq_THD, dk_TGD, dv_TGD = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, k_TGD)
+    dq_THD, dk_TGD, dv_TGF = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, v_TGF)
     )
-    lists = lists_for(selection, kv_heads, head_dim, column_tiles)
-    parts_I2BD = parts_of(lists, dk_TGD, layout)
-    with torch.cuda.device_of(dout_THD):
+    lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
+    parts_IBE = parts_of(lists, k_TGD, v_TGF, layout)
+    with torch.cuda.device_of(dout_THF):
         lse_TH = saved.lse_TH.contiguous()
-        delta_TH = _delta(dout_THD, saved.out_THD.contiguous())
+        delta_TH = _delta(dout_THF, saved.out_THF.contiguous())
         launch(
             *(tiles.query_gradient, selection, lists.entries),
             (*inputs, dq_THD, lse_TH, delta_TH),
             saved.softmax_scale,
         )
         _token_key_kernel[(len(lists.item_list_I) * column_tiles,)](
-            *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGD, parts_I2BD),
+            *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGF, parts_IBE),
             *(lists.entries.bounds_J, lists.entries.readers_E),
             *(lists.item_list_I, lists.item_part_I, lists.item_slot_I),
             *(selection.own_block_N, selection.query_layout.block_T),
@@ -77,23 +75,23 @@ def backward_by_token(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, T
             HEADS=query_heads // selection.counts_QC.shape[1],
             **constants,
         )
-        add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, layout)
-    return dq_THD, dk_TGD, dv_TGD
+        add_parts(lists, parts_IBE, dk_TGD, dv_TGF, layout)
+    return dq_THD, dk_TGD, dv_TGF
 
 
-def _delta(dout_THD: Tensor, out_THD: Tensor) -> Tensor:
-    """delta_TH: the sum over D of dout * out, float32."""
-    tokens, query_heads, head_dim = out_THD.shape
-    delta_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=out_THD.device)
+def _delta(dout_THF: Tensor, out_THF: Tensor) -> Tensor:
+    """delta_TH: the sum over F of dout * out, float32."""
+    tokens, query_heads, value_dim = out_THF.shape
+    delta_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=out_THF.device)
     _delta_kernel[(triton.cdiv(delta_TH.numel(), _DELTA_ROWS),)](
-        dout_THD,
-        out_THD,
+        dout_THF,
+        out_THF,
         delta_TH,
-        *row_strides(dout_THD),
+        *row_strides(dout_THF),
         tokens,
         HEADS=query_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        VALUE_DIM=value_dim,
+        BLOCK_F=triton.next_power_of_2(value_dim),
         ROWS=_DELTA_ROWS,
         enable_fp_fusion=True,
     )
@@ -103,14 +101,14 @@ def _delta(dout_THD: Tensor, out_THD: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["tokens"])
 def _delta_kernel(
     dout, out, delta, dout_stride_T, dout_stride_H, tokens,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid_O = row_O < tokens * HEADS
-    dout_OD = load_rows(dout + (row_O % HEADS)[:, None] * dout_stride_H, dout_stride_T,
-                        row_O // HEADS, valid_O, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-    out_OD = load_rows(out, HEAD_DIM, row_O, valid_O, True, HEAD_DIM, BLOCK_D)
-    delta_O = tl.sum(dout_OD.to(tl.float32) * out_OD.to(tl.float32), 1)
+    dout_OF = load_rows(dout + (row_O % HEADS)[:, None] * dout_stride_H, dout_stride_T,
+                        row_O // HEADS, valid_O, True, VALUE_DIM, BLOCK_F)  # fmt: skip
+    out_OF = load_rows(out, VALUE_DIM, row_O, valid_O, True, VALUE_DIM, BLOCK_F)
+    delta_O = tl.sum(dout_OF.to(tl.float32) * out_OF.to(tl.float32), 1)
     tl.store(delta + row_O, delta_O, mask=valid_O)
 
 
@@ -121,8 +119,9 @@ def _token_key_kernel(
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item, tiles, shared,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
     QUERY_HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -152,10 +151,10 @@ def _token_key_kernel(
     valid_C = slot_C < length
     k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
                      HEAD_DIM, BLOCK_D)  # fmt: skip
-    v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
-                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_CF = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
+                     VALUE_DIM, BLOCK_F)  # fmt: skip
     dk_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
-    dv_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
+    dv_CF = tl.zeros([TILE_COLUMNS, BLOCK_F], tl.float32)
 
     place_Y = tl.arange(0, TILE_ROWS)
     next_Y = entry_at(entries, place_Y // HEADS, count)
@@ -168,17 +167,17 @@ def _token_key_kernel(
             head_Y = kv_head * GROUP + (reader_Y % shared) * HEADS + row_Y % HEADS
             q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y,
                              valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-            dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
-                                token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+            dout_YF = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                                token_Y, valid_Y, True, VALUE_DIM, BLOCK_F)  # fmt: skip
             # Past the last reader q, dout and delta are 0.
             statistic_Y = token_Y * QUERY_HEADS + head_Y
             lse_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
             delta_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
-            dk_CD, dv_CD = key_step(
-                q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, slot_C, token_Y - own_start, dk_CD,
-                dv_CD, score_scale, past == 0, PRECISION,
+            dk_CD, dv_CF = key_step(
+                q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, slot_C, token_Y - own_start, dk_CD,
+                dv_CF, score_scale, past == 0, PRECISION,
             )  # fmt: skip
 
-    store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CD, token_C, slot_C, valid_C,
+    store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CF, token_C, slot_C, valid_C,
                         kv_head, KV_HEADS, tl.load(item_slot + item), HEAD_DIM, BLOCK_D,
-                        BLOCK_SIZE)  # fmt: skip
+                        VALUE_DIM, BLOCK_F, BLOCK_SIZE)  # fmt: skip

@@ -9,9 +9,9 @@ several tiles. What a tile stores, a later one of the same program loads, behind
 program reads or writes it, so there are no atomics and results repeat bit by bit. That memory is
 bounded, and a launch takes as many programs as it allows.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim; in kernels Y
-rows of a tile (reader by reader, the query heads of its list side by side), C columns (keys) of a
-tile, O rows of a program.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, U of a result (F of out, D of dq); in kernels Y rows of a tile (reader by reader, the query
+heads of its list side by side), C columns (keys) of a tile, O rows of a program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
 )
 from sparsebalance_megatron.attention.kernels.triton.index import Readers, readers_of
 from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import take_in
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
 from sparsebalance_megatron.attention.selection import Selection
 
 PARTIAL_BYTES = 512 << 20
@@ -48,21 +48,21 @@ _RUN_TIME_NUMBERS = [
 
 
 def forward_by_token(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out_THD in the inputs' dtype and lse_TH in float32, without a gradient.
+    """out_THF in the inputs' dtype and lse_TH in float32, without a gradient.
 
     Lists need not hold their own block, so attention over parts of a list can be merged.
     """
-    q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    q_THD, k_TGD, v_TGF = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGF))
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability_of(q_THD.device)).forward
-    inputs = q_THD, k_TGD, v_TGD, None, out_THD, lse_TH, None
+    inputs = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None
     entries = readers_of(selection, k_TGD.shape[1])
     with torch.cuda.device_of(q_THD):
-        launch(tile, selection, entries, inputs, softmax_scale * float(LOG2_E.value))
-    return out_THD, lse_TH
+        tile, scale = tiles_of(k_TGD, v_TGF).forward, softmax_scale * float(LOG2_E.value)
+        launch(tile, selection, entries, inputs, scale)
+    return out_THF, lse_TH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Chunks:
 
     @classmethod
     def of(
-        cls, selection: Selection, entries: Readers, *, kv_heads: int, group: int, head_dim: int,
+        cls, selection: Selection, entries: Readers, *, kv_heads: int, group: int, row_dim: int,
         tile_rows: int,
     ) -> Chunks:  # fmt: skip
         """Chunks that fill a tile with what they read of a block, and the device with programs."""
@@ -94,7 +94,7 @@ class Chunks:
         tiles = min(entries.tiles, -(-wanted // entries.tile_readers))
         rows = tiles * entries.tile_readers * query_heads
         programs = kv_heads * -(-entries.tiles // tiles)
-        at_once = min(programs, max(1, PARTIAL_BYTES // (4 * rows * (head_dim + 2))))
+        at_once = min(programs, max(1, PARTIAL_BYTES // (4 * rows * (row_dim + 2))))
         return cls(tiles=tiles, rows=rows, programs=programs, at_once=at_once)
 
 
@@ -106,37 +106,38 @@ def launch(
     scale: float,
 ) -> None:
     """Launch the kernel with ``tensors``, its first arguments, for all readers."""
-    q_THD, k_TGD, v_TGD, dout_THD, *_ = tensors
-    assert q_THD is not None and k_TGD is not None and v_TGD is not None
-    (_, query_heads, head_dim), kv_heads = q_THD.shape, k_TGD.shape[1]
+    q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
+    assert q_THD is not None and k_TGD is not None and v_TGF is not None
+    query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
+    result_dim = v_TGF.shape[2] if dout_THF is None else q_THD.shape[2]
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
     group, shared = query_heads // kv_heads, selection.counts_QC.shape[1] // kv_heads
     chunks = Chunks.of(
         *(selection, entries),
         kv_heads=kv_heads,
         group=group,
-        head_dim=head_dim,
+        row_dim=result_dim,
         tile_rows=tile.rows,
     )
-    rows_OD = torch.empty(
-        chunks.at_once * chunks.rows, head_dim, dtype=torch.float32, device=q_THD.device
+    rows_OU = torch.empty(
+        chunks.at_once * chunks.rows, result_dim, dtype=torch.float32, device=q_THD.device
     )
-    state_2O = torch.empty(2, len(rows_OD), dtype=torch.float32, device=q_THD.device)
+    state_2O = torch.empty(2, len(rows_OU), dtype=torch.float32, device=q_THD.device)
     for first in range(0, chunks.programs, chunks.at_once):
         _reader_kernel[(min(chunks.at_once, chunks.programs - first),)](
             *tensors,
-            *(rows_OD, *state_2O, entries.readers_E, entries.bounds_J),
+            *(rows_OU, *state_2O, entries.readers_E, entries.bounds_J),
             *(selection.own_block_N, query_layout.block_T, query_layout.start_N),
             *(kv_layout.start_N, kv_layout.document_end_N, kv_layout.document_first_N),
-            *row_strides(q_THD, k_TGD, v_TGD),
-            *((None, None) if dout_THD is None else row_strides(dout_THD)),
+            *row_strides(q_THD, k_TGD, v_TGF),
+            *((None, None) if dout_THF is None else row_strides(dout_THF)),
             *(scale, kv_layout.blocks, entries.readers, shared, entries.tiles, chunks.tiles),
             *(entries.tile_readers, first, chunks.programs),
             WITHIN=query_layout is kv_layout,
             KV_HEADS=kv_heads,
             GROUP=group,
             HEADS=group // shared,
-            **tile_constants(q_THD, kv_layout.block_size, tile.rows, tile),
+            **tile_constants(k_TGD, v_TGF, kv_layout.block_size, tile.rows, tile),
         )
 
 
@@ -146,14 +147,16 @@ def _take_block_in(
     own_start, first_tile, past_tile, q_stride_T, q_stride_H, k_stride_T, v_stride_T,
     dout_stride_T, dout_stride_H, score_scale, first_head, shared, OWN: tl.constexpr,
     HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one block in, for some tiles of the rows that read it.
 
     ``OWN``: the rows may be the block's own; else they lie behind it, and it is full.
     """
-    dim_D, column_C = tl.arange(0, BLOCK_D), tl.arange(0, TILE_COLUMNS)
+    RESULT_DIM: tl.constexpr = VALUE_DIM if dout is None else HEAD_DIM
+    BLOCK_U: tl.constexpr = BLOCK_F if dout is None else BLOCK_D
+    dim_U, column_C = tl.arange(0, BLOCK_U), tl.arange(0, TILE_COLUMNS)
     for tile in range(first_tile, past_tile):
         row_Y = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         valid_Y = row_Y < count * HEADS
@@ -161,36 +164,36 @@ def _take_block_in(
         token_Y = (reader_Y // shared).to(tl.int64)
         head_Y = first_head + (reader_Y % shared) * HEADS + row_Y % HEADS
         place_Y = tl.where(valid_Y, reader_Y * HEADS + row_Y % HEADS - reader_rows, 0)
-        place_YD = place_Y[:, None] * HEAD_DIM + dim_D[None, :]
+        place_YU = place_Y[:, None] * RESULT_DIM + dim_U[None, :]
         q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y,
                          valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
         # A row that has read nothing yet has a total of 0, and undefined sums.
         total_Y = tl.load(totals + place_Y, mask=valid_Y, other=0.0)
-        inside_YD = valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :]
-        result_YD = tl.load(rows + place_YD, mask=inside_YD & (total_Y != 0.0)[:, None], other=0.0)
+        inside_YU = valid_Y[:, None] & (dim_U < RESULT_DIM)[None, :]
+        result_YU = tl.load(rows + place_YU, mask=inside_YU & (total_Y != 0.0)[:, None], other=0.0)
         if dout is not None:
-            dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
-                                token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+            dout_YF = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                                token_Y, valid_Y, True, VALUE_DIM, BLOCK_F)  # fmt: skip
             statistic_Y = token_Y * QUERY_HEADS + head_Y
             peak_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
             total_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
         else:
-            dout_YD = None
+            dout_YF = None
             peak_Y = tl.load(peaks + place_Y, mask=valid_Y & (total_Y != 0.0), other=float("-inf"))
         for first_column in range(0, length if OWN else BLOCK_SIZE, TILE_COLUMNS):
             slot_C = first_column + column_C
             k_CD = load_rows(k + (start + first_column) * k_stride_T, k_stride_T, column_C,
                              slot_C < length, OWN, HEAD_DIM, BLOCK_D)  # fmt: skip
-            v_CD = load_rows(v + (start + first_column) * v_stride_T, v_stride_T, column_C,
-                             slot_C < length, OWN, HEAD_DIM, BLOCK_D)  # fmt: skip
+            v_CF = load_rows(v + (start + first_column) * v_stride_T, v_stride_T, column_C,
+                             slot_C < length, OWN, VALUE_DIM, BLOCK_F)  # fmt: skip
             visible_YC = slot_C[None, :] <= (token_Y - own_start)[:, None]
-            peak_Y, total_Y, result_YD = take_in(
-                q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
+            peak_Y, total_Y, result_YU = take_in(
+                q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, score_scale,
                 OWN, PRECISION,
             )  # fmt: skip
         # A thread may load what another one stores: the compiler chooses a layout for each access.
         tl.debug_barrier()
-        tl.store(rows + place_YD, result_YD, mask=inside_YD)
+        tl.store(rows + place_YU, result_YU, mask=inside_YU)
         if dout is not None:
             tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32), mask=valid_Y)
         else:
@@ -208,8 +211,9 @@ def _reader_kernel(
     dout_stride_T, dout_stride_H, scale, blocks, readers, shared, tiles, chunk_tiles, tile_readers,
     first_program, programs,
     WITHIN: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse; or, with dout, dq in place of out.
 
@@ -217,6 +221,8 @@ def _reader_kernel(
     one sequence, where a chunk reads no block before its first document's nor after its last own.
     """
     QUERY_HEADS: tl.constexpr = KV_HEADS * GROUP
+    RESULT_DIM: tl.constexpr = VALUE_DIM if dout is None else HEAD_DIM
+    BLOCK_U: tl.constexpr = BLOCK_F if dout is None else BLOCK_D
     # Late tokens read most blocks, and start first.
     program = programs - 1 - first_program - tl.program_id(0)
     kv_head, first_tile = program % KV_HEADS, (program // KV_HEADS) * chunk_tiles
@@ -225,7 +231,7 @@ def _reader_kernel(
     past_reader = tl.minimum(past_tile * tile_readers, readers)
     chunk_rows = (past_reader - first_reader) * HEADS
     first_row = tl.program_id(0).to(tl.int64) * (chunk_tiles * tile_readers * HEADS)
-    rows += first_row * HEAD_DIM
+    rows += first_row * RESULT_DIM
     peaks += first_row
     totals += first_row
     row_O = tl.arange(0, TILE_ROWS)
@@ -263,28 +269,28 @@ def _reader_kernel(
                     first_reader * HEADS, start, length, own_start, own_tiles if past else 0,
                     all_tiles if past else own_tiles, q_stride_T, q_stride_H, k_stride_T,
                     v_stride_T, dout_stride_T, dout_stride_H, score_scale, first_head, shared,
-                    past == 0, HEADS, QUERY_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS,
-                    TILE_COLUMNS, PRECISION,
+                    past == 0, HEADS, QUERY_HEADS, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_F,
+                    BLOCK_SIZE, TILE_ROWS, TILE_COLUMNS, PRECISION,
                 )  # fmt: skip
 
-    dim_D = tl.arange(0, BLOCK_D)
+    dim_U = tl.arange(0, BLOCK_U)
     for row in range(0, chunk_rows, TILE_ROWS):
         place_O = row + row_O
         inside_O = place_O < chunk_rows
         reader_O = first_reader + place_O // HEADS
         head_O = first_head + (reader_O % shared) * HEADS + place_O % HEADS
         output_O = (reader_O // shared).to(tl.int64) * QUERY_HEADS + head_O
-        inside_OD = inside_O[:, None] & (dim_D < HEAD_DIM)[None, :]
+        inside_OU = inside_O[:, None] & (dim_U < RESULT_DIM)[None, :]
         total_O = tl.load(totals + place_O, mask=inside_O, other=0.0)
-        result_OD = tl.load(rows + place_O[:, None] * HEAD_DIM + dim_D[None, :],
-                            mask=inside_OD & (total_O != 0.0)[:, None], other=0.0)  # fmt: skip
+        result_OU = tl.load(rows + place_O[:, None] * RESULT_DIM + dim_U[None, :],
+                            mask=inside_OU & (total_O != 0.0)[:, None], other=0.0)  # fmt: skip
         if dout is not None:
-            result_OD *= scale
+            result_OU *= scale
         else:
             # A row without keys: out 0, lse -inf.
             peak_O = tl.load(peaks + place_O, mask=inside_O, other=0.0)
             lse_O = tl.where(total_O != 0.0, (peak_O + tl.log2(total_O)) * LN_2, float("-inf"))
             tl.store(lse + output_O, lse_O, mask=inside_O)
-            result_OD /= tl.where(total_O != 0.0, total_O, 1.0)[:, None]
-        tl.store(out + output_O[:, None] * HEAD_DIM + dim_D[None, :],
-                 result_OD.to(out.dtype.element_ty), mask=inside_OD)  # fmt: skip
+            result_OU /= tl.where(total_O != 0.0, total_O, 1.0)[:, None]
+        tl.store(out + output_O[:, None] * RESULT_DIM + dim_U[None, :],
+                 result_OU.to(out.dtype.element_ty), mask=inside_OU)  # fmt: skip

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's training loop runs one step of one rank on fake CUDA tensors; no GPU is needed.
+
+    fake_cuda_step.py RESULT RANKS CAPABILITIES FLAGS...
+
+trains as one of RANKS data-parallel ranks, on a process group that sends nothing, and writes to
+RESULT: what the host waited for, what was copied, by whom, and what Triton launched. Its launches
+are compiled for each of CAPABILITIES (as ``90,100``). Everything outside of the model and the step
+runs on the CPU, by the CPU adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+RESULT, RANKS, CAPABILITIES = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+del sys.argv[1:4]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"RANK": "0", "WORLD_SIZE": RANKS, "LOCAL_RANK": "0"}
+
+from sparsebalance_megatron.megatron import cpu  # noqa: E402
+
+cpu.install()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import triton  # noqa: E402
+from fake_backward import run_backward  # noqa: E402
+from fake_cuda import HOPPER, FakeCuda, check_launch  # noqa: E402
+from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
+from megatron.core.distributed.distributed_data_parallel import (  # noqa: E402
+    DistributedDataParallel,
+)
+from megatron.core.optimizer import optimizer  # noqa: E402
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+from megatron.training import training  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch.autograd.variable import Variable  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from sparsebalance_megatron import integration, pretrain_gpt  # noqa: E402
+from sparsebalance_megatron.run import session  # noqa: E402
+
+setattr(torch.cuda, cpu._INSTALLED, False)
+MODE = FakeCuda(allow_non_fake_inputs=True)
+
+
+def owner() -> str:
+    """The innermost function of Megatron or this package that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("sparsebalance_megatron.", "megatron.")):
+            return f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"
+
+
+class Watch(TorchDispatchMode):
+    """Counts waits and copies by who asks; a number that is waited for is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        name = function._schema.name
+        if name == "aten::_local_scalar_dense" and arguments[0].device.type == "cuda":
+            self.waits[owner()] += 1
+            return 1.0
+        result = function(*arguments, **keywords)
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source = arguments[1] if name == "aten::copy_" else arguments[0]
+            if source.device != result.device and source.ndim:
+                self.copies[f"to {result.device.type}: {owner()}"] += 1
+        return result
+
+
+class Launched:
+    """Kernels of Triton with their arguments; none runs."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(self) -> Callable[..., None]:
+        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+            check_launch(
+                kernel.fn.__name__,
+                dict(zip(kernel.arg_names, arguments, strict=False)) | keywords,
+            )
+            self.seen.append((kernel, arguments, keywords))
+
+        return run
+
+    def compile(self, capability: int) -> dict[str, int]:
+        """Compile what was launched; compiled kernels by name."""
+
+        class Driver:
+            def get_current_device(self) -> int:
+                return capability
+
+            def get_current_stream(self, device: int) -> int:
+                return 0
+
+            def get_current_target(self) -> GPUTarget:
+                return GPUTarget("cuda", capability, 32)
+
+        triton.runtime.driver.set_active(Driver())
+        compiled: dict[str, set[str]] = {}
+        for kernel, arguments, keywords in self.seen:
+            types = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
+            named = {k: x.dtype if isinstance(x, Tensor) else x for k, x in keywords.items()}
+            found = kernel.warmup(*types, grid=(1,), **named)
+            compiled.setdefault(kernel.fn.__name__, set()).add(found.hash)
+        return {name: len(hashes) for name, hashes in sorted(compiled.items())}
+
+
+ACCUMULATED: dict[Tensor, Callable[[], None]] = {}
+
+
+class Engine:
+    def run_backward(self, tensors: Any, grad_tensors: Any, *_: Any, **__: Any) -> None:
+        run_backward(tensors, grad_tensors, ACCUMULATED)
+
+
+def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
+    if grad_tensors is None or isinstance(grad_tensors, Tensor):
+        grad_tensors = (grad_tensors,) * len(tensors)
+    run_backward(tensors, grad_tensors, ACCUMULATED)
+
+
+def moved(module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module._apply``, which cannot exchange a fake tensor for another."""
+    for child in module.children():
+        child._apply(change)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            data = change(parameter.data)
+            if (data.dtype, data.device) != (parameter.dtype, parameter.device):
+                new = torch.nn.Parameter(data, parameter.requires_grad)
+                for attribute, value in parameter.__dict__.items():
+                    new.__dict__.setdefault(attribute, value)
+                module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+    return module
+
+
+def of_ones(x: Tensor, real: Callable[..., Any] = Tensor.numpy, **how: Any) -> Any:
+    """``Tensor.numpy``; of a fake tensor, ones."""
+    if isinstance(x, FakeTensor):
+        return np.ones(tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
+    return real(x, **how)
+
+
+def cuda_type(x: Tensor, *to: Any, real: Callable[..., Any] = Tensor.type) -> Any:
+    """``Tensor.type``, whose names Megatron's optimizers compare."""
+    return (
+        real(x, *to)
+        if to
+        else real(x).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
+    )
+
+
+@contextlib.contextmanager
+def on_cuda() -> Iterator[None]:
+    """The CPU adapter's answers are put aside, and tensors are fake."""
+    answers = {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *_: HOPPER,
+        "device": lambda _: contextlib.nullcontext(),
+        "device_of": lambda _: contextlib.nullcontext(),
+    }
+    saved = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    with torch._C.DisableTorchFunction(), MODE:
+        yield
+    for name, answer in saved.items():
+        setattr(torch.cuda, name, answer)
+
+
+def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **keywords: Any) -> Any:
+    with on_cuda():
+        return inner(*arguments, **keywords)
+
+
+def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any) -> None:
+    watch, launched = Watch(), Launched()
+    real_run = triton.runtime.JITFunction.run
+    triton.runtime.JITFunction.run = launched.record()
+    with on_cuda(), watch:
+        inner(*arguments, **keywords)
+    triton.runtime.JITFunction.run = real_run
+    found = {
+        "waits": watch.waits,
+        "copies": watch.copies,
+        "launches": Counter(kernel.fn.__name__ for kernel, *_ in launched.seen),
+        "compiled": {each: launched.compile(int(each)) for each in CAPABILITIES.split(",") if each},
+    }
+    RESULT.write_text(json.dumps(found))
+    os._exit(0)
+
+
+def main() -> None:
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def fake_world(**how: Any) -> None:
+        init("fake", store=FakeStore(), rank=how["rank"], world_size=how["world_size"])
+
+    def same_everywhere(objects: list[Any], own: Any, group: Any = None) -> None:
+        objects[:] = [own] * len(objects)
+
+    hook = DistributedDataParallel._make_backward_post_hook
+
+    def kept_hook(self: Any, parameter: Tensor) -> Callable[..., None]:
+        ACCUMULATED[parameter] = made = hook(self, parameter)
+        return made
+
+    def hooks(args: Any, inner: Any = integration.training_hooks) -> Any:
+        # The device is not to become the CPU.
+        with torch._C.DisableTorchFunction():
+            return inner(args)
+
+    dist.init_process_group = fake_world
+    dist.new_group = lambda *ranks, **how: new_group(*ranks, **how | {"backend": "fake"})
+    dist.all_gather_object = same_everywhere
+    DistributedDataParallel._make_backward_post_hook = kept_hook
+    # The process group has no coalesced reduction of fake tensors.
+    waited = SimpleNamespace(wait=lambda: None)
+    param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext(waited)
+    # Without apex, Megatron puts the norms of all gradients into a list of the host.
+    optimizer.get_grad_norm_fp32 = lambda *_, **__: 1.0
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    integration.training_hooks = hooks
+    session.check_kernels = lambda *_: "kernels are not run"
+    training.setup_model_and_optimizer = functools.wraps(build)(build)
+    training.train_step = one_step
+    torch.nn.Module._apply = moved
+    torch.autograd.backward = backward
+    Variable._execution_engine = Engine()
+    Tensor.numpy, Tensor.type = of_ones, cuda_type
+    Tensor.pin_memory = lambda x, *_: x
+    pretrain_gpt._train("cuda")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole step of Megatron's loop on fake CUDA tensors: devices, waits, copies, launches.
+
+What of a training step lies on two devices, or has a size that the device decides, ends the
+program. The kernels that the step launched are compiled for the GPUs that there are tile shapes
+for, with the specialisations that the step gave them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_program, write_documents
+
+triton = pytest.importorskip("triton")
+
+FLAGS = (
+    *("--num-layers", "2", "--hidden-size", "4096", "--ffn-hidden-size", "8192"),
+    *("--num-attention-heads", "32", "--group-query-attention", "--num-query-groups", "8"),
+    *("--seq-length", "8192", "--max-position-embeddings", "8192"),
+    *("--position-embedding-type", "none", "--normalization", "RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--transformer-impl", "local"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
+    *("--no-masked-softmax-fusion", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "32000", "--micro-batch-size", "1", "--global-batch-size", "4"),
+    *("--train-iters", "2", "--lr", "1e-3", "--clip-grad", "0", "--split", "100,0,0"),
+    *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+    *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
+    *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
+)
+WAITS = {
+    # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
+    "megatron.training.utils.common_utils.logical_and_across_model_parallel_group",
+    "megatron.training.utils.common_utils.reduce_max_stat_across_model_parallel_group",
+}
+COPIES = {
+    "to cuda: sparsebalance_megatron.attention.host_copy.copied_to",
+    # Once a step: what was measured.
+    "to cpu: sparsebalance_megatron.run.step_reducer._sum",
+    *(f"to cuda: {name}" for name in WAITS),
+}
+
+
+def _step(folder: Path, *flags: str, ranks: int = 1, capabilities: str = "") -> dict[str, Any]:
+    documents = write_documents(folder / "train", [8192, 3000, 700, 4000, 8192, 1000, 5000, 2222])
+    result = folder / "result.json"
+    program = (str(PROGRAMS / "fake_cuda_step.py"), str(result), str(ranks), capabilities)
+    run = run_program((*program, *FLAGS, "--data-path", str(documents), *flags), folder)
+    assert result.exists(), run.stdout[-6000:] + run.stderr[-6000:]
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+@pytest.mark.process
+def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> None:
+    found = _step(tmp_path, capabilities="90")
+    assert set(found["waits"]) == WAITS
+    assert set(found["copies"]) == COPIES
+    assert found["copies"]["to cpu: sparsebalance_megatron.run.step_reducer._sum"] == 1
+    assert found["compiled"]["90"].keys() == found["launches"].keys()
+
+
+@pytest.mark.nightly
+def test_what_a_step_launches_compiles_for_ampere_and_blackwell(tmp_path: Path) -> None:
+    found = _step(tmp_path, capabilities="80,100")
+    assert found["compiled"]["80"].keys() == found["compiled"]["100"].keys()
