@@ -160,12 +160,15 @@ def test_answers_about_the_version_are_those_of_the_version() -> None:
 
 
 def test_the_models_config_has_the_fields_that_are_read() -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     read = attributes_of("transformer_config") | {"kv_channels", "timers"}
     read |= {"finalize_model_grads_func", "attention_dropout"}
     assert len(read) > 20
-    assert read <= parameters_of(TransformerConfig)
+    assert read <= parameters_of(TransformerConfig) | parameters_of(MLATransformerConfig)
 
 
 def test_the_parsed_arguments_have_the_attributes_that_are_read() -> None:

@@ -172,7 +172,7 @@ def test_placements_of_others_share_no_rows():
     placement = (((0,), (1,)), ((2,), (3,)))
     given_ = arguments((2, 2), 0, size=1) | {"placement": placement}
     assert [micro_batch.cp_size for micro_batch in planned(**given_).micro_batches] == [1] * 4
-    with pytest.raises(PlanError, match="without context parallelism"):
+    with pytest.raises(PlanError, match="placement: ranks have"):
         planned(**arguments((2, 2), 0, size=2, c=2) | {"placement": placement})
 
 
