@@ -29,7 +29,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.plan.job import Job, whole_parts
 from sparsebalance_megatron.text_table import terminal_columns
-from sparsebalance_megatron.view.simulate.advice import AdviceInputs, Choice, advise
+from sparsebalance_megatron.view.simulate.advice import AdviceInputs, Choice, advise, evened
 from sparsebalance_megatron.view.simulate.lengths import batches_of, split_overlong
 from sparsebalance_megatron.view.simulate.models import ModelPreset, counted_cost, model_named
 from sparsebalance_megatron.view.simulate.tables import best_fitting, choice_lines, findings
@@ -37,7 +37,7 @@ from sparsebalance_megatron.view.simulate.tables import best_fitting, choice_lin
 MEMORY_SOURCE = (
     "weights, gradients and optimizer counted with the formula of Megatron's "
     "theoretical_memory_usage, without Megatron, for --sequence-parallel and "
-    "--use-distributed-optimizer; a dry run asks Megatron itself"
+    "--use-distributed-optimizer"
 )
 
 
@@ -82,12 +82,16 @@ def run(arguments: Namespace) -> int:
     )
     chosen = best_fitting(found, arguments.gpu_memory)
     sentences = findings(found, arguments.gpu_memory, chosen)
+    stages = evened(inputs, chosen.choice)
+    if stages is not None:
+        sentences = [*sentences, str(stages)]
     if arguments.json:
         print_json(
             {
                 "costs": found.cost_source,
                 "memory": MEMORY_SOURCE,
                 "advice": sentences,
+                "layers_per_stage": None if stages is None else stages.layers,
                 "left_out": found.left_out,
                 "choices": [
                     asdict(outlook) | {"fullest_gib": outlook.fullest_bytes / GIBIBYTE}

@@ -21,6 +21,7 @@ from sparsebalance_megatron.cost.fit import counted_cost_model
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
+from sparsebalance_megatron.learn.even_stages import even_stages
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.prediction import planned_memory
 from sparsebalance_megatron.log.log_directory import LogDirectory
@@ -62,8 +63,11 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
     scheduler = make_scheduler(inputs)
     first = scheduler.planned(0)
-    later = [step.plan for step in inputs.workload(_PREDICTED_STEPS).planned_steps()]
+    workload = inputs.workload(_PREDICTED_STEPS)
+    later = [step.plan for step in workload.planned_steps()]
     print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
+    if (stages := even_stages(workload)) is not None:
+        print(stages, flush=True)
     if inputs.valid is not None:
         largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
         tokens_RM = largest.rank_tokens_RM()

@@ -17,6 +17,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import features
+from sparsebalance_megatron.learn.even_stages import EvenStages, even_stages
 from sparsebalance_megatron.learn.prediction import Workload, planned_memory
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
@@ -123,6 +124,11 @@ def advise(
         raise WorkloadError(f"no choice makes a job: {reasons[0]}")
     source = inputs.costs(choices[0].block_size).source
     return Advice(outlooks=tuple(outlooks), left_out=reasons, cost_source=source)
+
+
+def evened(inputs: AdviceInputs, choice: Choice) -> EvenStages | None:
+    """Layers per stage that make a choice's steps shorter; see :func:`.even_stages`."""
+    return even_stages(_workload(inputs, choice))
 
 
 def _named(choices: Sequence[Choice]) -> str:
