@@ -42,7 +42,7 @@ class EvenStages:
 
 
 def even_stages(workload: Workload) -> EvenStages | None:
-    """Move layers from the busiest stage to the idlest while the predicted steps get shorter.
+    """Move layers off the busiest stage or the last while the predicted steps get shorter.
 
     None where that gains less than :data:`LEAST_SPEEDUP`, without a pipeline, and with virtual
     stages.
@@ -50,23 +50,33 @@ def even_stages(workload: Workload) -> EvenStages | None:
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
-    job = workload.job
-    if job.pipeline_stages == 1 or job.virtual_stages > 1:
+    job, stages = workload.job, workload.job.pipeline_stages
+    if stages == 1 or job.virtual_stages > 1:
         return None
     layers_P = np.array([len(chunk) for (chunk,) in job.stage_layers])
     first_ms, busy_P = _step_ms(workload, layers_P)
     best_ms, best_P = first_ms, layers_P
-    while best_P[busy_P.argmax()] > 1:
-        moved_P = best_P.copy()
-        moved_P[busy_P.argmax()] -= 1
-        moved_P[busy_P.argmin()] += 1
-        ms, busy_P = _step_ms(workload, moved_P)
+    while True:
+        moved = [_moved(best_P, source, busy_P) for source in {int(busy_P.argmax()), stages - 1}]
+        tried = [(*_step_ms(workload, layers_P), layers_P) for layers_P in moved if layers_P.all()]
+        ms, busy_P, layers_P = min(
+            tried, key=lambda each: each[0], default=(best_ms, busy_P, best_P)
+        )
         if ms >= best_ms:
             break
-        best_ms, best_P = ms, moved_P
+        best_ms, best_P = ms, layers_P
     if first_ms / best_ms < LEAST_SPEEDUP:
         return None
     return EvenStages(layers=tuple(best_P.tolist()), speedup=first_ms / best_ms)
+
+
+def _moved(layers_P: np.ndarray, source: int, busy_P: np.ndarray) -> np.ndarray:
+    """One layer less on a stage, one more on the stage of the others with the least work."""
+    others_P = np.where(np.arange(len(busy_P)) == source, np.inf, busy_P)
+    moved_P = layers_P.copy()
+    moved_P[source] -= 1
+    moved_P[others_P.argmin()] += 1
+    return moved_P
 
 
 def _step_ms(workload: Workload, layers_P: np.ndarray) -> tuple[float, np.ndarray]:
