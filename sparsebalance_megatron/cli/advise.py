@@ -34,6 +34,9 @@ from sparsebalance_megatron.view.simulate.lengths import batches_of, split_overl
 from sparsebalance_megatron.view.simulate.models import ModelPreset, counted_cost, model_named
 from sparsebalance_megatron.view.simulate.tables import best_fitting, choice_lines, findings
 
+ONLY_ACTIVATED = (
+    "experts: times and memory count those that a token takes; weights of the others come on top"
+)
 MEMORY_SOURCE = (
     "weights, gradients and optimizer counted with the formula of Megatron's "
     "theoretical_memory_usage, without Megatron, for --sequence-parallel and "
@@ -106,6 +109,7 @@ def run(arguments: Namespace) -> int:
             *sentences,
             *memory_lines(chosen.stages, MEMORY_SOURCE),
             f"costs: {found.cost_source}",
+            *([ONLY_ACTIVATED] if model_named(arguments.model).activated else []),
             *(f"left out: {reason}" for reason in found.left_out),
         ]
     )

@@ -12,19 +12,23 @@ import msgspec
 
 from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, DEFAULT_SELECTION, CountedDevice
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.table import ModelShape, latent_attention_weights
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """Sizes of a model with a gated MLP. ``shape`` is of a tensor-parallel rank that has it all."""
+    """Sizes of a model with a gated MLP. ``shape`` is of a tensor-parallel rank that has it all.
+
+    ``activated``: the shape has the experts that a token takes, in every layer, and no others.
+    """
 
     name: str
     layers: int
     shape: ModelShape
     tied_embeddings: bool
+    activated: bool = False
 
     def on_ranks(self, tensor_parallel_size: int) -> ModelShape:
         """The shape on so many tensor-parallel ranks.
@@ -80,6 +84,17 @@ _SIZES = {
 """Name -> layers, then sizes in the order of :class:`.ModelShape`, as published on
 huggingface.co."""
 
+_EXPERTS = {
+    "deepseek-v2-lite": (27, 2048, (6 + 2) * 1408, 16, 16, 192, 102400),
+    "kimi-k2": (61, 7168, (8 + 1) * 2048, 64, 64, 192, 163840),
+    "glm-4.5": (92, 5120, (8 + 1) * 1536, 96, 8, 128, 151552),
+    "gpt-oss-120b": (36, 2880, 4 * 2880, 64, 8, 64, 201088),
+}
+"""The same, with the routed and shared experts of a token for the MLP. First layers that are dense,
+and gpt-oss's sliding windows, are taken for the others."""
+_QUERY_RANKS = {"deepseek-v2-lite": None, "kimi-k2": 1536}
+"""Rank of the compressed queries of models with multi-latent attention."""
+
 _TIED = frozenset(
     {*("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"), *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")}
 )
@@ -101,9 +116,26 @@ def _preset(name: str, layers: int, *sizes: int, tied_embeddings: bool) -> Model
     return ModelPreset(name=name, layers=layers, shape=shape, tied_embeddings=tied_embeddings)
 
 
+def _with_experts(name: str) -> ModelPreset:
+    preset = _preset(name, *_EXPERTS[name], tied_embeddings=False)
+    shape = preset.shape
+    if name in _QUERY_RANKS:
+        weights = latent_attention_weights(
+            hidden_size=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            q_rank=_QUERY_RANKS[name],
+            kv_rank=512,
+            qk_dim=128,
+            rotary_dim=64,
+            value_dim=128,
+        )
+        shape = replace(shape, value_head_dim=128, attention_weights=weights)
+    return replace(preset, shape=shape, activated=True)
+
+
 MODELS: Mapping[str, ModelPreset] = {
     name: _preset(name, *sizes, tied_embeddings=name in _TIED) for name, sizes in _SIZES.items()
-}
+} | {name: _with_experts(name) for name in _EXPERTS}
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**32)]
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
