@@ -51,7 +51,7 @@ COMMANDS = {
     *("simulate", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
-EXTRAS = {"data", "evaluate", "flash", "te", "test", "tools", "wandb"}
+EXTRAS = {"data", "docs", "evaluate", "flash", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "packaging", "scipy", "psutil"}
 
 
