@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of torch and Megatron that this package trains with; loads neither."""
+"""The versions of torch and Megatron that this package trains with; loads neither.
+
+What says that a dependency is missing loads none, ``packaging`` included.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,13 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 from sparsebalance_megatron.errors import ConfigError
 
 RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
 """As in pyproject.toml. With "a0" the builds of NVIDIA's containers, such as 2.8.0a0+5228986c39,
 satisfy it."""
 
-_REQUIRED = ("torch", "megatron", "numpy", "scipy", "msgspec", "psutil")
+_REQUIRED = ("torch", "megatron", "numpy", "scipy", "msgspec", "packaging", "psutil")
 """Modules of pyproject.toml's dependencies."""
 
 
@@ -32,6 +32,8 @@ def installed_version(distribution: str) -> str | None:
 
 def is_supported(distribution: str, known: str | None) -> bool | None:
     """Whether a version is in its range; None where there is none."""
+    from packaging.specifiers import SpecifierSet
+
     if known is None:
         return None
     return SpecifierSet(RANGES[distribution]).contains(known, prereleases=True)
@@ -71,6 +73,9 @@ def check_megatron() -> None:
     Raises:
         ConfigError: with the remedy.
     """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
     if "megatron.core" in sys.modules:
         return
     folder, known, problem = find_megatron()
@@ -89,4 +94,4 @@ def what_is_missing(error: ModuleNotFoundError) -> str:
     name = (error.name or "").partition(".")[0]
     if name not in _REQUIRED:
         raise error
-    return f"the package {name} is not installed here; pip install sparsebalance-megatron brings it"
+    return f"the package {name} is not installed here; pip install {name}"

@@ -36,14 +36,29 @@ COMMANDS = {
 def test_one_line_says_what_is_missing(
     files: dict[str, str], reason: str, command: str, tmp_path: Path
 ) -> None:
+    check_one_line(files, reason, COMMANDS[command], tmp_path)
+
+
+@pytest.mark.parametrize(("name", "package"), [("examples", "msgspec"), ("env", "packaging")])
+def test_a_command_needs_no_package_to_say_which_is_missing(
+    name: str, package: str, tmp_path: Path
+) -> None:
+    raises = f"raise ModuleNotFoundError('no {package}', name='{package}')"
+    command = ("-m", "sparsebalance_megatron.cli", name)
+    check_one_line({f"{package}.py": raises}, f"the package {package} is not", command, tmp_path)
+
+
+def check_one_line(
+    files: dict[str, str], reason: str, command: tuple[str, ...], directory: Path
+) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    paths = [str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    paths = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     ended = subprocess.run(
-        [sys.executable, *COMMANDS[command]],
+        [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        cwd=tmp_path,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=120,

@@ -16,6 +16,8 @@ from sparsebalance_megatron.learn.prediction import Workload
 
 LEAST_SPEEDUP = 1.01
 """Smaller gains are within the error of predictions and are not named."""
+_MOST_MOVES = 8
+"""Layers that move at most; each move plans all batches twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class EvenStages:
     def __str__(self) -> str:
         return (
             f"stages do unequal work: with --pipeline-model-parallel-layout '{self.layout}' steps "
-            f"are predicted to be {self.speedup:.2f} times as fast"
+            f"are predicted to be {self.speedup:.2f} times as fast; a dry run shows its memory"
         )
 
 
@@ -56,7 +58,7 @@ def even_stages(workload: Workload) -> EvenStages | None:
     layers_P = np.array([len(chunk) for (chunk,) in job.stage_layers])
     first_ms, busy_P = _step_ms(workload, layers_P)
     best_ms, best_P = first_ms, layers_P
-    while True:
+    for _ in range(_MOST_MOVES):
         moved = [_moved(best_P, source, busy_P) for source in {int(busy_P.argmax()), stages - 1}]
         tried = [(*_step_ms(workload, layers_P), layers_P) for layers_P in moved if layers_P.all()]
         ms, busy_P, layers_P = min(
