@@ -165,7 +165,7 @@ def _all_failures(
             return []
         failures = _collect(store, world_size, quiet_s)
         store.set(_REPORTED, "")
-    except (RuntimeError, ValueError) as error:  # the host that serves the store is gone, say
+    except (KeyError, RuntimeError, ValueError) as error:  # no torchrun, or its host is gone, say
         reason = str(error).strip().partition("\n")[0]
         print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
         return [failure]

@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import triton  # noqa: E402
+from drawn_segments import plan_with_drawn_segments  # noqa: E402
 from fake_backward import run_backward  # noqa: E402
 from fake_cuda import HOPPER, FakeCuda, check_launch  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
@@ -52,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from sparsebalance_megatron import integration, pretrain_gpt  # noqa: E402
+from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.run import session  # noqa: E402
 
 setattr(torch.cuda, cpu._INSTALLED, False)
@@ -244,6 +246,8 @@ def main() -> None:
     dist.init_process_group = fake_world
     dist.new_group = lambda *ranks, **how: new_group(*ranks, **how | {"backend": "fake"})
     dist.all_gather_object = same_everywhere
+    dist.batch_isend_irecv = lambda operations: []
+    step_planner.plan_step = plan_with_drawn_segments
     DistributedDataParallel._make_backward_post_hook = kept_hook
     # The process group has no coalesced reduction of fake tensors.
     waited = SimpleNamespace(wait=lambda: None)

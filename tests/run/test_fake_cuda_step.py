@@ -32,6 +32,7 @@ FLAGS = (
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
 )
+STATIC = ("--sparse-balance-context-parallel", "static")
 WAITS = {
     # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
     "megatron.training.utils.common_utils.logical_and_across_model_parallel_group",
@@ -55,13 +56,37 @@ def _step(folder: Path, *flags: str, ranks: int = 1, capabilities: str = "") -> 
     return found
 
 
-@pytest.mark.process
-def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> None:
-    found = _step(tmp_path, capabilities="90")
+def check_waits_and_copies(found: dict[str, Any]) -> None:
     assert set(found["waits"]) == WAITS
     assert set(found["copies"]) == COPIES
     assert found["copies"]["to cpu: sparsebalance_megatron.run.step_reducer._sum"] == 1
+
+
+@pytest.mark.process
+def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> None:
+    found = _step(tmp_path, capabilities="90")
+    check_waits_and_copies(found)
     assert found["compiled"]["90"].keys() == found["launches"].keys()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("flags", "calls"),
+    [
+        # Keys and values are gathered head by head: 8 heads of 4 sequences in 2 layers.
+        (("--context-parallel-size", "2", *STATIC), 64),
+        # One layer of this stage; more segments than the 4 micro-batches.
+        (("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"), 6),
+    ],
+    ids=["shared", "segments"],
+)
+def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
+    flags: tuple[str, ...], calls: int, tmp_path: Path
+) -> None:
+    found = _step(tmp_path, *flags, ranks=2)
+    check_waits_and_copies(found)
+    # Once for each backward of attention.
+    assert found["launches"]["_delta_kernel"] == calls
 
 
 @pytest.mark.nightly
