@@ -111,6 +111,7 @@ def _problems(selection: str) -> list[str]:
         query_heads=4,
         kv_heads=2,
         head_dim=16,
+        value_dim=32,
         block_size=16,
         dtype="float32",
     )
