@@ -176,9 +176,22 @@ class Step:
             labels=self._tokens_1T.roll(-1, 1),
             packed_seq_params=params,
         )
-        self.kept_bytes = max(self.kept_bytes, params.kept.size_bytes)
+        self.kept_bytes = max(self.kept_bytes, kept_bytes(params.kept))
         losses_1T.mean().backward()
         return [weight.grad for weight in self._model.parameters()]
+
+
+def kept_bytes(kept: Any) -> int:
+    """Bytes of all layers' results, without what serves to compare inputs."""
+    results = [result for result in kept._by_layer.values() if result is not None]
+    return sum(
+        x.nbytes
+        for result in results
+        for x in (
+            *(result.out_THF, result.lse_TH),
+            *(result.selection.indices_QCK, result.selection.counts_QC),
+        )
+    )
 
 
 def machine() -> dict[str, Any]:

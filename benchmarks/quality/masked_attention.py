@@ -28,8 +28,11 @@ def masked_attention(
     *,
     softmax_scale: float,
     implementation: str = "auto",
+    sink_H: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """Takes the place of ``block_sparse_attention``; queries and keys lie in one row.
+
+    No arm has attention sinks.
 
     Returns:
         out_THD, and None instead of the log-sum-exp, which nothing here reads.

@@ -43,7 +43,10 @@ def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
     for step in run.steps[1:]:
         assert (measured_ms(step) > 0).all()
         assert step["coverage"]["mean"] >= step["coverage"]["base_mean"] - 0.1
-    assert run.steps[-1]["predicted"]["samples_cut"] + run.steps[-1]["predicted"]["samples_raised"]
+    moved = [
+        step["predicted"]["samples_cut"] + step["predicted"]["samples_raised"] for step in run.steps
+    ]
+    assert any(moved)
 
 
 def test_anchor_tuning_trains_and_reaches_the_log_line_and_tensorboard(
