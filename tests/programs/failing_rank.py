@@ -9,6 +9,8 @@ another plan; ``nan STEP`` makes its loss NaN from there on.
 ``flags 0`` gives it another budget, ``kernels 0`` kernels whose gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
+``segments-kill STEP`` and ``segments-stop STEP`` are ``kill`` and ``stop`` under plans with
+segments drawn by lot (drawn_segments.py).
 ``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
 or back in turn. ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
@@ -28,6 +30,7 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
+import drawn_segments  # noqa: E402
 import torch  # noqa: E402
 
 from sparsebalance_megatron.attention.kernels import tokens  # noqa: E402
@@ -175,6 +178,9 @@ FAULTS = {
 if __name__ == "__main__":
     fault, value = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:3]
+    if fault.startswith("segments-"):
+        step_planner.plan_step = drawn_segments.plan_with_drawn_segments
+        fault = fault.removeprefix("segments-")
     if fault == "stop":
         time_out_after_s(20)
     FAULTS[fault](value)

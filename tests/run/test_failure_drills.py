@@ -160,6 +160,29 @@ def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: s
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("kill", "nothing was heard from rank 1"),
+        ("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
+    ],
+)
+def test_the_last_stage_fails_between_segments(directory: Path, fault: str, message: str) -> None:
+    run = _train(
+        *(2, directory, "--pipeline-model-parallel-size", "2"),
+        *("--sparse-balance-max-segments", "4", "--sparse-balance-batching", "arrival"),
+        log_dir=directory / f"segments-{fault}",
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, f"segments-{fault}", str(FAULT_STEP), "--sparse-balance-device", "cpu"),
+        torchrun=fault == "kill",
+    )
+    assert run.exit_code != 0
+    assert message in run.output, run.output[-4000:]
+    assert run.logged("iteration") == [1, 2]
+    assert all(max(map(max, step["segments"])) > 1 for step in run.steps)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", ["kill", "term", "leave", "exit"])
 def test_a_rank_that_ends_inside_an_exchange_is_named_and_leaves_no_process(
     directory: Path, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
