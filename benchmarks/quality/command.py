@@ -152,7 +152,7 @@ def _earlier(options: argparse.Namespace) -> dict[str, Any]:
         QualityError: its models are others.
     """
     if options.beside is None:
-        return {"tasks": {}, "settings": {"seeds": []}, "machine": {"cpu": ""}}
+        return {"tasks": {}, "settings": {"seeds": []}, "machine": {}}
     earlier: dict[str, Any] = json.loads(options.beside.read_text(encoding="utf-8"))
     asked = _studies(options)
     for name, study in earlier["settings"]["studies"].items():
@@ -224,18 +224,28 @@ def _in_short(table: dict[str, Any], spec: RunSpec) -> str:
 def _file(
     options: argparse.Namespace, table: dict[str, Any], earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    here = machine("cpu")
-    cpus = dict.fromkeys([*filter(None, earlier["machine"]["cpu"].split(" and ")), here["cpu"]])
     return {
         "benchmark": "quality",
         "quick": options.quick,
         "tasks": table,
-        "machine": here | {"cpu": " and ".join(cpus)},
+        "machine": _both_machines(earlier["machine"], machine("cpu")),
         "settings": {
             "seeds": sorted({*earlier["settings"]["seeds"], *options.seeds}),
             "studies": earlier["settings"].get("studies", {}) | _studies(options),
         },
     }
+
+
+def _both_machines(earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """The machine of these runs, with the processors and versions of earlier runs before its own."""
+    texts = {
+        key: " and ".join(
+            dict.fromkeys([*filter(None, earlier.get(key, "").split(" and ")), value])
+        )
+        for key, value in here.items()
+        if isinstance(value, str)
+    }
+    return here | texts
 
 
 def _studies(options: argparse.Namespace) -> dict[str, Any]:

@@ -371,7 +371,7 @@ def encode(record: Record) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise NotImplementedError(f"{type(value).__name__} does not go into a log")
+    raise TypeError(f"{type(value).__name__} does not go into a log")
 
 
 def _array(kind: type, value: Any) -> np.ndarray:

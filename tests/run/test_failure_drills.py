@@ -160,14 +160,8 @@ def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: s
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("kill", "nothing was heard from rank 1"),
-        ("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
-    ],
-)
-def test_the_last_stage_fails_between_segments(directory: Path, fault: str, message: str) -> None:
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_the_last_stage_fails_in_a_step_in_segments(directory: Path, fault: str) -> None:
     run = _train(
         *(2, directory, "--pipeline-model-parallel-size", "2"),
         *("--sparse-balance-max-segments", "4", "--sparse-balance-batching", "arrival"),
@@ -177,7 +171,7 @@ def test_the_last_stage_fails_between_segments(directory: Path, fault: str, mess
         torchrun=fault == "kill",
     )
     assert run.exit_code != 0
-    assert message in run.output, run.output[-4000:]
+    assert "nothing was heard from rank 1" in run.output, run.output[-4000:]
     assert run.logged("iteration") == [1, 2]
     assert all(max(map(max, step["segments"])) > 1 for step in run.steps)
 
