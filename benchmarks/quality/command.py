@@ -237,7 +237,7 @@ def _file(
 
 
 def _both_machines(earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """The machine of these runs, with the processors and versions of earlier runs before its own."""
+    """The machine of these runs, with processors and versions of earlier runs before its own."""
     texts = {
         key: " and ".join(
             dict.fromkeys([*filter(None, earlier.get(key, "").split(" and ")), value])
