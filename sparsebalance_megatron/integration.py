@@ -126,7 +126,7 @@ def is_enabled(args: Namespace) -> bool:
 
 @one_line_errors()
 def training_hooks(args: Namespace) -> TrainingHooks:
-    """What replaces a script's dataset provider, forward step and layer spec; ``args`` are
+    """Replacements for a script's dataset provider, forward step and layer spec; ``args`` are
     validated.
 
     Flags, data and cost table are checked here; a mistake ends the process with one line and status
@@ -163,7 +163,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
 
 
 def planner(config: SparseBalanceConfig, job: HostJob) -> HostPlanner:
-    """What plans steps from lengths alone; loads neither torch nor Megatron.
+    """Make a planner that needs lengths alone; loads neither torch nor Megatron.
 
     It is an object and not a function because plans get better by what steps measured:
     ``plan(lengths_tokens)`` is pure in its arguments and in that knowledge, which ``state_dict()``
@@ -191,8 +191,7 @@ def slice_of(
     *,
     padding: float = 0,
 ) -> dict[str, Tensor]:
-    """What this rank computes of one of its micro-batches: all of it, or its part where ranks share
-    it.
+    """Tokens of a micro-batch that this rank computes: all, or its part where ranks share it.
 
     Args:
         position: of the micro-batch among those of this data-parallel rank.

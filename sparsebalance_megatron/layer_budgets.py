@@ -62,7 +62,7 @@ def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
 
 
 def layer_budgets_text(budgets: Mapping[int, int]) -> str:
-    """What :func:`parse_layer_budgets` reads as these budgets; equal texts for equal budgets."""
+    """Text of these budgets for :func:`parse_layer_budgets`; equal texts for equal budgets."""
     ranges: dict[int, list[str]] = {}
     # Neighbours keep their distance to their places among the layers that are named.
     numbered = enumerate(sorted(budgets.items()))

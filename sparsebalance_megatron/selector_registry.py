@@ -78,7 +78,7 @@ def flag_help() -> str:
 
 
 def names() -> tuple[str, ...]:
-    """What the flag takes."""
+    """Names that the flag takes."""
     installed = {entry.name for entry in entry_points(group=GROUP)}
     return (*BUILT_IN, *sorted(installed - BUILT_IN.keys()))
 
@@ -93,7 +93,7 @@ def check_name(name: str) -> None:
 
 
 def source_of(name: str) -> str:
-    """Where another package's selector comes from, with its version; "" for one of this package.
+    """Package and version of another package's selector; "" for one of this package.
 
     Ranks must agree on it.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a packed sequence lie. Built once per micro-batch, shared by its layers.
+"""Positions of the blocks of a packed sequence. Built once per micro-batch, shared by its layers.
 
 Shape legend: T tokens of the packed sequence, S documents, N blocks, B places of a block.
 """

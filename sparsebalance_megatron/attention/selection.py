@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV blocks every query reads: what a selector hands to attention.
+"""Lists of the KV blocks that every query reads: output of selectors, input of attention.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, N blocks, Q rows
 that select, C heads that select, K places of a list.

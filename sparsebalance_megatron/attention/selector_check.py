@@ -71,7 +71,7 @@ def check_selector(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
-    """What a selector gave, lists and curves on the host.
+    """Lists and curves that a selector gave, on the host.
 
     ``blocks_QCK`` and ``columns_QCK`` are -1 past every list's end; without columns, the latter are
     empty lists.

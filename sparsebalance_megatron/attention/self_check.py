@@ -43,7 +43,7 @@ and then only."""
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCase:
-    """What is checked; heads are those of a rank, and the name of the dtype is torch's."""
+    """Shape and dtype of a check; heads are a rank's, and the name of the dtype is torch's."""
 
     selection: str
     implementation: AttentionImplementation
@@ -58,7 +58,7 @@ class CheckedCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was compared with what, and how far the worst entry of each result was off.
+    """Result of a check: which implementations were compared, and each result's largest error.
 
     ``found`` has the error and the tolerance of each result by name.
     """
@@ -178,7 +178,7 @@ def _attended(
     case: CheckedCase,
     device: torch.device,
 ) -> tuple[str, list[Tensor]]:
-    """Who computed, and out, lse, dq, dk, dv on the host."""
+    """Name of the implementation, and out, lse, dq, dk, dv on the host."""
     layout = packed_layout(boundaries, case.block_size, device)
     there = Selection.of_tensors(
         [x.to(device) for x in selection.tensors()],

@@ -173,7 +173,7 @@ class DenseModel(Struct, kw_only=True):
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """What config.json names, or None where it names nothing."""
+        """Dtype of the weights that config.json names, or None where it names none."""
         return DTYPES.get(self.dtype or self.torch_dtype or "auto")
 
 

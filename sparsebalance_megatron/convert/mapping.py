@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of Hugging Face make which parameter of Megatron's GPTModel.
+"""Maps tensors of Hugging Face models to parameters of Megatron's GPTModel.
 
 Megatron's names are those of the local layer spec. In checkpoints its norms carry the names of the
 Transformer Engine spec, because Megatron maps them (``sharded_state_dict_keys_map``).

@@ -81,7 +81,7 @@ def set_arguments(args: Namespace, settings: SparseAttention) -> None:
 
 
 def training_flags(settings: SparseAttention) -> tuple[Flag, ...]:
-    """What ``pretrain_gpt`` must be told to train on with this attention."""
+    """Flags of ``pretrain_gpt`` that continue training with this attention."""
     return tuple(
         (flag_name(name),) if value is True else (flag_name(name), *str(value).split())
         for name, value in _fields(settings).items()

@@ -148,7 +148,7 @@ def padded_rows(vocab_size: int, divisor: int) -> int:
 
 
 def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> tuple[Flag, ...]:
-    """What ``pretrain_gpt`` must be told to build this model.
+    """Flags of ``pretrain_gpt`` that build this model.
 
     ``--padded-vocab-size`` is what the model has; the other two sizes only tell tokenizers what
     it is made of. Without it Megatron would pad the size of the tokenizer, which is often smaller

@@ -44,7 +44,7 @@ Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCounts:
-    """What a conversion did.
+    """Counts of a conversion.
 
     Attributes:
         tensors: of Hugging Face, read or written.
@@ -179,7 +179,7 @@ def _check_range(value: Tensor, dtype: torch.dtype, name: str) -> None:
 
 
 def _check_tied_copy(files: WeightFiles, model: DenseModel) -> int:
-    """How many copies of the embedding are stored beside it."""
+    """Count the copies of the embedding that are stored beside it."""
     if not model.tie_word_embeddings or OUTPUT not in files.dtypes:
         return 0
     if not torch.equal(files.read(OUTPUT), files.read(EMBEDDING)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which data sets a run mixes, read from Megatron's flags for data.
+"""Reads from Megatron's flags for data which data sets a run mixes.
 
 The rules are those of Megatron's ``get_blend_from_list`` and ``get_blend_and_blend_per_split``;
 what these would misread or assert on is refused here in one line.

@@ -30,7 +30,7 @@ _SPOTS, _SPOT_TOKENS = 64, 64
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """What became of a split's documents. Tokens are stored tokens unless said otherwise.
+    """Counts of a split's documents and samples. Tokens are stored tokens unless said otherwise.
 
     Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
     token is never a label) + ``truncated_tokens`` + ``dropped_tokens``. ``samples`` and ``tokens``,

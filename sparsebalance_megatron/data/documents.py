@@ -230,7 +230,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _Summary(msgspec.Struct):
-    """What is read of the summary that ``sparse-balance prepare-data`` writes."""
+    """Fields that are read from the summary that ``sparse-balance prepare-data`` writes."""
 
     tokenizer: _Tokenizer
 

@@ -190,7 +190,7 @@ def document_tokens(lengths_tokens: np.ndarray) -> dict[str, int]:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """How many records were left out for each reason, in one line."""
+    """Count the records that were left out for each reason, in one line."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
 
 

@@ -56,7 +56,7 @@ class Record:
 
 
 class BadRecords:
-    """What happens to a record that cannot be used: it stops the run, or is counted by reason."""
+    """Handles unusable records: the first stops the run, or all are counted by reason."""
 
     def __init__(self, *, skip: bool) -> None:
         self.counts: Counter[str] = Counter()
@@ -172,7 +172,7 @@ class _Turn(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """What a record must hold; other keys are not looked at, and null is no value."""
+    """Keys that a record must hold; other keys are ignored, and null counts as absent."""
 
     text: _Text | None = None
     messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None

@@ -45,7 +45,7 @@ class SourceFacts:
 
 
 class BlendingOrder:
-    """Which source every place of the order takes its next sample from, by ``weights`` in any unit.
+    """Order in which sources give samples, by ``weights`` in any unit.
 
     Megatron's ``build_blending_indices`` decides: every place goes to the source that lacks most of
     its share so far. A longer index begins with a shorter one, so the order has no end and does not
@@ -139,7 +139,7 @@ class SampleIndex:
         return self._data_sets[source].read(sample - int(self._firsts[source]))
 
     def source_of(self, samples: np.ndarray) -> np.ndarray:
-        """Which data set each sample comes from, int64."""
+        """Number of the data set that each sample comes from, int64."""
         return np.searchsorted(self._firsts[1:], samples, side="right")
 
     @cached_property

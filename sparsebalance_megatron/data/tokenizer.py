@@ -77,8 +77,7 @@ def render_conversation(messages: Sequence[Message], render: Render) -> Rendered
 
 
 def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which tokens are trained, uint8: those whose last character, by ``token_ends``, lies in a
-    span.
+    """Mask of trained tokens, uint8: those whose last character, by ``token_ends``, lies in a span.
 
     A token that begins before the assistant's turn and ends in it is the model's to predict.
     """

@@ -97,7 +97,7 @@ def sparse_balance_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Which tokens of a batch are there, and which of them ask.
+    """Tokens of a batch that are no padding, and those of them that are queries.
 
     ``kept_T``: int64, the tokens of documents among all of the batch, padding left out.
     ``asking_T``: int64, those of the query blocks among the kept ones.
@@ -140,7 +140,7 @@ def _last_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Earlier:
-    """What a layer saw of the tokens in its cache, and the last of their keys, to know them by."""
+    """Summaries of the tokens in a layer's cache, and their last key, which identifies them."""
 
     queries_BTHD: Tensor
     last_key_BGD: Tensor
@@ -275,7 +275,7 @@ def document_starts(
 
 
 def _padding(attention_mask: Tensor, kv_length: int) -> Tensor:
-    """Where padding lies, bool [B, T]."""
+    """Mask of padding, bool [B, T]."""
     kept_BT = attention_mask.bool()
     place_T = torch.arange(kv_length, device=kept_BT.device)
     at_end_BT = place_T >= kept_BT.sum(1, keepdim=True)

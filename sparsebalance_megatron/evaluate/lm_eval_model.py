@@ -73,7 +73,8 @@ class SparseBalanceLM(HFLM):
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results say of the model: also its attention, and how much of it is computed."""
+        """Facts about the model for the results: also its attention, and the share of it that is
+        computed."""
         info: dict[str, Any] = super().get_model_info()
         return info | (self._attention() if self._sparse else {"attention": "dense"})
 

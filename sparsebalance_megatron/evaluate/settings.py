@@ -26,7 +26,7 @@ _Blocks = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class SparseAttention(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What a model's layers read.
+    """Settings of sparse attention that a model's layers read.
 
     Attributes:
         sparse_block_size: tokens of a KV block.
@@ -48,7 +48,7 @@ class SparseAttention(
     sparse_init_block: Literal[0] = 0
 
     def as_config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Settings as config.json holds them."""
         fixed = {"sparse_local_block": 1, "sparse_init_block": 0}
         return msgspec.to_builtins(self) | fixed
 

@@ -55,7 +55,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What the layers of one model share; coverage is observed at the budgets in ``grid``.
+    """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
     ``layer_budgets``: of the layers whose base budget is not ``base_budget``. ``keep`` is whether a
     first forward's attention serves the recomputed pass too. ``layouts`` holds the last row that
@@ -236,7 +236,7 @@ class BudgetedCoreAttention(MegatronModule):
         return out_THF.reshape(out_THF.shape[0], -1)
 
     def _sink(self, q_THD: Tensor) -> Tensor | None:
-        """What ``--softmax-type`` adds to the keys of each head: its score, whose value is 0."""
+        """Score of the key, of value 0, that ``--softmax-type`` adds to the keys of each head."""
         if self.config.softmax_type == "learnable":
             return self.softmax_offset
         return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None

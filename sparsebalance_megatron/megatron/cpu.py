@@ -110,7 +110,7 @@ class _Stream(nullcontext[None]):
 
 
 class _DeviceProperties:
-    """What Megatron reads of ``torch.cuda.get_device_properties``."""
+    """Fields of ``torch.cuda.get_device_properties`` that Megatron reads."""
 
     name = "cpu"
     major = 8

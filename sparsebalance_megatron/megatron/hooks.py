@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin watches of Megatron's steps, and what a forward step asks of Megatron.
+"""Wrappers around the functions of Megatron's steps that the plugin times, and helpers of forward
+steps.
 
 Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
 forward and likewise around every backward. A proxy sees all of them without a patch.
@@ -88,7 +89,7 @@ def validate_loss(loss: Tensor) -> None:
 
 
 class Recorder(Protocol):
-    """What hears of the names above, and that gradients are about to be finalised."""
+    """Receives calls of the functions named above, and one before gradients are finalised."""
 
     def start(self, timer_name: str) -> None: ...
 

@@ -39,7 +39,7 @@ def in_recomputed_pass() -> bool:
 
 @dataclass(kw_only=True)
 class RecomputeCounts:
-    """How recomputation went for one micro-batch and model chunk.
+    """Counts of recomputed and reused results of one micro-batch and model chunk.
 
     ``again`` counts layers that attended again although results were to be kept. ``changed`` holds,
     on the device, for every layer that took what was kept whether its inputs were other ones.
@@ -60,7 +60,7 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-    """What a first forward of one layer found: lists, out_THF and lse_TH.
+    """Results of a first forward of one layer: lists, out_THF and lse_TH.
 
     ``version`` is that of out_THF, which nobody may write to; ``samples`` copy the inputs at some
     tokens.
@@ -144,7 +144,7 @@ def _some_tokens(x_THD: Tensor) -> Tensor:
 
 
 def _differs(x: Tensor, other: Tensor) -> Tensor:
-    """Where numbers differ; one NaN is as good as another."""
+    """Mask of numbers that differ; NaN equals NaN."""
     return (x != other) & ~(x.isnan() & other.isnan())
 
 

@@ -90,7 +90,7 @@ def ensure_checked(case: CheckedCase, device: torch.device) -> str:
 
 
 def cache_directory() -> Path:
-    """Where verdicts are kept, by the convention for caches of users."""
+    """Directory of verdicts, by the convention for user caches."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sparsebalance_megatron" / "kernel_checks"
 
@@ -108,7 +108,7 @@ def _keep(file: Path, content: Mapping[str, Any]) -> str:
 
 
 def toolchain(device: torch.device) -> dict[str, str]:
-    """What the machine code and its results depend on, besides the case."""
+    """Versions and device that the machine code and its results depend on, besides the case."""
     found = {
         "device": "cpu",
         "torch": torch.__version__,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a micro-batch through the model: its layout, budgets and observations.
+"""Packed-sequence parameters that travel with a micro-batch: layout, budgets, observations.
 
 Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
 schedules run layers of several micro-batches in turn, and each finds its own here.
@@ -26,7 +26,7 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageObservation:
-    """What one layer saw of one micro-batch; tensors stay on the device until the step's end.
+    """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
     ``grid_SK``: coverage at the budgets of the grid. ``executed_S``, ``base_S``: at the executed
     and at the base budget. ``grown_S``: whether the guard raised the planned budget.
@@ -69,7 +69,7 @@ class MicroBatchContext:
 
     @property
     def segment(self) -> int:
-        """Which of the micro-batch's segments runs; 0 where it has one."""
+        """Number of the micro-batch's segment that runs; 0 where it has one."""
         return 0 if self.segments is None or self.sequence is None else self.sequence.group.member
 
     @property
@@ -83,7 +83,7 @@ class MicroBatchContext:
         return self.sequence.group.member == 0
 
     def exchange(self, layer: int) -> SequenceExchange | None:
-        """How other keys and values get to a layer of a slice."""
+        """Exchange that brings other keys and values to a layer of a slice."""
         if self.segments is not None:
             return self.segments.by_layer[layer]
         return None if self.sequence is None else self.sequence.group.exchange

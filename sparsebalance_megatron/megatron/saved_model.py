@@ -53,7 +53,7 @@ def save_release(args: Namespace, model: Any, directory: Path) -> None:
 
 
 class _Format(msgspec.Struct):
-    """What Megatron's metadata.json says of a checkpoint that can be read."""
+    """Fields of Megatron's metadata.json that a readable checkpoint has."""
 
     sharded_backend: Literal["torch_dist"]
 
@@ -137,7 +137,7 @@ class SavedModel:
         return self._tensors[_EMBEDDING]
 
     def _sharded(self, model: Any) -> dict[str, Any]:
-        """What the model would load, under the layout that the checkpoint was written with."""
+        """State for the model to load, in the layout that the checkpoint was written with."""
         metadata = dist_checkpointing.load_content_metadata(str(self.path)) or {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return model.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
@@ -181,7 +181,7 @@ def _latest(directory: Path) -> str:
 
 @contextmanager
 def _undamaged(path: Path) -> Iterator[None]:
-    """What torch and pickle raise at damaged files, whatever it is, becomes one line."""
+    """Turn every exception of torch and pickle at damaged files into one line."""
     try:
         yield
     except ConvertError:

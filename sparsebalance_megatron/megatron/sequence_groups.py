@@ -28,7 +28,7 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 
 
 def rank_place() -> RankPlace:
-    """Where this rank stands; data-parallel and context-parallel ranks count together."""
+    """Place of this rank; data-parallel and context-parallel ranks count together."""
     return RankPlace(
         data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -44,7 +44,7 @@ def data_parallel_group() -> ProcessGroup:
 
 
 def data_parallel_size() -> int:
-    """How many such ranks there are."""
+    """Number of such ranks."""
     return int(parallel_state.get_data_parallel_world_size())
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin needs to know of a trainer: Megatron's flags, or a trainer with its own loop."""
+"""Settings that the plugin reads of a trainer: from Megatron's flags, or from a trainer with its
+own loop."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def _micro_batches(
 
 
 def _recomputed(transformer_config: Any) -> dict[str, Any]:
-    """What backward computes again, by its names in :class:`RunSettings`."""
+    """Name in :class:`RunSettings` of the parts that backward computes again."""
     granularity = transformer_config.recompute_granularity
     selective = granularity == "selective"
     return {
@@ -196,8 +197,8 @@ def _recomputed(transformer_config: Any) -> dict[str, Any]:
 
 
 def row_multiple(transformer_config: Any) -> int:
-    """What a rank's tokens of a packed sequence divide by: sequence parallelism cuts them, and fp8
-    and fp4 multiply tiles."""
+    """Divisor of a rank's tokens of a packed sequence: sequence parallelism cuts them, and fp8 and
+    fp4 multiply tiles."""
     parallel = transformer_config.sequence_parallel
     parts = int(transformer_config.tensor_model_parallel_size) if parallel else 1
     return parts * quantized_row_multiple(transformer_config)
@@ -278,7 +279,7 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
 def run_identity(
     shape: ModelShape, dtype: str, config: SparseBalanceConfig, device_type: str
 ) -> RunIdentity:
-    """What a cost table must have been measured on to be valid for this run."""
+    """Identity of this run, which a cost table must share to be valid for it."""
     return RunIdentity(
         device="cpu" if device_type == "cpu" else torch.cuda.get_device_name(),
         dtype=dtype,

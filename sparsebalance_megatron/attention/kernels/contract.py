@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of attention offers, and autograd over any of them.
+"""Interface of attention implementations, and the autograd function over any of them.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
 heads, G KV heads, D head dim of keys, F of values.
@@ -20,7 +20,7 @@ from sparsebalance_megatron.attention.selection import Selection
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Saved:
-    """What a forward pass read and gave, for the backward pass.
+    """Inputs and results of a forward pass, kept for the backward pass.
 
     ``out_THF`` and ``lse_TH`` may be those of several parts, put together by
     :func:`.merge.merge_partials`: the gradients of the parts then add up to the gradients of

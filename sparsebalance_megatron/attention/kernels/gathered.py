@@ -233,7 +233,7 @@ def own_blocks(
 
 
 def own_listed_QC(selection: Selection) -> Tensor:
-    """Which lists hold the own block of the row that selects, bool."""
+    """Tell which lists hold the own block of the row that selects, bool."""
     own_Q = selection.own_block_N
     if selection.by_token:
         own_Q = own_Q[selection.query_layout.block_T]

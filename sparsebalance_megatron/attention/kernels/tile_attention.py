@@ -29,7 +29,7 @@ def host_may_read(device: torch.device) -> bool:
 
 
 def tiles_at_once(rows: int, keys: int, device: torch.device) -> int:
-    """How many tiles of ``rows`` rows and ``keys`` keys go into one call, at least 1."""
+    """Number of tiles of ``rows`` rows and ``keys`` keys that one call computes, at least 1."""
     threads = torch.get_num_threads() if host_may_read(device) else 64
     return max(1, threads * _SCORES_AT_ONCE // (rows * keys))
 

@@ -74,7 +74,7 @@ def _past_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """Who reads a block, in tiles of one shape.
+    """Readers of blocks, in tiles of one shape.
 
     ``rows_AI``: numbers of rows, X where a tile is padded. ``blocks_A``: what a tile reads.
     ``place_XK``: where an entry of a list went, in [A * I]; A * I where there is none.

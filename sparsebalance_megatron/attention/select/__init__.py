@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a selector offers, which decides which KV blocks a query reads.
+"""Interface of selectors, which choose the KV blocks that a query reads.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
 K budgets.

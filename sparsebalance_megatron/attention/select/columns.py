@@ -65,7 +65,7 @@ def cut_columns(
 
 
 def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
-    """Which blocks of a document are read as blocks.
+    """Choose the blocks of a document that are read as blocks.
 
     Args:
         order_JGK: numbers of blocks inside the document; anything past the ``count_JG`` first.
@@ -87,7 +87,7 @@ def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
 def best_outside(
     block_JGX: Tensor, candidate_JGX: Tensor, read_JGW: Tensor, count_JG1: Tensor | int
 ) -> Tensor:
-    """Which columns are read: the first so many candidates whose block is not read as a block.
+    """Choose columns: the first candidates whose block is not read as a block, up to their number.
 
     Args:
         block_JGX: the block inside its document of every column, best columns first.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a few queries of a document see, summed over columns and over diagonals of keys.
+"""Attention of a document's probe queries, summed over columns and over diagonals of keys.
 
 A key's column mass is the softmax mass that probes put on it. A block diagonal's mass is what a
 later query block will put on one past block if every diagonal of the probes keeps its mass: a

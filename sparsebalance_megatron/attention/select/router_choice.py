@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes the router: the Triton kernels, or torch. Every choice between them is made here."""
+"""Chooses whether Triton kernels or torch compute the router. Every such choice is made here."""
 
 from __future__ import annotations
 

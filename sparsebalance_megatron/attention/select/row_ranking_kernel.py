@@ -41,8 +41,8 @@ _SIGN_AND_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 def launch_shape(columns: int, places: int, *, observe: bool) -> dict[str, int]:
-    """What the kernel is compiled for: rows that are sorted at once, columns of a row, places that
-    are sorted and warps. All follow from powers of two, so lengths and budgets compile little."""
+    """Constants that the kernel is compiled for: rows sorted at once, columns of a row, places
+    sorted and warps. All are powers of two, so few combinations are compiled."""
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(columns))
     listed = max(FEWEST_COLUMNS, triton.next_power_of_2(places))
     warps = max(_FEWEST_WARPS, columns // KEYS_OF_A_WARP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a selector has to know of a block that may lie with another rank.
+"""Summaries of blocks, which let a selector score blocks that another rank holds.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks of
 the sequence, B places of a block, C heads that select.
@@ -23,7 +23,7 @@ _COPIED_ELEMENTS = 1 << 21
 
 
 class SharedSummaries(Protocol):
-    """What ranks that share a sequence can gather."""
+    """Summaries that ranks which share a sequence can gather."""
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
         """Tensors with one entry for each of the sequence's blocks, of shapes that depend on

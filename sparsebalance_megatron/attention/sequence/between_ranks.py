@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exchanges between ranks share: summaries and masses of all members, transfers in flight.
+"""Collectives of all exchanges between ranks: summaries and masses of members, transfers in flight.
 
 Shape legend: N blocks (of a slice or of the sequence), S documents of the sequence, K budgets.
 """
@@ -80,7 +80,7 @@ class InFlight:
     works: Sequence[dist.Work]
 
     def wait(self) -> Tensor:
-        """What was received; on CUDA the stream waits, not the host."""
+        """Received tensors; on CUDA the stream waits, not the host."""
         for work in self.works:
             work.wait()
         return self.received

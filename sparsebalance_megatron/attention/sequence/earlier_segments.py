@@ -72,7 +72,7 @@ def segment_slice(
 
 
 class EarlierSegments:
-    """What one layer keeps of one micro-batch's segments: a ``SequenceExchange``.
+    """Keys and values that one layer keeps of one micro-batch's segments: a ``SequenceExchange``.
 
     Its slices are those of :func:`segment_slice`. A segment's keys, values and summaries are kept
     from its forward to its backward. A backward adds the gradients that later segments have sent,
@@ -162,7 +162,8 @@ class EarlierSegments:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSegments:
-    """What a stage keeps of one micro-batch of ``count`` segments: an exchange for each layer."""
+    """State that a stage keeps of one micro-batch of ``count`` segments: an exchange for each
+    layer."""
 
     count: int
     by_layer: defaultdict[int, EarlierSegments] = field(

@@ -191,7 +191,8 @@ def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selec
 def _held(
     lists_QCK: Tensor, counts_QC: Tensor, table_X: Tensor, *, most: int
 ) -> tuple[Tensor, Tensor]:
-    """What of lists a member holds, by its own numbers and in the lists' order; and how much.
+    """Entries of lists that a member holds, by its own numbers and in the lists' order; and how
+    many.
 
     Args:
         table_X: a member's number of what the lists name, -1 where it does not hold it, and in the

@@ -294,7 +294,7 @@ class GradientSum(Protocol):
 
 
 class SequenceExchange(Protocol):
-    """How the keys and values that a slice's queries may read get here, and gradients back.
+    """Brings the keys and values that a slice's queries may read to this rank, and gradients back.
 
     They come from other ranks that hold slices of the sequence, or may have been kept here from
     earlier slices. All ranks that share the sequence call the functions in the same order. Autograd

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""What the attention kernels share: loads, a step of each product, stores, constants.
+"""Device functions of all attention kernels: loads, a step of each product, stores, constants.
 
 Shape legend: T tokens of the packed sequence, D head dim of keys, F of values, E both side by side,
 I items, B tokens of a block; in kernels Y query rows of a tile, C columns (keys) of a tile.
