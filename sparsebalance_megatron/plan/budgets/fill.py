@@ -35,7 +35,7 @@ from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
-_MAX_ROUNDS = 24
+_MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
