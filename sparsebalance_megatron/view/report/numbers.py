@@ -15,8 +15,6 @@ from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance
 
 WARM_UP_STEPS = 5
-NOISY_MACHINE_SHARE = 0.05
-"""Above this share of the baseline's step, what the machine did to it is said aloud."""
 _LEAST_PAIRS_FOR_INTERVAL = 6
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -92,17 +90,6 @@ class Explanation:
             Change("optimizer, gradients", self.rest_ms),
             Change("noise", self.machine_ms),
         )
-
-    @property
-    def speedup_on_an_even_machine(self) -> float:
-        """The ratio of mean steps, had the machine taken equally long for equal work."""
-        return self.baseline.step_ms / (self.run.step_ms - self.machine_ms)
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the machine had a say in the result."""
-        limit = NOISY_MACHINE_SHARE
-        return abs(self.machine_ms) > limit * self.baseline.step_ms or self.machine_spread > limit
 
 
 @dataclass(frozen=True, kw_only=True)

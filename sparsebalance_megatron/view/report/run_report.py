@@ -40,7 +40,6 @@ from sparsebalance_megatron.view.report.timeline import (
 from sparsebalance_megatron.view.report.words import (
     Table,
     headline,
-    noise,
     numbers_table,
     run_facts,
     worst_steps,
@@ -141,7 +140,6 @@ class Report:
     title: str
     facts: str
     headline: str
-    findings: Sequence[str]
     numbers: RunSummary | Comparison
     numbers_table: Table
     waterfall: Chart | None
@@ -201,7 +199,6 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
-        findings=noise(numbers),
         numbers=numbers,
         numbers_table=numbers_table(numbers),
         waterfall=None if why is None else waterfall(why),
