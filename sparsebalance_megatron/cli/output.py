@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print and write with; each says in one line why it cannot."""
+"""Printing and writing of commands; each failure is one line."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class JsonLinesFile:
         return encode(structs.replace(self._header, lines_discarded=self._discarded or UNSET))
 
     def _write(self, line: bytes) -> None:
-        """What is due, and the line."""
+        """Write lines that are due, and this one."""
         if self._longest_header_bytes + len(line) > self._half_bytes:
             raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
         descriptor = self._opened()

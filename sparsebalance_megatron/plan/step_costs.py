@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every sample costs on every chunk of the pipeline, in ms, as a function of its budgets.
+"""Costs of every sample on every chunk of the pipeline, in ms, as a function of its budgets.
 
 Costs are affine in the features, so a micro-batch costs a constant plus the sum over its samples,
 and only the block pairs depend on budgets. Everything the planner optimises is built from these

@@ -103,7 +103,7 @@ def _prefix(
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where samples may be cut, at equal distances, and the work before each place.
+    """Places at equal distances where samples may be cut, and the work before each place.
 
     ``blocks_SX``: from 0 to all blocks, never falling. ``work_SX``: ms on all stages, forward and
     backward.
@@ -155,7 +155,7 @@ class Places:
     def _first_blocks(
         self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Where segments begin: at the places nearest to equal shares of the work."""
+        """First blocks of segments: the places nearest to equal shares of the work."""
         parts = max(map(len, micro_batches))
         sample_MI = np.array([(*each, *each[:1] * (parts - len(each))) for each in micro_batches])
         held_MI = np.arange(parts) < np.array(list(map(len, micro_batches)))[:, None]

@@ -67,7 +67,7 @@ def _speedup(comparison: Comparison) -> str:
 
 
 def noise(numbers: RunSummary | Comparison) -> list[str]:
-    """How noisy the machine was, and the speedup without that; empty where it was not noisy."""
+    """Noise of the machine, and the speedup without it; empty where it was not noisy."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     if why is None or not why.noisy:
         return []
@@ -89,7 +89,7 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def run_facts(header: RunHeader | None) -> str:
-    """What ran, as far as the log's header says."""
+    """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}
