@@ -78,7 +78,7 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; a pipe that nobody reads is refused, not waited for.
+    """A file to write into; a pipe without a reader is refused, not waited for.
 
     Raises:
         OutputError: with the reason, if it cannot be written.

@@ -150,7 +150,7 @@ class StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.
 
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
-        which waits for nobody and from then on computes in step with the others. So each operation
+        which waits for no rank and from then on computes in step with the others. So each operation
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
         Waiting would otherwise look like computation, and a rank with little to do before like a
         slow device.

@@ -125,7 +125,7 @@ class LogDirectory:
     def set_aside(self, number: int) -> Path:
         """Move an earlier run's logs to ``earlier/NUMBER``, which is returned.
 
-        All ranks may do it at once: each log is moved by whoever comes first.
+        All ranks may do it at once: the first one moves a log.
 
         Raises:
             LogDirectoryError: if they cannot be moved.

@@ -41,7 +41,7 @@ _DISCARDED = msgspec.json.Decoder(_Discarded)
 
 
 class JsonLinesFile:
-    """Appends records to ``NAME.jsonl``, the oldest of which it forgets.
+    """Appends records to ``NAME.jsonl``, and drops the oldest beyond a size.
 
     When the file would exceed half of ``max_bytes`` it is renamed to ``NAME.1.jsonl``, in the place
     of an older one, and a new file begins with the header. A header's ``lines_discarded`` counts
@@ -131,7 +131,7 @@ class JsonLinesFile:
 
     def _opened(self) -> int:
         if self._descriptor is None:
-            # A pipe that nobody reads is an error, and not waited for.
+            # A pipe without a reader is an error, and not waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
             self._descriptor = os.open(self.path, flags, 0o644)
         return self._descriptor

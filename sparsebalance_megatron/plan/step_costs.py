@@ -207,7 +207,7 @@ class StepCosts:
 
     @cached_property
     def _alike(self) -> bool:
-        """All devices are: the usual case, and searching asks for times very often."""
+        """Tell whether all devices are: the usual case, and searches need times very often."""
         return bool((self.slowness_RP == 1.0).all())
 
     @property

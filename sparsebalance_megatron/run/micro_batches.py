@@ -303,7 +303,7 @@ class MicroBatchIterator:
                 try:
                     row = self._worker.submit(self._read, planned, micro_batch)
                 except RuntimeError:
-                    # The process ends: executors take nothing more, and nobody will ask.
+                    # The process ends: executors take nothing more, and no plan will be needed.
                     return
                 self._rows[plan.step, position] = row
 

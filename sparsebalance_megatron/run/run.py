@@ -89,7 +89,7 @@ class Samples(Protocol):
 
 
 class Run:
-    """One run on one rank, which :class:`.forward_step.ForwardStep` tells of its forward steps.
+    """One run on one rank, called by :class:`.forward_step.ForwardStep` for each forward step.
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.

@@ -297,7 +297,7 @@ def tune(
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
-        pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
+        pricing: prices for tuning ``makespan``; by default those of these samples alone.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.

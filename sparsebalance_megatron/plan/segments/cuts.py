@@ -161,7 +161,7 @@ class Places:
         held_MI = np.arange(parts) < np.array(list(map(len, micro_batches)))[:, None]
         work_MI = np.where(held_MI, self.work_S[sample_MI], 0.0).cumsum(axis=1)
         blocks_MI = np.where(held_MI, self.costs.blocks_S[sample_MI], 0).cumsum(axis=1)
-        # Places of absent samples are as good as those of the end.
+        # Places of absent samples equal those of the end.
         work_MIX, blocks_MIX = (
             np.where(
                 held_MI[..., None], of_SX[sample_MI] + before_MI[..., None], end_M[:, None, None]
