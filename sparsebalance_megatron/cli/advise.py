@@ -115,7 +115,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
-    """What is advised on, and the block sizes to try."""
+    """The job to advise on, and the block sizes to try."""
     model = model_named(arguments.model)
     shape = model.on_ranks(arguments.tp)
     samples = arguments.steps * arguments.global_batch

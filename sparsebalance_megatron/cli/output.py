@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print and write with; each says in one line why it cannot."""
+"""Printing and writing of commands; each failure is one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; a pipe that nobody reads is refused, not waited for.
+    """A file to write into; a pipe without a reader is refused, not waited for.
 
     Raises:
         OutputError: with the reason, if it cannot be written.

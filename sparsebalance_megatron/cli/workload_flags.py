@@ -178,7 +178,7 @@ def check_flags(arguments: Namespace) -> None:
 
 
 def max_cp_size(arguments: Namespace, ranks: int) -> int:
-    """How many ranks may share a micro-batch, of data-parallel x context-parallel ranks.
+    """Most ranks that may share a micro-batch, of data-parallel x context-parallel ranks.
 
     Raises:
         ConfigError: a context-parallel size does not fit the ranks.

@@ -133,7 +133,8 @@ class StepReducer:
         digest: bytes,
         recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
-        """What all ranks measured, and [O, 2] executed coverage and guard of this rank; collective.
+        """Measurements of all ranks, and [O, 2] executed coverage and guard of this rank;
+        collective.
 
         Args:
             micro_batches: of the data-parallel rank that has most in this step.

@@ -25,7 +25,7 @@ Pair = tuple[StepRecord, StepRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSplit:
-    """Where the mean step's time went, in ms; the three parts add up to it.
+    """Parts of the mean step's time, in ms; the three add up to it.
 
     ``compute_ms``: forwards and backwards, the mean over all stages of all ranks. ``waiting_ms``:
     the rest of the time until the last of them has finished its last backward. ``rest_ms``:
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What stands between two runs' mean steps, over the steps that both took and measured.
+    """Differences between two runs' mean steps, over the steps that both took and measured.
 
     - ``less_attention_ms``: the planner's work relative to base budgets, applied to the baseline's
       computing time.
@@ -252,7 +252,7 @@ def _common(run: RunLog, baseline: RunLog) -> list[Pair]:
 
 
 def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
-    """Where the mean step's time went; None where no step was measured whole."""
+    """Split the mean step's time; None where no step was measured whole."""
     parts = _parts(steps)
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 

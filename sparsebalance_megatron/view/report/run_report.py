@@ -131,7 +131,7 @@ def _traits(sides: Sequence[StepRecord]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a page says.
+    """Contents of a page.
 
     ``missing``: what cannot be drawn of the step, and why. ``notes``: what the logs lack.
     ``sampled``: which steps the bars of ranks are the mean of.

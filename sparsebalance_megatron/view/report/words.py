@@ -76,7 +76,7 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def run_facts(header: RunHeader | None) -> str:
-    """What ran, as far as the log's header says."""
+    """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}
