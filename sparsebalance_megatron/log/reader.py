@@ -248,6 +248,8 @@ def _read_rank(
                     break
             elif header is None:
                 headless += 1
+            elif problem := _other_layers(record, header):
+                reader.problems.append(f"{path}: step {record.iteration}: {problem}; left out")
             else:
                 steps[record.iteration] = record
     except (UnreadableFileError, OSError) as error:
@@ -257,3 +259,11 @@ def _read_rank(
     elif headless:
         reader.problems.append(f"{path}: {headless} steps before the first header; left out")
     return header, steps, reader.problems
+
+
+def _other_layers(step: RankStep, header: RankHeader) -> str | None:
+    layers = len(header.layers)
+    for micro_batch in step.micro_batches:
+        if len(micro_batch.budgets_LS) != layers:
+            return f"budgets {micro_batch.budgets.shape} must be of {layers} layers"
+    return None

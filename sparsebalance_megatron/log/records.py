@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.json_file import what_is_wrong
-from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
+from sparsebalance_megatron.plan.context_groups import is_power_of_two, unshared
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
 
@@ -28,10 +28,10 @@ Layer = Annotated[int, Meta(ge=0, le=10_000)]
 Length = Annotated[int, Meta(ge=1, le=2**40)]
 Number = float | None
 """None, null in the log, where nothing was measured."""
-_LONGEST_MS = 1e12
-Milliseconds = Annotated[float, Meta(ge=0, le=_LONGEST_MS)] | None
+LONGEST_MS = 1e12
+Milliseconds = Annotated[float, Meta(ge=0, le=LONGEST_MS)] | None
 """A measured or predicted time; a log with others is damaged."""
-Duration = Annotated[float, Meta(ge=1e-3, le=_LONGEST_MS)] | None
+Duration = Annotated[float, Meta(ge=1e-3, le=LONGEST_MS)] | None
 """A time that others are divided by: no step takes less than a microsecond."""
 Share = Annotated[float, Meta(ge=-1e-3, le=1.001)] | None
 """A coverage, 0 to 1 but for rounding."""
@@ -41,6 +41,8 @@ Place = tuple[int, int]
 
 SIDES = ("predicted", "measured")
 """What is known of a step's times."""
+
+_MAX_BLOCKS = 2**31
 
 
 class DamagedLineError(ValueError):
@@ -131,6 +133,10 @@ class Measured(Struct, frozen=True, kw_only=True):
     imbalance_rank_sums: Number
     imbalance_micro_batches: Number
 
+    def __post_init__(self) -> None:
+        if self.forward_ms.ndim != 4 or not self.forward_ms.size:
+            raise ValueError("forward_ms must be [rank][stage][virtual stage][micro-batch]")
+
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
     """Executed coverage over samples and layers; ``base_mean``: what base budgets had given.
@@ -179,10 +185,31 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     segments: tuple[tuple[Count, ...], ...] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        times = (self.measured, self.predicted)
-        shapes = {each.shape for side in times for each in (side.forward_ms, side.backward_ms)}
-        if len(shapes) > 1 or len(self.shape) != 4:
-            raise ValueError("times must be [rank][stage][virtual stage][micro-batch], all alike")
+        for side in (self.predicted, self.measured):
+            for name in DIRECTIONS:
+                times = getattr(side, f"{name}_ms")
+                if times.shape != self.shape:
+                    raise ValueError(
+                        f"{name}_ms {times.shape} must be {self.shape} as measured forward"
+                    )
+                if ((times < 0) | (times > LONGEST_MS)).any():
+                    raise ValueError(f"{name}_ms must be 0 to {LONGEST_MS:g} ms")
+            if len(side.rank_busy_ms) != self.shape[0]:
+                raise ValueError(
+                    f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
+                )
+        if self.widths is not None and not _are_groups(self.widths, self.shape[0], self.shape[3]):
+            raise ValueError(f"widths {str(self.widths)[:60]} are no groups of neighbouring ranks")
+        if self.segments and (
+            len(self.segments) != self.shape[0]
+            or self.shape[2] != 1
+            or not all(
+                0 < len(of_rank) <= self.shape[3] and all(of_rank) for of_rank in self.segments
+            )
+        ):
+            raise ValueError(
+                f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -245,6 +272,14 @@ class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
     bucket_blocks: tuple[Count, ...]
     curves: tuple[tuple[tuple[Number, ...] | None, ...], ...]
 
+    def __post_init__(self) -> None:
+        buckets, budgets = len(self.bucket_blocks), len(self.grid)
+        if not self.curves or any(
+            len(layer) != buckets or any(curve and len(curve) != budgets for curve in layer)
+            for layer in self.curves
+        ):
+            raise ValueError(f"curves must have {buckets} buckets and {budgets} budgets per layer")
+
     @property
     def curves_LUK(self) -> np.ndarray:
         """The curves; NaN where nothing was observed."""
@@ -290,6 +325,13 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
     coverage: tuple[Share, ...] | None
     guarded: Count
 
+    def __post_init__(self) -> None:
+        budgets = self.budgets
+        if budgets.size and budgets.shape != (len(budgets), len(self.lengths_tokens)):
+            raise ValueError(f"budgets {budgets.shape} must be [layer][sample]")
+        if not ((budgets >= 1) & (budgets <= _MAX_BLOCKS)).all():
+            raise ValueError("budgets must be numbers of blocks, at least 1")
+
     @property
     def tokens(self) -> int:
         return sum(self.lengths_tokens)
@@ -297,6 +339,11 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
     @property
     def budgets_LS(self) -> np.ndarray:
         return self.budgets.reshape(-1, len(self.lengths_tokens))
+
+    @property
+    def coverage_S(self) -> tuple[float | None, ...]:
+        """Empty where this rank has none to say."""
+        return self.coverage or ()
 
 
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
@@ -307,6 +354,13 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
     schedule_ms: Milliseconds
     micro_batches: tuple[RankMicroBatch, ...]
     spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        for span in self.spans:
+            if span.direction not in DIRECTIONS or min(span[1:3] + span[5:]) < 0:
+                raise ValueError(f"spans holds {tuple(span)}, no forward or backward")
+            if not 0 <= span.start_ms <= span.end_ms:
+                raise ValueError(f"spans holds one from {span.start_ms} to {span.end_ms} ms")
 
 
 def encode(record: Record) -> bytes:
@@ -367,3 +421,18 @@ def _anything(text: bytes) -> Any:
 def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:
     known = tuple(value for value in values if value is not None)
     return known if len(known) == len(values) else None
+
+
+def _are_groups(widths: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
+    """Whether the ranks fall into aligned groups of powers of two at every position."""
+    if len(widths) != ranks or any(len(of_rank) != positions for of_rank in widths):
+        return False
+    for cp_sizes in zip(*widths, strict=True):
+        rank = 0
+        while rank < ranks:
+            size = cp_sizes[rank]
+            members = cp_sizes[rank : rank + size]
+            if not is_power_of_two(size) or rank % size or members != (size,) * size:
+                return False
+            rank += size
+    return True

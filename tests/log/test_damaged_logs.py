@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.cli.trace import traced_step
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
-from sparsebalance_megatron.view.report.run_report import Evidence, gather, make_report
+from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
 from sparsebalance_megatron.view.report.trace import Tracer
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 0, 3, 10**30, -2.5, float("nan"), float("inf"), "", "x", [], [[]], {}),
+    *([1, "x"], [None], [[1.0, 2.0], [3.0]], {"type": "step"}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,37 @@ def test_cut_anywhere(whole: Path, copy: Path, data: st.DataObject) -> None:
         assert name == FILES[0] and content[:end].count(b"\n") < 2, "the first step is whole"
     finally:
         (copy / name).write_bytes(content)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_value_replaced(whole: Path, copy: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(FILES))
+    content = (whole / name).read_text()
+    records = [json.loads(line) for line in content.splitlines()]
+    number = data.draw(st.integers(0, len(records) - 1))
+    places = list(_places(records[number]))
+    holder, key = places[data.draw(st.integers(0, len(places) - 1))]
+    if data.draw(st.booleans()) and isinstance(holder, dict):
+        del holder[key]
+    else:
+        holder[key] = data.draw(st.sampled_from(JUNK))
+    (copy / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    try:
+        read_everything(copy)
+    except (RunLogError, ReportError) as error:
+        assert str(copy) in str(error)
+    finally:
+        (copy / name).write_text(content)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) inside a record."""
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield value, key
+            yield from _places(value[key])
 
 
 def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:

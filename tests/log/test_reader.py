@@ -76,12 +76,13 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
         record(2, measured=MEASURED | {"rank_busy_ms": [1.0, "x"]}),
         "measured.rank_busy_ms[1] 'x'",
     ),
-    "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "times must be"),
-    "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "all alike"),
+    "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
+    "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
     "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
     "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
     "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
+    "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),
 }
 
 
@@ -149,6 +150,7 @@ def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"curves": [[[0.5, 1.0]]]}, "curves must have 2 buckets and 2 budgets"),
         ({"curves": [[1.0, 2.0]]}, r"curves\[0\]\[0\] 1.0"),
         ({"grid": [1, None]}, r"grid\[1\] None"),
     ],
@@ -246,7 +248,9 @@ MICRO_BATCH = rank_record(1)["micro_batches"][0]
 BAD_RANK_RECORDS = {
     "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
     "no-length": ({"lengths_tokens": [100, 0]}, "lengths_tokens[1] 0"),
+    "layers": ({"budgets": [[4, 1]]}, "budgets (1, 2) must be of 3 layers"),
     "ragged": ({"budgets": [[4, 1], [3], [2, 1]]}, "budgets: must be an array"),
+    "no-budget": ({"budgets": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
     "coverage": ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
     "position": ({"position": -1}, "position -1"),
 }
@@ -261,14 +265,17 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
     )
     assert sorted(logs.steps) == [1, 3]
     (problem,) = logs.problems
-    assert re.search(r"rank-00000.jsonl line 3: ", problem)
+    assert re.search(r"rank-00000.jsonl( line 3|: step 2): ", problem)
     assert message in problem
 
 
 @pytest.mark.parametrize(
     "span",
     [
+        ["sideways", 0, 0, 0.0, 1.0],
         ["forward", 0, 0, 0.0],
+        ["forward", 0, 0, 2.0, 1.0],
+        ["forward", 0, 0, -2.0, 1.0],
         ["forward", 0, 0, 0.0, None],
     ],
 )

@@ -24,6 +24,7 @@ from sparsebalance_megatron.log.records import (
     RANK_LOG,
     SIDES,
     STEP_LOG,
+    DamagedLineError,
     RankStep,
     Record,
     StepRecord,
@@ -153,6 +154,35 @@ def test_who_shared_a_row_comes_back() -> None:
     assert step_from(alone).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("widths", "possible"),
+    [
+        ([[2], [2], [1], [1], [1]], True),
+        ([[1], [1], [2], [2]], True),
+        ([[1], [2], [2], [1]], False),
+        ([[1], [1], [1], [2]], False),
+        ([[3], [3], [3]], False),
+        ([[4], [4]], False),
+        ([[0], [1]], False),
+        ([[None], [1]], False),
+        ([[1.5], [1]], False),
+        ([[1, 1], [1, 1]], False),
+        ("two", False),
+    ],
+)
+def test_groups_are_powers_of_two_at_multiples_of_their_width(widths: Any, possible: bool) -> None:
+    record = written() | {"widths": widths}
+    times = np.ones((len(widths), 1, 1, 1)).tolist()
+    for side in ("predicted", "measured"):
+        busy_ms = [1.0] * len(times)
+        record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}
+    if possible:
+        assert step_from(record).cp_sizes_RM.max() == 2
+    else:
+        with pytest.raises(DamagedLineError, match="widths"):
+            step_from(record)
+
+
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
     """Chunks of one micro-batch are observed apart, in the order they ran."""
     planned = planned_step()
@@ -197,7 +227,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         assert read.position == micro_batches.index(plan)
         assert (read.lengths_tokens, read.tokens) == (plan.lengths_tokens, plan.tokens)
         np.testing.assert_array_equal(read.budgets_LS, plan.budgets_LS[list(LAYERS)])
-        assert list(read.coverage or ()) == line["micro_batches"][read.position]["coverage"]
+        assert list(read.coverage_S) == line["micro_batches"][read.position]["coverage"]
 
 
 def test_a_rank_without_layers_has_no_coverage() -> None:
@@ -213,6 +243,7 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
     step = of_rank(record)
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
+    assert [micro_batch.coverage_S for micro_batch in step.micro_batches] == [(), ()]
 
 
 def test_a_rank_says_which_share_of_a_row_it_had() -> None:
