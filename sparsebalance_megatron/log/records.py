@@ -164,7 +164,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
     none was shared. ``segments``: by rank, segments of each of its micro-batches; only where stages
-    ran segments. Positions that a rank did not run took 0 ms.
+    ran segments.
     """
 
     iteration: Count
@@ -203,9 +203,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         if self.segments and (
             len(self.segments) != self.shape[0]
             or self.shape[2] != 1
-            or not all(
-                0 < len(of_rank) <= self.shape[3] and all(of_rank) for of_rank in self.segments
-            )
+            or not all(len(of_rank) == self.shape[3] and all(of_rank) for of_rank in self.segments)
         ):
             raise ValueError(
                 f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
