@@ -105,7 +105,11 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """What the plan expected of a step; imbalances are max/mean."""
+    """What the plan expected of a step; imbalances are max/mean.
+
+    ``segment_ms``: by rank, [2, P, segments of all its micro-batches]; only where stages ran
+    segments.
+    """
 
     makespan_ms: Milliseconds
     lower_bound_ms: Milliseconds
@@ -121,6 +125,7 @@ class Predicted(Struct, frozen=True, kw_only=True):
     samples_raised: Count
     samples_clamped: Count
     device_slowness: tuple[tuple[Number, ...], ...] | None
+    segment_ms: tuple[np.ndarray, ...] | UnsetType = UNSET
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -208,6 +213,10 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
             raise ValueError(
                 f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
             )
+        expected = [(2, self.shape[1], sum(of_rank)) for of_rank in self.segments or ()]
+        found = [of_rank.shape for of_rank in self.predicted.segment_ms or ()]
+        if found not in ([], expected):
+            raise ValueError(f"segment_ms {str(found)[:60]} must be {str(expected)[:60]}")
 
     @property
     def shape(self) -> tuple[int, ...]:
