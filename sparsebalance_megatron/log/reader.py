@@ -71,7 +71,7 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """What the ranks wrote; ``steps[iteration][place]``."""
+    """Records of all ranks; ``steps[iteration][place]``."""
 
     headers: Mapping[Place, RankHeader] = field(default_factory=dict)
     steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)

@@ -51,7 +51,7 @@ _SHAPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """What is known of a step at its end, of all ranks; nothing in it changes afterwards.
+    """Facts about a step at its end, of all ranks; nothing in it changes afterwards.
 
     ``iteration_ms`` is None in the first step of a process. ``host_ms`` is that of the rank which
     writes (:class:`.timing.HostTime`).

@@ -70,7 +70,7 @@ class DataSource(Struct, frozen=True, kw_only=True):
 
 
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
-    """What runs, on what, with which settings.
+    """Software, devices and settings of a run.
 
     ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
     ``seq_length``: tokens of the longest sample. ``grid``: budgets, in blocks, at which coverage is
@@ -105,7 +105,7 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """What the plan expected of a step; imbalances are max/mean.
+    """Predictions of a step by its plan; imbalances are max/mean.
 
     ``segment_ms``: by rank, [2, P, segments of all its micro-batches]; only where stages ran
     segments.
@@ -129,7 +129,7 @@ class Predicted(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What a step took; ``rank_busy_ms``: computing time of each rank's busiest stage."""
+    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
@@ -296,7 +296,7 @@ class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
 
 
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
-    """Where a rank stands; ``chunk_layers``: global, zero-based layers of each of its chunks."""
+    """Place of a rank; ``chunk_layers``: global, zero-based layers of each of its chunks."""
 
     world_rank: Count
     data_parallel_rank: Count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner predicts of a plan.
+"""Predicts times, coverage and bounds of a plan.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
 V virtual stages, M micro-batches, C = P x V chunks, U segments; a leading 2: forward and backward.

@@ -35,7 +35,7 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPolicy:
-    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+    """Settings of the user; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
 
     ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
     step.
@@ -71,7 +71,7 @@ class PlanPolicy:
         return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
 
     def dense_L(self, layers: int) -> np.ndarray:
-        """Which layers read all visible blocks, whatever the tuning."""
+        """Mask of layers that read all visible blocks, whatever the tuning."""
         return self.base_L(layers) == DENSE
 
     @classmethod
@@ -150,7 +150,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What the planner predicts of a plan. All times in ms, imbalances are max/mean.
+    """Predictions of a plan. All times in ms, imbalances are max/mean.
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
     together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments; empty where
@@ -196,7 +196,7 @@ class StepPlan:
     batching: Batching = "arrival"
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What a data-parallel rank runs, position by position."""
+        """Micro-batches of a data-parallel rank, position by position."""
         return self._rank_plans[rank]
 
     def rank_tokens_RM(self) -> np.ndarray:

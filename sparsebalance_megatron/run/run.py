@@ -72,7 +72,7 @@ class Loop:
 
 
 class Samples(Protocol):
-    """What a run needs of whoever owns the data: plans made from the lengths of coming samples."""
+    """Interface of the owner of the data: plans made from the lengths of coming samples."""
 
     @property
     def coverage(self) -> CoverageCurves:
@@ -89,7 +89,7 @@ class Samples(Protocol):
 
 
 class Run:
-    """One run on one rank, which :class:`.forward_step.ForwardStep` tells of its forward steps.
+    """One run on one rank, called by :class:`.forward_step.ForwardStep` for each forward step.
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
@@ -195,7 +195,7 @@ class Run:
             self._reports.append(report)
 
     def problem(self, remedy: str, model_remedy: str) -> str | None:
-        """What is missing of a whole step on this rank, for a loop that ends steps itself.
+        """Say what is missing of a whole step on this rank, for a loop that ends steps itself.
 
         ``remedy`` is for missing forwards, ``model_remedy`` says what to give the model where its
         attention is not the plugin's.

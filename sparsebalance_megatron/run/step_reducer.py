@@ -133,7 +133,8 @@ class StepReducer:
         digest: bytes,
         recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
-        """What all ranks measured, and [O, 2] executed coverage and guard of this rank; collective.
+        """Measurements of all ranks, and [O, 2] executed coverage and guard of this rank;
+        collective.
 
         Args:
             segments_M: of this rank's micro-batches.

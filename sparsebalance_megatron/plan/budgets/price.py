@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What coverage costs: budgets by price, and one price for all layers and samples of a horizon.
+"""Prices of coverage: budgets by price, and one price for all layers and samples of a horizon.
 
 A step of budgets leads from one grid budget to the next, with a price in ms and a gain in coverage.
 Steps are ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain

@@ -81,7 +81,7 @@ def best_segments(problem: StepProblem, one_piece: Placement) -> SegmentedStep |
 
 
 def one_piece_bound_ms(problem: StepProblem) -> float:
-    """What a step takes at least where no micro-batch is cut, at any budgets that are allowed."""
+    """Lower bound of a step without cuts, over all allowed budgets."""
     costs = problem.costs
     floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
     return step_bounds(floor_2SC, costs).bound_ms * float(costs.slowness_RP.min())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every stage of every rank did in one step, and when: as predicted, and as measured.
+"""Operations of every stage of every rank in one step, with their times: predicted, and measured.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
 U segments, O operations, 2 forward and backward.
