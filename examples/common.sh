@@ -87,6 +87,11 @@ run_example() {
 }
 
 train() {
+    if [[ " $* " == *' --sparse-balance-dry-run'* ]]; then
+        # One process plans for all ranks, and its error is the last line.
+        WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python -m sparsebalance_megatron.pretrain_gpt "$@"
+        return
+    fi
     torchrun --nnodes "${NNODES}" --node-rank "${NODE_RANK}" --nproc-per-node "${GPUS_PER_NODE}" \
         --master-addr "${MASTER_ADDR}" --master-port "${MASTER_PORT}" \
         -m sparsebalance_megatron.pretrain_gpt "$@"

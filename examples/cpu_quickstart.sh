@@ -16,11 +16,12 @@ TRAIN_ITERS="${TRAIN_ITERS:-20}"
 
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 
-DISTRIBUTED_ARGS=(
-    --nproc-per-node 2
-    --standalone
-    --local-addr 127.0.0.1
-)
+LAUNCH=(torchrun --nproc-per-node 2 --standalone --local-addr 127.0.0.1)
+if [[ " $* " == *' --sparse-balance-dry-run'* ]]; then
+    # One process plans for both ranks, and its error is the last line.
+    export WORLD_SIZE=2
+    LAUNCH=(python)
+fi
 
 MODEL_ARGS=(
     --num-layers 3
@@ -81,7 +82,7 @@ case "${1:-}" in
         sparse-balance prepare-data --python-stdlib --tokenizer-train 2048 --output-prefix "${DATA}"
         ;;
     *)
-        torchrun "${DISTRIBUTED_ARGS[@]}" -m sparsebalance_megatron.pretrain_gpt \
+        "${LAUNCH[@]}" -m sparsebalance_megatron.pretrain_gpt \
             "${MODEL_ARGS[@]}" \
             "${TRAINING_ARGS[@]}" \
             "${DATA_ARGS[@]}" \

@@ -36,7 +36,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``SparseBalanceConfig``, imported when it is asked for: commands start without it."""
+    """``SparseBalanceConfig``, imported at first use: commands start without it."""
     if name != "SparseBalanceConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sparsebalance_megatron.config import SparseBalanceConfig

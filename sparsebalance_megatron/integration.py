@@ -300,7 +300,7 @@ def train_data_iterator(
 ) -> Iterator[Any]:
     """The ``data_iterator`` of training steps, for one model chunk; collective at the first call.
 
-    It has no end: after the last sample of an epoch comes the first of the next.
+    It is endless: after the last sample of an epoch comes the first of the next.
 
     Args:
         consumed_samples: trained on before, a multiple of ``global_batch_size``.

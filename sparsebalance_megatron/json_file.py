@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens files that users name, and reads JSON that somebody else may have written or damaged.
+"""Opens files that users name, and reads JSON that other programs may have written or damaged.
 
 Bounded in memory and time: a file must be a regular one, and its size or its lines bounded.
 """
@@ -61,7 +61,7 @@ def open_regular(path: Path) -> BinaryIO:
         UnreadableFileError: with another reason.
     """
     try:
-        # Opening a pipe that nobody writes to would wait for ever without this flag.
+        # Without this flag, opening a pipe without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise NoSuchFileError(f"cannot be read ({error.strerror})") from error

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,17 +86,31 @@ class TrainingRun:
 
 
 def write_documents(
-    prefix: Path, lengths_tokens: Sequence[int], *, vocabulary: int = VOCABULARY, seed: int = 7
+    prefix: Path,
+    lengths_tokens: Sequence[int],
+    *,
+    vocabulary: int = VOCABULARY,
+    seed: int = 7,
+    masked: bool = False,
 ) -> Path:
-    """A real .bin/.idx pair of random documents with a learnable bias towards small tokens."""
+    """A real .bin/.idx pair of random documents with a learnable bias towards small tokens.
+
+    Args:
+        masked: write a loss mask, too, in which every other token counts.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
 
+    def write(path: str, dtype: type, documents: Iterable[np.ndarray]) -> None:
+        builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
+        for values in documents:
+            builder.add_document(values.astype(dtype), [len(values)])
+        builder.finalize(get_idx_path(path))
+
     generator = np.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for length in lengths_tokens:
-        tokens = (generator.random(length) ** 3 * (vocabulary - 1)).astype(np.uint16)
-        builder.add_document(tokens, [length])
-    builder.finalize(get_idx_path(str(prefix)))
+    documents = (generator.random(length) ** 3 * (vocabulary - 1) for length in lengths_tokens)
+    write(str(prefix), np.uint16, documents)
+    if masked:
+        write(f"{prefix}_loss_mask", np.uint8, (np.arange(length) % 2 for length in lengths_tokens))
     return prefix
 
 

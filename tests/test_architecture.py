@@ -84,7 +84,7 @@ IMPORT_RULES = {
         outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "view.simulate")
     ),
     "view/report": ImportRule(
-        outside=("jinja2", "numpy", "rich", "scipy"), inside=("learn", "log", "plan", "view.report")
+        outside=("jinja2", "numpy", "scipy"), inside=("learn", "log", "plan", "view.report")
     ),
     "view": ImportRule(),
     "evaluate": ImportRule(
@@ -92,7 +92,7 @@ IMPORT_RULES = {
         inside=("attention", "cost.work_model", "evaluate"),
     ),
     "cli": ImportRule(
-        outside=("numpy", "rich", "safetensors", "torch", "tqdm"),
+        outside=("numpy", "safetensors", "torch", "tqdm"),
         inside=(
             *("attention", "cli", "convert", "cost", "data", "learn", "log", "megatron", "plan"),
             *("profile", "run", "view"),
@@ -188,7 +188,7 @@ def test_import_is_light(module: str) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); before = set(sys.modules); "
         f"import {module}; new = {{name.partition('.')[0] for name in set(sys.modules) - before}}; "
-        "print(*sorted(new & {'torch', 'megatron', 'numpy', 'scipy', 'rich', 'transformers'}))"
+        "print(*sorted(new & {'torch', 'megatron', 'numpy', 'scipy', 'transformers'}))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

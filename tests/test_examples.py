@@ -54,8 +54,9 @@ def run_script(
     directory: Path,
     variables: Mapping[str, str] | None = None,
     path_first: Path | None = None,
+    exit_code: int = 0,
 ) -> str:
-    """Output of an example started in ``directory``; fails with its end if the status is not 0."""
+    """Output of an example started in ``directory``; fails with its end at another exit code."""
     path = [str(path_first)] if path_first else []
     path += [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
@@ -74,7 +75,7 @@ def run_script(
         text=True,
         timeout=400,
     )
-    assert result.returncode == 0, result.stdout[-4000:]
+    assert result.returncode == exit_code, result.stdout[-4000:]
     return result.stdout
 
 
@@ -95,11 +96,13 @@ def run_step(
     """Output of the one program that a step of an example starts."""
     with tempfile.TemporaryDirectory() as scratch:
         programs = Path(scratch, "programs")
-        record(programs, ("sparse-balance", "torchrun"))
+        record(programs, ("sparse-balance", "torchrun", "python"))
         run_script(name, *arguments, directory=directory, variables=variables, path_first=programs)
         (((program, *words), environment),) = recorded(programs)
         if program == "sparse-balance":
             words, ranks = ["-m", "sparsebalance_megatron.cli", *words], 1
+        elif program == "python":
+            ranks = 1
         else:
             launch = get_args_parser().parse_args(words)
             assert launch.module
@@ -179,6 +182,14 @@ def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
     assert "dry run of 8 ranks: tensor 2 x pipeline 1 x data 4" in planned
     assert re.search(r"costs: \d+ measurements of .* on cpu", planned)
     assert "makespan: " in planned
+
+
+@pytest.mark.parametrize("name", ["qwen2.5_0.5b_sft.sh", "cpu_quickstart.sh"])
+def test_a_refused_dry_run_ends_with_its_error(name: str, tmp_path: Path) -> None:
+    """One process plans for all ranks, so no launcher prints below it."""
+    wrong = "--sparse-balance-dry-run", "--sparse-balance-base-budget", "0"
+    (error,) = run_script(name, *wrong, directory=tmp_path, exit_code=2).splitlines()
+    assert "--sparse-balance-base-budget 0" in error
 
 
 @pytest.mark.parametrize("name", [*MODELS, "longcontext_pretrain.sh", "cpu_quickstart.sh"])
@@ -329,7 +340,7 @@ def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
         (programs / program).chmod(0o755)
     run_script(
         "slurm.sh",
-        *(str(REPOSITORY / "examples/qwen2.5_3b_sft.sh"), "--sparse-balance-dry-run"),
+        *(str(REPOSITORY / "examples/qwen2.5_3b_sft.sh"), "--log-progress"),
         directory=tmp_path,
         variables={
             "SLURM_NNODES": "2",
@@ -344,4 +355,4 @@ def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
     for flags in started:
         assert flags["--nnodes"] == (2.0,) and flags["--nproc-per-node"] == (8.0,)
         assert (flags["--master-addr"][0], flags["--master-port"][0]) == ("first1", 23456.0)
-        assert "--sparse-balance-dry-run" in flags
+        assert "--log-progress" in flags

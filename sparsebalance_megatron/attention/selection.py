@@ -138,7 +138,7 @@ class Selection:
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its lists and own blocks, for who keeps tensors and nothing else."""
+        """Its lists and own blocks as plain tensors."""
         lists = self.indices_QCK, self.counts_QC, self.own_block_N
         if self.columns is None:
             return lists

@@ -133,7 +133,7 @@ def _refused(reason: str, status: int = 2) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered goes nowhere."""
+    """Discard what is still buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -186,6 +186,6 @@ def _one_line(text: str) -> str:
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What comes before and after the first ``--``."""
+    """Words before and after the first ``--``."""
     position = argv.index("--") if "--" in argv else len(argv)
     return argv[:position], argv[position + 1 :]

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import progress_bar
+from sparsebalance_megatron.cli.output import print_json, print_wrapped, progress_bar
 from sparsebalance_megatron.cli.workload_flags import (
     add_layer_budgets_flag,
     add_lengths_flags,
@@ -19,8 +19,6 @@ from sparsebalance_megatron.cli.workload_flags import (
     check_flags,
     checked_layer_budgets,
     lengths_in_order,
-    print_json,
-    print_wrapped,
 )
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.fit import fit_cost_model
@@ -117,7 +115,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
-    """What is advised on, and the block sizes to try."""
+    """The job to advise on, and the block sizes to try."""
     model = model_named(arguments.model)
     shape = model.on_ranks(arguments.tp)
     samples = arguments.steps * arguments.global_batch

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, get_args
 
 from sparsebalance_megatron import supported
+from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation, Router
 
 PACKAGES = (
@@ -41,7 +41,10 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Look, print."""
     found = environment()
-    print(json.dumps(found, indent=2) if arguments.json else "\n".join(as_text(found)))
+    if arguments.json:
+        print_json(found)
+    else:
+        print(*as_text(found), sep="\n")
     return 0
 
 

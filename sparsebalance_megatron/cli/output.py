@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print and write with; each says in one line why it cannot."""
+"""Printing and writing of commands; each failure is one line."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 from sparsebalance_megatron.json_file import refuse_output_over_input
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
 
@@ -21,28 +20,15 @@ class OutputError(ValueError):
     """A package to show something with is missing, or a file cannot be written."""
 
 
-def open_console(otherwise: str = "") -> Console:
-    """A console on standard output.
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document."""
+    print(json.dumps(document, indent=2))
 
-    Args:
-        otherwise: ends the error's text: what can be done without rich.
 
-    Raises:
-        OutputError: if rich is not installed.
-    """
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise OutputError(
-            f"the table needs rich: pip install 'sparsebalance-megatron[tools]'{otherwise}"
-        ) from None
-
-    class PipedConsole(Console):
-        def on_broken_pipe(self) -> None:
-            """As printing without rich: the command ends as one whose reader has gone."""
-            raise BrokenPipeError
-
-    return PipedConsole()
+def print_wrapped(sentences: Sequence[str]) -> None:
+    """Print sentences, each from a line of its own."""
+    for sentence in sentences:
+        print("\n".join(wrapped(sentence, terminal_columns())))
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -78,7 +64,7 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; a pipe that nobody reads is refused, not waited for.
+    """A file to write into; a pipe without a reader is refused, not waited for.
 
     Raises:
         OutputError: with the reason, if it cannot be written.

@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 
+from sparsebalance_megatron.cli.output import print_json, print_wrapped
 from sparsebalance_megatron.cli.workload_flags import (
     add_lengths_flags,
     add_model_flag,
@@ -21,8 +22,6 @@ from sparsebalance_megatron.cli.workload_flags import (
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
-    print_json,
-    print_wrapped,
 )
 from sparsebalance_megatron.config import Batching, SparseBalanceConfig, Tuning
 from sparsebalance_megatron.cost.fit import measured_cost_model

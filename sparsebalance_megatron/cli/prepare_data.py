@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(summary: dict[str, Any], prefix: str) -> str:
-    """What was written, in a few lines."""
+    """Describe the written data set in a few lines."""
     lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
     lines = [
         f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "

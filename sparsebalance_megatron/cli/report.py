@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import OutputError, refuse_output_over_logs, write_text
+from sparsebalance_megatron.cli.output import (
+    OutputError,
+    print_json,
+    refuse_output_over_logs,
+    write_text,
+)
 from sparsebalance_megatron.cli.summary import show
 from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.view.report.run_report import Report, make_report, render_page
@@ -56,13 +60,13 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read, draw, write, print; where rich is not installed the page is written."""
+    """Read, draw, write, print."""
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     if arguments.follow is not None:
         return _follow(arguments)
     report = _write(arguments)
     if arguments.json:
-        print(json.dumps(asdict(report.numbers), indent=2))
+        print_json(asdict(report.numbers))
         return 0
     show(report.numbers, report.notes)
     print(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.cli.workload_flags import (
     add_data_flags,
     add_model_flag,
@@ -19,7 +20,6 @@ from sparsebalance_megatron.cli.workload_flags import (
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
-    print_json,
 )
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.prediction import Workload

@@ -10,15 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
-    open_console,
     print_notes,
+    print_wrapped,
     refuse_output_over_logs,
     write_text,
 )
 from sparsebalance_megatron.log.reader import read_run_log
+from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
-from sparsebalance_megatron.view.report.words import changes, headline, noise, numbers_table
+from sparsebalance_megatron.view.report.words import changes, headline, numbers_table
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -67,17 +68,9 @@ def run(arguments: Namespace) -> int:
 
 def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
-    console = open_console()
-    for line in (headline(numbers), *changes(numbers), *noise(numbers)):
-        console.print(line, markup=False, highlight=False)
-    from rich.table import Table
-
-    names, rows = numbers_table(numbers)
-    table = Table()
+    print_wrapped([headline(numbers), *changes(numbers)])
     # The page says besides how each number is known.
-    for name in names[:-1]:
-        table.add_column(name, justify="right" if name else "left")
-    for cells in rows:
-        table.add_row(*cells[:-1])
-    console.print(table)
+    names, rows = numbers_table(numbers)
+    cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]
+    print(*text_table(cells, columns=terminal_columns()), sep="\n")
     print_notes(notes)

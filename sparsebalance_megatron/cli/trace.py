@@ -81,7 +81,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def traced_step(evidence: Evidence, record: StepRecord) -> TracedStep:
-    """What a trace shows of a step."""
+    """The records of a step that a trace shows."""
     timelines = {side: evidence.timeline(side, record.iteration) for side in SIDES}
     return TracedStep(
         record=record,

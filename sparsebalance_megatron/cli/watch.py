@@ -14,13 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.log.reader import LogTail, RunLogError, read_hosts, read_log_tail
+from sparsebalance_megatron.log.log_directory import step_log_path
+from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.text_table import printable
 from sparsebalance_megatron.view.report.words import ms_text, text_of
 
 _SLOWEST_INTERVAL_S = 3600.0
+_TAIL_BYTES = 4 << 20
+"""Of the log, at each look."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -41,8 +44,8 @@ def run(arguments: Namespace) -> int:
     """Follow the log until interrupted."""
     if not 0.05 <= arguments.interval <= _SLOWEST_INTERVAL_S:
         raise OutputError(f"--interval {arguments.interval}: must be 0.05 to 3600 seconds")
-    if arguments.once and not read_log_tail(arguments.run_directory).steps:
-        raise OutputError(_no_step(arguments.run_directory))
+    if arguments.once:
+        read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
     with suppress(KeyboardInterrupt):  # the way to end it
         for line in lines(arguments.run_directory, arguments.interval):
             print(line, flush=True)
@@ -57,30 +60,28 @@ def lines(directory: Path, interval_s: float) -> Iterator[str]:
     size_bytes, grown_s = -1, 0.0
     shown: object = None
     while True:
-        tail = None
-        with suppress(RunLogError):  # not there yet, or between two renames
-            tail = read_log_tail(directory)
-        if tail is not None and tail.steps:
+        try:
+            file = step_log_path(directory).stat()
+            steps = read_run_log(directory, last_bytes=_TAIL_BYTES).steps
+        except (RunLogError, OSError):  # not there yet, or between two renames
+            if shown is None:
+                yield (shown := f"{directory}: no step is logged yet")
+        else:
             now_s = time.monotonic()
-            if tail.size_bytes != size_bytes:
+            if file.st_size != size_bytes:
                 # At the first look the file says how old it is, by a clock that may be set.
-                age_s = time.time() - tail.written_unix_s if size_bytes < 0 else 0.0
-                size_bytes, grown_s = tail.size_bytes, now_s - max(0.0, age_s)
+                age_s = time.time() - file.st_mtime if size_bytes < 0 else 0.0
+                size_bytes, grown_s = file.st_size, now_s - max(0.0, age_s)
             silent_s = now_s - grown_s
-            is_silent = silent_s > patience_s(tail.steps)
-            if shown != (state := (tail.steps[-1].iteration, is_silent)):
+            is_silent = silent_s > patience_s(steps)
+            if shown != (state := (steps[-1].iteration, is_silent)):
                 shown = state
-                if len(hosts) < len(tail.steps[-1].places):
+                if len(hosts) < len(steps[-1].places):
                     # Ranks write their first lines one after the other, perhaps late.
-                    hosts = read_hosts(directory)
-                yield status_line(tail, hosts, silent_s if is_silent else None)
-        elif shown is None:
-            yield (shown := _no_step(directory))
+                    headers = read_rank_logs(directory, ()).headers
+                    hosts = {place: header.host for place, header in headers.items()}
+                yield status_line(steps, hosts, silent_s if is_silent else None)
         time.sleep(interval_s)
-
-
-def _no_step(directory: Path) -> str:
-    return f"{directory}: no step is logged yet"
 
 
 _RECENT_STEPS = 10
@@ -97,14 +98,16 @@ class SlowDevice(NamedTuple):
     slowness: float
 
 
-def status_line(tail: LogTail, hosts: Mapping[Place, str], silent_s: float | None) -> str:
+def status_line(
+    steps: Sequence[StepRecord], hosts: Mapping[Place, str], silent_s: float | None
+) -> str:
     """The last step, and what the steps before it say.
 
     Args:
         hosts: of every stage of every rank, as far as the ranks' logs name them.
         silent_s: seconds since the log grew, where that says something.
     """
-    step, recent = tail.steps[-1], tail.steps[-_RECENT_STEPS:]
+    step, recent = steps[-1], steps[-_RECENT_STEPS:]
     measured_ms, predicted_ms = (
         max(each) if each else None for each in (step.measured_rank_ms, step.predicted_rank_ms)
     )
@@ -123,8 +126,6 @@ def status_line(tail: LogTail, hosts: Mapping[Place, str], silent_s: float | Non
         parts.append(f"slowest rank {rank} stage {stage}{where} {slowness:.2f}x")
     if silent_s is not None:
         parts.append(f"silent for {silent_s / 60:.0f} min: the run has ended, or hangs")
-    if tail.damaged:
-        parts.append(f"{tail.damaged} damaged lines left out")
     return " | ".join(parts)
 
 

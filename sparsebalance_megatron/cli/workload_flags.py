@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import ArgumentParser, Namespace, _ActionsContainer
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from sparsebalance_megatron.cli.output import print_wrapped
 from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, RANGES, CountedDevice, check_range
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
-from sparsebalance_megatron.text_table import terminal_columns, wrapped
+from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.view.simulate.models import MODELS
 from sparsebalance_megatron.view.simulate.tables import variant_lines
@@ -178,7 +178,7 @@ def check_flags(arguments: Namespace) -> None:
 
 
 def max_cp_size(arguments: Namespace, ranks: int) -> int:
-    """How many ranks may share a micro-batch, of data-parallel x context-parallel ranks.
+    """Most ranks that may share a micro-batch, of data-parallel x context-parallel ranks.
 
     Raises:
         ConfigError: a context-parallel size does not fit the ranks.
@@ -240,14 +240,3 @@ def planned_outcomes(
         "steps_with_unhideable_sample": unhideable,
         "variants": {name: asdict(each) for name, each in outcomes.items()},
     }
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document."""
-    print(json.dumps(document, indent=2))
-
-
-def print_wrapped(sentences: Sequence[str]) -> None:
-    """Print sentences, each from a line of its own."""
-    for sentence in sentences:
-        print("\n".join(wrapped(sentence, terminal_columns())))

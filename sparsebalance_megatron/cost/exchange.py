@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that ranks share a micro-batch: keys and values travel, work splits unevenly."""
+"""Cost of shared micro-batches: transfers of keys and values, uneven shares of the work."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _PAIRS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FitError:
-    """How far a model is from the measurements of one (part, direction), relative to them."""
+    """Relative error of a model at the measurements of one (part, direction)."""
 
     median: float
     p95: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage of the pipeline holds in memory, counted: an estimate before any GPU is used.
+"""Estimates the memory of a pipeline stage by counting tensors, before any GPU is used.
 
 Counted are weights with gradients and Adam's state, and the activations of the micro-batches in
 flight, with what this package adds: the lists of selected blocks. Not counted are the allocator's
@@ -25,7 +25,8 @@ _HALF, _FLOAT = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What decides the memory of a dense GPT in bfloat16 with RMSNorm, flags as in Megatron.
+    """Sizes and flags that decide the memory of a dense GPT in bfloat16 with RMSNorm, as in
+    Megatron.
 
     ``optimizer_ranks``: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
     it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
@@ -79,7 +80,7 @@ class MemoryModel:
         return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)
 
     def layer_bytes_per_token(self) -> float:
-        """What backward needs of one layer, per token of one rank's share of a sequence.
+        """Bytes that backward needs of one layer, per token of one rank's share of a sequence.
 
         The inputs of both norms and their outputs; query, key, value and attention output with its
         log-sum-exp, not the latents of multi-latent attention; the lists of blocks; the MLP's input
@@ -179,7 +180,7 @@ def stage_memory(
 
 
 def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:
-    """What a dry run and ``sparse-balance advise`` print; ``source`` counted the weights."""
+    """Lines that a dry run and ``sparse-balance advise`` print; ``source`` counted the weights."""
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"

@@ -191,6 +191,6 @@ class CostModel:
 
 
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
-    """What it costs that ranks share a micro-batch of a model, at the nominal bandwidth."""
+    """Cost of micro-batches that ranks share, at the nominal bandwidth."""
     kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
     return Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype)

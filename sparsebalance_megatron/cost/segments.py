@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that micro-batches pass the pipeline in segments."""
+"""Cost of micro-batches that pass the pipeline in segments."""
 
 from __future__ import annotations
 

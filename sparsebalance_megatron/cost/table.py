@@ -92,7 +92,8 @@ def latent_attention_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What latencies depend on besides lengths and budgets; equal or not comparable.
+    """Facts that latencies depend on besides lengths and budgets; tables compare only if they are
+    equal.
 
     ``selection`` is who selects blocks; ``dtype`` is torch's name without the prefix.
     """
@@ -227,5 +228,5 @@ class CostTable:
 
     @property
     def place(self) -> str:
-        """How messages name the table."""
+        """Name of the table in messages."""
         return "cost table" if self.path is None else f"cost table {self.path}"

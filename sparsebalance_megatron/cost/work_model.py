@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention a selection computes: block pairs of a document as a function of its budget.
+"""Attention that a selection computes: block pairs of a document as a function of its budget.
 
 Cost and plan know of a selection only what stands here. Another selection, whose lists grow
 otherwise with the budget, brings a model of its own.

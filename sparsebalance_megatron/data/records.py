@@ -35,7 +35,7 @@ _SHOWN_CHARACTERS = 200
 _MOST_BLANK_LINES = 2**20
 _LARGEST_EXPANSION = 250
 _LEAST_EXPANDED_BYTES = 2**24
-"""Compressed files that hold more than any text would are refused: they have no end in practice."""
+"""Compressed files that expand further than text does are refused: they would fill the disk."""
 _PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
@@ -116,7 +116,7 @@ class RecordFiles:
 class PythonStandardLibrary:
     """The ``.py`` files of the running interpreter's standard library, sorted by path.
 
-    A corpus with a natural long tail that every machine has. Its empty files and its few files in
+    A corpus with a long tail, present on every machine. Its empty files and its few files in
     other encodings, some broken on purpose, are always left out and counted.
     """
 

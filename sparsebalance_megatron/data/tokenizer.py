@@ -79,7 +79,7 @@ def render_conversation(messages: Sequence[Message], render: Render) -> Rendered
 def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Mask of trained tokens, uint8: those whose last character, by ``token_ends``, lies in a span.
 
-    A token that begins before the assistant's turn and ends in it is the model's to predict.
+    A token that begins before the assistant's turn and ends in it is trained.
     """
     ends = np.asarray(token_ends, dtype=np.int64)
     mask = np.zeros(len(ends), dtype=np.uint8)
@@ -166,7 +166,7 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
             trust_remote_code=False,
             local_files_only=not is_directory and not _hub_answers(),
         )
-    # What the files hold decides what the libraries raise: KeyError, or the bare Exception of Rust.
+    # The libraries raise whatever damaged files lead to: KeyError, or the bare Exception of Rust.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         problem = "" if is_directory else "not a directory, and not downloaded: "
@@ -196,7 +196,7 @@ def _hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    # What the libraries below raise without a network is not theirs to promise.
+    # The libraries below do not document what they raise without a network.
     except Exception:
         return False
     return True
@@ -215,7 +215,7 @@ def _template_renderer(loaded: Any) -> Render:
             return loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=open_assistant_turn
             )
-        # A template is a program of somebody else; what it may raise has no end.
+        # A template is a program, which may raise anything.
         except Exception as error:
             raise RenderError(f"the chat template refuses it: {error}") from error
 

@@ -165,7 +165,7 @@ def _asks_earlier_queries(selector: Selector[Any, Any], q_BQHD: Tensor, k_BTGD: 
 def _with_earlier_queries(
     module: torch.nn.Module, settings: SparseAttention, q_BQHD: Tensor, k_BTGD: Tensor
 ) -> Tensor:
-    """Queries of all tokens, [B, T, H, D]; zeros where nobody asks for them.
+    """Queries of all tokens, [B, T, H, D]; zeros where they are no queries.
 
     Raises:
         ConfigError: the selection needs queries that this layer has not seen.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learnt from steps, and planning with it."""
+"""Learns from steps, and plans with what was learnt."""

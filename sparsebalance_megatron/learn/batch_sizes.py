@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many samples every step has: a fixed number, or one that grows with the samples consumed."""
+"""Number of samples in every step: fixed, or growing with the samples consumed."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class HostPlanner:
 
     @property
     def max_cp_size(self) -> int:
-        """How many ranks share a micro-batch at most."""
+        """Most ranks that share a micro-batch."""
         return self._planner.policy.max_context_parallel
 
     def plan(
@@ -231,7 +231,7 @@ class HostPlanner:
         self._planner.learn(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
-        """What later plans depend on besides lengths; plain Python types."""
+        """State that later plans depend on besides lengths; plain Python types."""
         return self._planner.state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What one rank took for one step, in ms.
+    """Times of one rank in one step, in ms.
 
     ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
     ``spans``: by start, since ``start_unix_s``, the schedule's start, or that of the first span
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where this rank stands in the job."""
+    """Place of this rank in the job."""
 
     data_parallel_rank: int
     pipeline_rank: int
@@ -133,7 +133,7 @@ class RecomputeTotals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
-    """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
+    """Measurements of one step, identical on every rank. Times in ms, NaN where unmeasured."""
 
     times_2RPVM: np.ndarray
     """Forward and backward of every micro-batch on every chunk, as each rank measured them."""
@@ -150,7 +150,7 @@ class StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.
 
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
-        which waits for nobody and from then on computes in step with the others. So each operation
+        which waits for no rank and from then on computes in step with the others. So each operation
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
         Waiting would otherwise look like computation, and a rank with little to do before like a
         slow device.

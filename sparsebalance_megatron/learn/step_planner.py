@@ -40,7 +40,7 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What plans depend on besides lengths, as known at one moment."""
+    """Snapshot of everything that plans depend on besides lengths."""
 
     coverage: CoverageCurves
     scales: StageScales
@@ -103,7 +103,7 @@ class StepPlanner:
         self._dense_L = policy.dense_L(job.layers)
 
     def knowledge(self) -> Knowledge:
-        """What has been learnt, as known now; later steps do not change it."""
+        """Snapshot of what has been learnt; later steps do not change it."""
         return Knowledge(
             coverage=copy.deepcopy(self.coverage),
             scales=replace(self._calibration.snapshot(), slowness_RP=self._device_speed.snapshot()),
@@ -168,7 +168,7 @@ class StepPlanner:
 
     @property
     def _saved(self) -> dict[str, Any]:
-        """What a checkpoint holds; no device speeds, because a restart may run on other devices."""
+        """State for a checkpoint; no device speeds, because a restart may run on other devices."""
         return {
             "coverage_balance": self._account,
             "coverage": self.coverage,
@@ -176,7 +176,7 @@ class StepPlanner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What later plans depend on besides lengths, in plain Python types."""
+        """State that later plans depend on besides lengths, in plain Python types."""
         saved = {name: learner.state_dict() for name, learner in self._saved.items()}
         return {"version": _STATE_VERSION, **saved}
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes and what reads it back: one file per format."""
+"""Writers and readers of a run's logs: one file per format."""

@@ -30,7 +30,7 @@ def step_log_path(directory: str | Path) -> Path:
 
 
 def rank_folder(directory: str | Path) -> Path:
-    """Where all ranks of a run write."""
+    """Folder in which all ranks of a run write."""
     return Path(directory) / "ranks"
 
 
@@ -48,7 +48,7 @@ def rank_files(directory: Path) -> tuple[Path, ...]:
 
 
 def older_file(path: Path) -> Path:
-    """Where a log that outgrew its file keeps the lines before: ``NAME.1.jsonl``."""
+    """File of the earlier lines of a log that outgrew its size: ``NAME.1.jsonl``."""
     return path.with_suffix(f".1{path.suffix}")
 
 
@@ -125,7 +125,7 @@ class LogDirectory:
     def set_aside(self, number: int) -> Path:
         """Move an earlier run's logs to ``earlier/NUMBER``, which is returned.
 
-        All ranks may do it at once: each log is moved by whoever comes first.
+        All ranks may do it at once: the first one moves a log.
 
         Raises:
             LogDirectoryError: if they cannot be moved.

@@ -41,7 +41,7 @@ _DISCARDED = msgspec.json.Decoder(_Discarded)
 
 
 class JsonLinesFile:
-    """Appends records to ``NAME.jsonl``, the oldest of which it forgets.
+    """Appends records to ``NAME.jsonl``, and drops the oldest beyond a size.
 
     When the file would exceed half of ``max_bytes`` it is renamed to ``NAME.1.jsonl``, in the place
     of an older one, and a new file begins with the header. A header's ``lines_discarded`` counts
@@ -111,7 +111,7 @@ class JsonLinesFile:
         return encode(structs.replace(self._header, lines_discarded=self._discarded or UNSET))
 
     def _write(self, line: bytes) -> None:
-        """What is due, and the line."""
+        """Write lines that are due, and this one."""
         if self._longest_header_bytes + len(line) > self._half_bytes:
             raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
         descriptor = self._opened()
@@ -131,7 +131,7 @@ class JsonLinesFile:
 
     def _opened(self) -> int:
         if self._descriptor is None:
-            # A pipe that nobody reads is an error, and not waited for.
+            # A pipe without a reader is an error, and not waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
             self._descriptor = os.open(self.path, flags, 0o644)
         return self._descriptor

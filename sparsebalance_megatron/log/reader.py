@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import msgspec
 from msgspec import UNSET
@@ -41,9 +41,6 @@ from sparsebalance_megatron.log.records import (
 )
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 
-_TAIL_BYTES = 4 << 20
-_MAX_HEADER_BYTES = 1 << 20
-
 
 class RunLogError(ValueError):
     """A run left no usable step log."""
@@ -71,7 +68,7 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """What the ranks wrote; ``steps[iteration][place]``."""
+    """Records of all ranks; ``steps[iteration][place]``."""
 
     headers: Mapping[Place, RankHeader] = field(default_factory=dict)
     steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
@@ -92,15 +89,21 @@ class _LogReader[R: Record]:
         path: the newest file; an older one is read before it.
         decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
         wanted: iterations to decode; None for all.
+        last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
 
     def __init__(
-        self, path: Path, decoder: msgspec.json.Decoder[R], wanted: Collection[int] | None = None
+        self,
+        path: Path,
+        decoder: msgspec.json.Decoder[R],
+        wanted: Collection[int] | None = None,
+        last_bytes: int | None = None,
     ) -> None:
         self.problems: list[str] = []
         self._path = path
         self._decoder = decoder
         self._wanted = wanted
+        self._last_bytes = last_bytes
 
     def records(self) -> Iterator[R]:
         """The records as they are read; damaged lines are noted and left out.
@@ -109,8 +112,10 @@ class _LogReader[R: Record]:
             UnreadableFileError, OSError: a file cannot be read.
         """
         discarded = dropped = 0
-        for path in log_files(self._path) or (self._path,):
+        paths = log_files(self._path) if self._last_bytes is None else ()
+        for path in paths or (self._path,):
             with open_regular(path) as stream:
+                self._skip(stream)
                 for number, text in enumerate(bounded_lines(stream, MAX_BYTES), start=1):
                     if self._is_unwanted(text):
                         continue
@@ -131,7 +136,18 @@ class _LogReader[R: Record]:
         if dropped:
             self.problems.append(f"{self._path}: {dropped} lines could not be written in training")
 
+    def _skip(self, stream: BinaryIO) -> None:
+        """Go to the first whole line of what is read."""
+        if self._last_bytes is not None:
+            first_byte = os.fstat(stream.fileno()).st_size - self._last_bytes
+            if first_byte > 0:
+                stream.seek(first_byte)
+                stream.readline()
+
     def _is_unwanted(self, text: bytes) -> bool:
+        if self._last_bytes is not None and not text.endswith(b"\n"):
+            # It is being written.
+            return True
         if self._wanted is None:
             return False
         with suppress(DamagedLineError):
@@ -140,18 +156,21 @@ class _LogReader[R: Record]:
         return False
 
 
-def read_run_log(directory: str | Path) -> RunLog:
+def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
     """Read ``DIRECTORY/steps.jsonl``, and ``steps.1.jsonl`` before it where the log outgrew a file.
 
-    A resumed run appends to its log: of an iteration that is there twice the later line counts.
+    A resumed run appends to its log: of the steps before, those that it repeats are left out.
+
+    Args:
+        last_bytes: read only so much of the end of a log that may still be written; None: all.
 
     Raises:
         RunLogError: if the file is missing, unreadable, or holds no step at all.
     """
     path = step_log_path(directory)
-    reader = _LogReader(path, STEP_LOG)
+    reader = _LogReader(path, STEP_LOG, last_bytes=last_bytes)
     header = coverage = None
-    steps: dict[int, StepRecord] = {}
+    steps: list[StepRecord] = []
     repeated = 0
     try:
         for record in reader.records():
@@ -161,8 +180,10 @@ def read_run_log(directory: str | Path) -> RunLog:
                 case CoverageRecord():
                     coverage = record
                 case StepRecord():
-                    repeated += record.iteration in steps
-                    steps[record.iteration] = record
+                    while steps and steps[-1].iteration >= record.iteration:
+                        steps.pop()
+                        repeated += 1
+                    steps.append(record)
     except NoSuchFileError:
         raise RunLogError(
             f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
@@ -174,88 +195,25 @@ def read_run_log(directory: str | Path) -> RunLog:
     problems = reader.problems
     if not steps:
         raise RunLogError(
-            f"no readable step: {problems[0]}"
-            if problems
-            else f"{path}: no step; the run ended before its first step did"
+            f"no readable step: {problems[0]}" if problems else f"{path}: no step is logged yet"
         )
-    if header is None:
+    if header is None and last_bytes is None:
         problems.append(f"{path}: no header line, the run's configuration is unknown")
     if repeated:
-        problems.append(f"{path}: {repeated} steps ran again after a resume; the later ones count")
+        problems.append(f"{path}: {repeated} steps before a resume that repeats them; left out")
     return RunLog(
         directory=path.parent,
         header=header,
-        steps=tuple(steps[iteration] for iteration in sorted(steps)),
+        steps=tuple(steps),
         problems=tuple(problems),
         coverage=coverage,
     )
 
 
-class LogTail(NamedTuple):
-    """The last steps of a log that may still be written, by rising iteration.
-
-    ``size_bytes`` and ``written_unix_s`` are those of its file; ``damaged`` counts its lines that
-    are no records.
-    """
-
-    steps: tuple[StepRecord, ...]
-    damaged: int
-    size_bytes: int
-    written_unix_s: float
-
-
-def read_log_tail(directory: Path) -> LogTail:
-    """Read the end of ``DIRECTORY/steps.jsonl``; a line counts once its end is written.
-
-    Of an iteration that ran again after a resume the later line counts, and those that came after
-    it are dropped.
-
-    Raises:
-        RunLogError: there is no log, or it cannot be read.
-    """
-    path = step_log_path(directory)
-    try:
-        with open_regular(path) as stream:
-            status = os.fstat(stream.fileno())
-            first_byte = max(0, status.st_size - _TAIL_BYTES)
-            stream.seek(first_byte)
-            lines = stream.read(_TAIL_BYTES).split(b"\n")[:-1]
-    except NoSuchFileError:
-        raise RunLogError(
-            f"{path}: not there yet; train with --sparse-balance-log-dir {directory}"
-        ) from None
-    except (UnreadableFileError, OSError) as error:
-        raise RunLogError(f"{path}: {error}") from error
-    steps: list[StepRecord] = []
-    damaged = 0
-    # A line that begins before the tail is cut off.
-    for line in lines[1:] if first_byte else lines:
-        try:
-            record = decode(line, STEP_LOG) if line.strip() else None
-        except DamagedLineError:
-            damaged += 1
-            continue
-        if isinstance(record, StepRecord):
-            steps = [step for step in steps if step.iteration < record.iteration] + [record]
-    return LogTail(tuple(steps), damaged, status.st_size, status.st_mtime)
-
-
-def read_hosts(directory: Path) -> dict[Place, str]:
-    """Host of every stage of every rank, from the first lines of the ranks' logs.
-
-    Ranks whose log is missing, damaged or names no host are not in it.
-    """
-    hosts: dict[Place, str] = {}
-    for path in rank_files(directory):
-        with suppress(OSError, UnreadableFileError, DamagedLineError), open_regular(path) as stream:
-            header = decode(stream.readline(_MAX_HEADER_BYTES), RANK_LOG)
-            if isinstance(header, RankHeader) and header.host:
-                hosts.setdefault(header.place, header.host)
-    return hosts
-
-
 def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
-    """Read the given iterations of every rank; of one that is there twice the later line counts.
+    """Read the header and the given iterations of every rank.
+
+    Of an iteration that is there twice the later line counts.
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """
@@ -286,7 +244,7 @@ def _read_rank(
         for record in reader.records():
             if isinstance(record, RankHeader):
                 header = record
-                if header.tensor_parallel_rank:
+                if header.tensor_parallel_rank or not wanted:
                     break
             elif header is None:
                 headless += 1

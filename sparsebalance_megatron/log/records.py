@@ -70,7 +70,7 @@ class DataSource(Struct, frozen=True, kw_only=True):
 
 
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
-    """What runs, on what, with which settings.
+    """Software, devices and settings of a run.
 
     ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
     ``seq_length``: tokens of the longest sample. ``grid``: budgets, in blocks, at which coverage is
@@ -105,7 +105,11 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """What the plan expected of a step; imbalances are max/mean."""
+    """Predictions of a step by its plan; imbalances are max/mean.
+
+    ``segment_ms``: by rank, [2, P, segments of all its micro-batches]; only where stages ran
+    segments.
+    """
 
     makespan_ms: Milliseconds
     lower_bound_ms: Milliseconds
@@ -121,10 +125,11 @@ class Predicted(Struct, frozen=True, kw_only=True):
     samples_raised: Count
     samples_clamped: Count
     device_slowness: tuple[tuple[Number, ...], ...] | None
+    segment_ms: tuple[np.ndarray, ...] | UnsetType = UNSET
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What a step took; ``rank_busy_ms``: computing time of each rank's busiest stage."""
+    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
@@ -164,7 +169,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
     none was shared. ``segments``: by rank, segments of each of its micro-batches; only where stages
-    ran segments. Positions that a rank did not run took 0 ms.
+    ran segments.
     """
 
     iteration: Count
@@ -203,13 +208,15 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         if self.segments and (
             len(self.segments) != self.shape[0]
             or self.shape[2] != 1
-            or not all(
-                0 < len(of_rank) <= self.shape[3] and all(of_rank) for of_rank in self.segments
-            )
+            or not all(len(of_rank) == self.shape[3] and all(of_rank) for of_rank in self.segments)
         ):
             raise ValueError(
                 f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
             )
+        expected = [(2, self.shape[1], sum(of_rank)) for of_rank in self.segments or ()]
+        found = [of_rank.shape for of_rank in self.predicted.segment_ms or ()]
+        if found not in ([], expected):
+            raise ValueError(f"segment_ms {str(found)[:60]} must be {str(expected)[:60]}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -289,7 +296,7 @@ class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
 
 
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
-    """Where a rank stands; ``chunk_layers``: global, zero-based layers of each of its chunks."""
+    """Place of a rank; ``chunk_layers``: global, zero-based layers of each of its chunks."""
 
     world_rank: Count
     data_parallel_rank: Count

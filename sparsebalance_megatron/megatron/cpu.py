@@ -129,7 +129,7 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 def _cuda_replacements() -> dict[str, tuple[Any, str]]:
-    """Attribute of ``torch.cuda`` -> (replacement, who asks for it)."""
+    """Attribute of ``torch.cuda`` -> (replacement, its caller)."""
     return {
         "is_available": (_returning(True), "initialize_megatron asserts CUDA"),
         "device_count": (_returning(1), "initialize_megatron picks the local device"),

@@ -62,8 +62,8 @@ class RecomputeCounts:
 class KeptResult:
     """Results of a first forward of one layer: lists, out_THF and lse_TH.
 
-    ``version`` is that of out_THF, which nobody may write to; ``samples`` copy the inputs at some
-    tokens.
+    ``version`` is that of out_THF, which must not be written to; ``samples`` copy the inputs at
+    some tokens.
     """
 
     selection: Selection

@@ -61,7 +61,7 @@ _NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
 _NO_UNSELECTED_LOGITS = "logits of unselected blocks are never computed; drop it"
-_ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
+_ONE_VALIDATION_SET = "there is one validation set, and it is endless; drop it"
 _PADS_SEQUENCES = "both pad packed sequences; drop it"
 _PLACES_SAMPLES = "both place samples; drop it"
 _REAL_DATA = "give prefixes made by `sparse-balance prepare-data` as --data-path"

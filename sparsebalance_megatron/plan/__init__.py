@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample runs where, when, and with which budget. Imports no torch and no Megatron."""
+"""Plans where, when and with which budget every sample runs. Imports no torch and no Megatron."""

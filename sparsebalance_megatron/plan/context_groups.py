@@ -31,7 +31,7 @@ def unshared(ranks: int, positions: int) -> np.ndarray:
 
 
 class Members:
-    """Which ranks share each item, for arrays whose last axis is ranks.
+    """Groups of ranks that share each item, for arrays whose last axis is ranks.
 
     Ranks that may share are far apart there, so that what is done to one of them is done to long
     rows of numbers: see :attr:`order`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training job is cut up into ranks, pipeline stages and micro-batches."""
+"""Layout of a training job: ranks, pipeline stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Job:
 
 
 def whole_parts(samples: int, name: str, sizes: dict[str, int]) -> int:
-    """How many times the product of ``sizes`` goes into ``samples``.
+    """Divide ``samples`` by the product of ``sizes``.
 
     Args:
         name: of the number of samples, as a user knows it.
@@ -148,7 +148,7 @@ def check_cp_sizes(
 
 
 def max_cp_size(job: Job, config: SparseBalanceConfig, neighbours_per_node: int) -> int:
-    """How many ranks may share a micro-batch at most; the neighbours are those that may share.
+    """Most ranks that may share a micro-batch; the neighbours are those that may share.
 
     Raises:
         ConfigError: as :func:`check_cp_sizes`.
@@ -163,7 +163,7 @@ def max_cp_size(job: Job, config: SparseBalanceConfig, neighbours_per_node: int)
 
 
 def default_max_cp_size(ranks: int, cp_size: int, ranks_per_node: int) -> int:
-    """How many ranks may share a micro-batch where the user names no limit.
+    """Most ranks that may share a micro-batch where the user names no limit.
 
     Where ``cp_size`` is 1, none share; else as many as a node holds, 8 at most, but no fewer than
     ``cp_size``.

@@ -106,7 +106,7 @@ def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:
 
 
 def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
-    """What a step takes at least, whatever the cp_sizes and places of samples."""
+    """Lower bound of a step over all cp_sizes and places of samples."""
     costs = problem.costs
     bounds = step_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
     return bounds.bound_ms * float(costs.slowness_RP.min())

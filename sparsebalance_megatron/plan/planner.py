@@ -103,7 +103,7 @@ def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, Tu
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:
-    """A placement that somebody else has made, with budgets for it.
+    """A placement that the caller has made, with budgets for it.
 
     Raises:
         PlanError: it is not one of this job, or does not hold every sample once.

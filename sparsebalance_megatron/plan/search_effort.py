@@ -26,7 +26,7 @@ _CALL_OPERATIONS = 4_000
 
 
 class SearchEffort:
-    """What a search may still simulate.
+    """Operations that a search may still simulate.
 
     A clock would stop ranks at different moments, and they would run different plans. Instead
     ``plan_ms`` buys a fixed number of simulated operations; a slower machine takes longer over
@@ -42,7 +42,7 @@ class SearchEffort:
         return max(self.operations, 0.0) / self.bought if self.bought else 0.0
 
     def affordable(self, operations_each: int) -> int:
-        """How many pipelines of so many operations one more call may simulate."""
+        """Pipelines of so many operations that one more call may simulate."""
         return max(0, int((self.operations - _CALL_OPERATIONS) // operations_each))
 
     def spend(self, operations: int) -> None:

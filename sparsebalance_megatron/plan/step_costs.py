@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every sample costs on every chunk of the pipeline, in ms, as a function of its budgets.
+"""Costs of every sample on every chunk of the pipeline, in ms, as a function of its budgets.
 
 Costs are affine in the features, so a micro-batch costs a constant plus the sum over its samples,
 and only the block pairs depend on budgets. Everything the planner optimises is built from these
@@ -207,7 +207,7 @@ class StepCosts:
 
     @cached_property
     def _alike(self) -> bool:
-        """All devices are: the usual case, and searching asks for times very often."""
+        """Tell whether all devices are: the usual case, and searches need times very often."""
         return bool((self.slowness_RP == 1.0).all())
 
     @property

@@ -2,7 +2,8 @@
 """The plan of one step: frozen data that every rank computes alike.
 
 Shape legend: L layers of the whole model, S samples of a micro-batch, R data-parallel ranks,
-P pipeline stages, V virtual stages, M micro-batches.
+P pipeline stages, V virtual stages, M micro-batches, U segments of a rank; a leading 2: forward and
+backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPolicy:
-    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+    """Settings of the user; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
 
     ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
     step.
@@ -70,7 +71,7 @@ class PlanPolicy:
         return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
 
     def dense_L(self, layers: int) -> np.ndarray:
-        """Which layers read all visible blocks, whatever the tuning."""
+        """Mask of layers that read all visible blocks, whatever the tuning."""
         return self.base_L(layers) == DENSE
 
     @classmethod
@@ -149,10 +150,11 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What the planner predicts of a plan. All times in ms, imbalances are max/mean.
+    """Predictions of a plan. All times in ms, imbalances are max/mean.
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
-    together. ``rank_makespan_ms``: until each rank's last backward.
+    together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments; empty where
+    all run in one piece. ``rank_makespan_ms``: until each rank's last backward.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been
@@ -172,6 +174,7 @@ class Expectation:
     samples_cut: int
     samples_raised: int
     samples_clamped: int
+    segment_ms: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,7 @@ class StepPlan:
     batching: Batching = "arrival"
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What a data-parallel rank runs, position by position."""
+        """Micro-batches of a data-parallel rank, position by position."""
         return self._rank_plans[rank]
 
     def rank_tokens_RM(self) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made from, and what every part of the planner asks of it.
+"""Inputs of a plan, and the questions that all parts of the planner ask about them.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
 V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and backward.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to measure for a cost table, and how: a plan of cells, medians of repeated runs, clocks."""
+"""Measurements of a cost table: a plan of cells, medians of repeated runs, clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsebalance_megatron.layer_budgets import has_dense_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Thoroughness:
-    """How thoroughly to measure. ``seconds_per_cell``: repeat a measurement for that long."""
+    """Effort of measuring. ``seconds_per_cell``: repeat a measurement for that long."""
 
     warm_up: int
     least_repeats: int
@@ -78,7 +78,7 @@ class Timed:
 def plan_cells(
     longest_tokens: int, config: SparseBalanceConfig, thoroughness: Thoroughness
 ) -> list[Cell]:
-    """What to measure, short sequences first, so that they pay for what the first runs do once.
+    """Cells to measure, short sequences first, so that one-time work falls on them.
 
     Attention runs at powers of four, at the base budget, and at all blocks where that is
     affordable; other parts run at the base budget only. Attention of dense layers is measured where

@@ -63,7 +63,7 @@ def _early_flags(argv: Sequence[str]) -> Namespace:
 
 @contextmanager
 def _world(size: int) -> Iterator[None]:
-    """Be rank 0 of ``size`` ranks, or of those launched if 0, for whoever asks the environment."""
+    """Be rank 0 of ``size`` ranks, or of those launched if 0, in the environment."""
     size = size or int(os.environ.get("WORLD_SIZE", "1"))
     place = {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
     # Megatron demands it of some layouts, for the order of kernels on a device; none runs here.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run checks, plans and prints. Loads Megatron.
+"""Checks, plans and prints a dry run. Loads Megatron.
 
 Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a micro-batch.
 """

@@ -215,7 +215,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def resume_advice(save: Path) -> str:
-    """What a run that saves to ``save``, and was ended by an error, can go on from."""
+    """Say what a run that saves to ``save``, and was ended by an error, can resume from."""
     iteration = last_saved_iteration(str(save))
     if iteration is None:
         return f"there is no complete checkpoint in {save}"

@@ -45,8 +45,8 @@ class ForwardStep:
     Args:
         inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
             loss function returns (sum of token losses, token count, report).
-        run: gives the run that hears of training micro-batches; asked within a step, because it
-            exists only once Megatron has process groups.
+        run: gives the run that training micro-batches are reported to; called within a step,
+            because it exists only once Megatron has process groups.
     """
 
     def __init__(

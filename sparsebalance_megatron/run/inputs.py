@@ -29,7 +29,7 @@ from sparsebalance_megatron.selector_registry import source_of
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run needs, alike on all ranks.
+    """Inputs of a run, alike on all ranks.
 
     ``cost``: with the run's recomputation and bandwidth. ``grid``: budgets, in blocks, at which
     coverage is observed. ``valid``, ``test``: None where the run does not evaluate on them.
@@ -125,7 +125,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:
-    """What all ranks must share for their plans to agree: flag or file -> value or digest."""
+    """Facts that all ranks must share for their plans to agree: flag or file -> value or digest."""
     flags = {
         f"flag {name}": str(value)
         for name, value in asdict(inputs.config).items()
@@ -153,7 +153,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
 
 
 def source_record(source: SourceFacts) -> str:
-    """What identifies a source of a blend: its share to as many digits as weights have."""
+    """Identity of a blend's source: its share to as many digits as weights have."""
     name, samples = Path(source.prefix).name, source.digest[:16]
     return f"{name}, weight {source.weight:.9g}, samples {samples}"
 

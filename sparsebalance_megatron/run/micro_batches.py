@@ -88,7 +88,7 @@ class RowPacking:
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
     def slice(self, micro_batch: MicroBatchPlan) -> SequenceSlice | None:
-        """What this rank holds of one of its micro-batches; None where it holds all of it.
+        """Slice of a micro-batch that this rank holds; None where it holds all of it.
 
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
@@ -159,7 +159,7 @@ class RowPacking:
 
 
 class Schedule(Protocol):
-    """Where plans come from: training's scheduler, or the fixed one of evaluation."""
+    """Source of plans: training's scheduler, or the fixed one of evaluation."""
 
     def planned(self, step: int) -> PlannedStep: ...
 
@@ -303,7 +303,7 @@ class MicroBatchIterator:
                 try:
                     row = self._worker.submit(self._read, planned, micro_batch)
                 except RuntimeError:
-                    # The process ends: executors take nothing more, and nobody will ask.
+                    # The process ends: executors take nothing more, and no plan will be needed.
                     return
                 self._rows[plan.step, position] = row
 

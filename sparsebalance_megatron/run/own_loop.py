@@ -54,7 +54,7 @@ from sparsebalance_megatron.run.session import Session
 
 
 class TrainerRun:
-    """What such runs share; ``grid`` has the budgets, in blocks, at which coverage is observed."""
+    """Base of such runs; ``grid`` has the budgets, in blocks, at which coverage is observed."""
 
     def __init__(
         self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
@@ -111,7 +111,7 @@ class OwnLoopRun(TrainerRun):
         return self._session.run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides ``consumed_samples``; alike on all ranks."""
+        """State for a checkpoint besides ``consumed_samples``; alike on all ranks."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -402,7 +402,7 @@ class HostRun(TrainerRun):
         return run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold; alike on all ranks, between a step's end and the next."""
+        """State for a checkpoint; alike on all ranks, between a step's end and the next."""
         return self.planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ class DataSamples:
 
 
 def make_scheduler(inputs: Inputs) -> Scheduler:
-    """What plans a run, before it has observed anything."""
+    """Make the scheduler of a run that has observed nothing yet."""
     config, sizes = inputs.config, inputs.settings.batch_sizes
     planner = StepPlanner(
         job=inputs.job,
@@ -127,7 +127,7 @@ def evaluation_batch_size(inputs: Inputs) -> int:
 def make_evaluation_scheduler(
     inputs: Inputs, index: SampleIndex, coverage: CoverageCurves
 ) -> Scheduler:
-    """What plans evaluation on samples, with the coverage curves of the training run."""
+    """Make the scheduler of evaluation, with the coverage curves of the training run."""
     settings, batch_size = inputs.settings, evaluation_batch_size(inputs)
     micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
     micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)

@@ -141,7 +141,7 @@ class Session:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs besides the number of consumed samples; plain Python types."""
+        """State that resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
             state = self.samples.scheduler.state_dict()
             steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
@@ -183,7 +183,7 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
 
 
 def run_record(inputs: Inputs) -> dict[str, str]:
-    """What plans depend on, as text: flag, file or software -> value or digest."""
+    """Facts that plans depend on, as text: flag, file or software -> value or digest."""
     return {
         name: value if len(value) <= _SHOWN_CHARACTERS else _digest(value)
         for name, value in fingerprint(inputs).items()
@@ -191,7 +191,7 @@ def run_record(inputs: Inputs) -> dict[str, str]:
 
 
 def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """What differs from the run that wrote the checkpoint, one sentence each; all of it allowed.
+    """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
 
     Raises:
         StateError: if the training samples differ: the number of samples consumed, by which a run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the figures of a step go on one rank: step log, rank log, scalars.
+"""Outputs of a step's figures on one rank: step log, rank log, scalars.
 
 Shape legend: L layers, U length buckets, K budgets of the grid, O rows of observations.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script hands to ``megatron.training``, whose loop then calls back.
+"""Callables that a script hands to ``megatron.training``, whose loop calls them.
 
 Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
 micro-batch) and, through :class:`MegatronLoop`, ``finalize_model_grads_func`` (per step, on every
@@ -149,7 +149,7 @@ class TrainingHooks:
 
 
 def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
-    """Where a run that starts from weights selects otherwise than the run that trained them."""
+    """Say where a run that starts from weights selects otherwise than the run that trained them."""
     if trained is None or not getattr(trained, destination("enabled"), False):
         return []
     return [

@@ -26,7 +26,7 @@ try:
     cli.main(["--help"])
 except SystemExit:
     pass
-heavy = {"torch", "megatron", "transformers", "matplotlib", "rich", "scipy"} & set(sys.modules)
+heavy = {"torch", "megatron", "transformers", "matplotlib", "scipy"} & set(sys.modules)
 assert not heavy, heavy
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from record_cases import HEADER, MEASURED, PREDICTED, step_line, step_record
 
 from sparsebalance_megatron.cli import summary
-from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report.numbers import compare, summarize, warm_up_steps
@@ -222,19 +220,3 @@ def test_a_picture_without_measured_times_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="share no step with measured times"):
         summary.run(parse(*runs, "--picture", str(tmp_path / "step.svg")))
     assert not (tmp_path / "step.svg").exists()
-
-
-def test_without_rich_the_json_is_still_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    write_log(tmp_path / "baseline", 100.0)
-    write_log(tmp_path / "balanced", 80.0)
-    output = tmp_path / "summary.json"
-    arguments = parse(
-        *("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced")),
-        *("-o", str(output)),
-    )
-    with pytest.raises(OutputError, match=r"\[tools\]"):
-        summary.run(arguments)
-    assert json.loads(output.read_text())["speedup"] == pytest.approx(1.25)

@@ -178,6 +178,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
     """Spread over the horizon; where that is one step, half of it, for a second one pays too.
 
     Nothing enters the account after the first step, so all that follow pay the same on average.
+    Steps that gain coverage without it pay less.
     """
     expected = []
     for short in (0.0, lost):
@@ -196,7 +197,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
         )
         expected.append(np.mean(means[STEPS:]))
     repaid = lost / max(2, steps_per_horizon)
-    assert repaid / 2 < expected[1] - expected[0] < 2 * repaid
+    assert repaid / 3 < expected[1] - expected[0] < 2 * repaid
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])

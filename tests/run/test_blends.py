@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from harness import (
     BALANCE_FLAGS,
@@ -30,16 +29,10 @@ WEIGHTS = {"web": 0.5, "books": 0.3, "chat": 0.2}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     directory = tmp_path_factory.mktemp("blend")
     for seed, (name, documents) in enumerate(DOCUMENTS.items()):
         lengths = long_tailed_lengths(documents, longest=250, seed=seed)
-        write_documents(directory / name, lengths, seed=seed)
-    builder = IndexedDatasetBuilder(str(directory / "chat_loss_mask.bin"), dtype=np.uint8)
-    for length in lengths:
-        builder.add_document(np.arange(length) % 2, [length])
-    builder.finalize(str(directory / "chat_loss_mask.idx"))
+        write_documents(directory / name, lengths, seed=seed, masked=name == "chat")
     return directory
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from harness import (
     BALANCE_FLAGS,
@@ -24,11 +23,13 @@ from harness import (
     VOCABULARY,
     TrainingRun,
     long_tailed_lengths,
+    measured_ms,
     read_steps,
     run_training,
     write_documents,
 )
 
+from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.log.log_directory import rank_files
 
 pytestmark = pytest.mark.distributed
@@ -79,15 +80,16 @@ def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
 class Model(NamedTuple):
     """Flags of a model; ``batching`` is how layouts place samples (one rank: order of arrival).
 
-    ``padded`` is whether rows may need padding for sequence parallelism. ``weights`` names the
-    model whose weights it starts from; ``tolerance`` is relative, of losses after the first step.
+    ``weights`` names the model whose weights it starts from; ``tolerance`` is relative, of losses
+    after the first step; ``data`` are data sets of :func:`documents`, with weights where they are
+    blended.
     """
 
     flags: tuple[str, ...]
     batching: str = "latency"
-    padded: bool = True
     weights: str | None = None
     tolerance: float = FEW_ROUNDINGS
+    data: str = "any"
 
 
 LLAMA = (*MODEL_FLAGS, "--use-rope-scaling")
@@ -109,7 +111,7 @@ LATENT = """
     --mscale-all-dim 1 --softmax-type learnable"""
 MODELS = {
     "llama": Model(LLAMA),
-    "llama bf16": Model((*LLAMA, "--bf16"), "arrival", True, "llama", BFLOAT16_ROUNDING),
+    "llama bf16": Model((*LLAMA, "--bf16"), "arrival", "llama", BFLOAT16_ROUNDING),
     "yarn": Model(LLAMA_YARN, weights="llama"),
     "gpt2": Model(tuple(GPT2.split())),
     "vertical-slash": Model(
@@ -123,11 +125,17 @@ MODELS = {
         (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
     ),
     # The balancing loss of experts is taken per micro-batch, padding included.
-    "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
+    "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", data="even"),
     # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
     "experts unbalanced": Model(
-        (*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0"), "arrival", False, "experts"
+        *((*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0"), "arrival", "experts"),
+        data="even",
     ),
+    "blend": Model(
+        (*LLAMA, "--sparse-balance-missing-loss-mask", "train"),
+        *("latency", "llama", FEW_ROUNDINGS, "0.4 any 0.6 masked"),
+    ),
+    "conversations": Model((*LLAMA, "--vocab-size", "511"), data="conversations"),
 }
 
 
@@ -219,6 +227,8 @@ CUTS = {
     "segments-pipeline4": ("llama", 4, "--pipeline-model-parallel-size 4"),
     "segments-data-overlapped": ("llama", 4, OVERLAP),
     "segments-packed": ("llama", 2, "--micro-batch-size 4"),
+    "segments-blend": ("blend", 4, f"{TENSOR} --sequence-parallel"),
+    "segments-conversations": ("conversations", 4, "--micro-batch-size 2"),
     "segments-recompute": ("llama", 2, f"{RECOMPUTE} uniform"),
     "segments-recompute-keep": ("llama", 4, f"{RECOMPUTE} block {KEEP}"),
     "segments-recompute-selective": ("llama", 2, SELECTIVE),
@@ -267,11 +277,25 @@ def tiered(layouts: dict[str, Layout]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with documents of any length, and others whose samples have even lengths."""
+    """A directory with documents of any length, others whose samples have even lengths, some with a
+    loss mask, and conversations, of which only answers are trained on."""
     directory = tmp_path_factory.mktemp("documents")
     lengths = long_tailed_lengths(60, longest=250)
     write_documents(directory / "any", lengths)
     write_documents(directory / "even", [length + 1 - length % 2 for length in lengths])
+    write_documents(directory / "masked", lengths[::-1], seed=8, masked=True)
+    # A question is longer than a block, so that segments without an answer run.
+    turns = [
+        (f"{number} " * 20, f"{number}, " * (length // 4)) for number, length in enumerate(lengths)
+    ]
+    records = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in turns
+    ]
+    path = directory / "conversations.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    prepare = ("prepare-data", "--input", str(path), "--tokenizer-train", "300")
+    assert main([*prepare, "--output-prefix", str(directory / "conversations")]) == 0
     return directory
 
 
@@ -334,7 +358,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
     )
     _assert_trains_alike(run, expected, model)
     if name in LAYOUTS:
-        pads = model.padded and "--sequence-parallel" in layout.flags
+        pads = model.data != "even" and "--sequence-parallel" in layout.flags
         assert any(step["padded_tokens"] for step in run.steps) == pads
         if layout.model == "layers":
             logged = _logged_budgets(tmp_path)
@@ -344,8 +368,14 @@ def test_layout_trains_to_the_losses_of_one_rank(
     for step, other in zip(run.steps, expected.steps, strict=True):
         mean = other["coverage"]["mean"]
         assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
+    logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
+    rows = [row for log in logs for row in log[0]["micro_batches"]]
+    read = dict(
+        pair for row in rows for pair in zip(row["samples"], row["lengths_tokens"], strict=True)
+    )
+    is_masked = run.steps[0]["tokens"] < sum(read.values())
+    assert is_masked == (model.data not in ("any", "even"))
     if name in SHARED_ROWS:
-        logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
         assert (
             max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
         )
@@ -354,15 +384,13 @@ def test_layout_trains_to_the_losses_of_one_rank(
 
 
 def _assert_runs_in_segments(run: TrainingRun) -> None:
-    """Segments differ between micro-batches and ranks, and the log has times of what ran."""
+    """Ranks run different numbers of segments, and the log has times of what ran."""
     for step in run.steps:
-        forward_RPVM = np.array(step["measured"]["forward_ms"])
-        for of_rank, forward_PVM in zip(step["segments"], forward_RPVM, strict=True):
-            assert (forward_PVM[..., : len(of_rank)] > 0.0).all()
-            assert not forward_PVM[..., len(of_rank) :].any()
-    counts = {tuple(map(len, step["segments"])) for step in run.steps}
-    assert max(map(max, run.steps[0]["segments"])) > 1
-    assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == (len(run.steps[0]["segments"]) > 1)
+        assert (measured_ms(step) > 0.0).all()
+    segments_RM = [step["segments"] for step in run.steps]
+    assert max(map(max, segments_RM[0])) > 1
+    unequal = any(len(set(map(sum, each_RM))) > 1 for each_RM in segments_RM)
+    assert unequal == (len(segments_RM[0]) > 1)
 
 
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
@@ -410,8 +438,9 @@ def _train(
 
 
 def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
-    prefix = documents / ("any" if MODELS[model].padded else "even")
-    data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
+    words = MODELS[model].data.split()
+    prefixes = [word if word[0].isdigit() else str(documents / word) for word in words]
+    data = ("--data-path", *prefixes, "--ckpt-format", "torch_dist")
     policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
     return (*BALANCE_FLAGS, *data, *policy)
 

@@ -92,7 +92,7 @@ def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) ->
             mask_QE = _mask(
                 selection, queries, keys, head * selection.counts_QC.shape[1] // query_heads
             )
-            # What nobody reads becomes 0, gradients too: a NaN would pass a probability of 0.
+            # Unread keys become 0, and so do their gradients: NaN times a probability of 0 is NaN.
             unread_E1 = ~mask_QE.any(0)[:, None]
             yield _Part(
                 queries=queries,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of single tokens over their own lists of blocks: MoBA's semantics, on any device.
 
-Past blocks are worked off by block, one KV head after the other: the rows whose lists name a block
+Past blocks are computed one by one for each KV head: the rows whose lists name a block
 are gathered into tiles, which attend to it. A row's results lie in different tiles; one weighted
 sum puts them together. All tiles have one shape, and a row's place in its block's tiles follows
 from the rows before it: no bit of its result depends on what later rows choose. Tiles are padded,

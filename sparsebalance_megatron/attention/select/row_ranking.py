@@ -44,7 +44,7 @@ class RowRanker:
         Returns:
             float64 [places, Y], the softmax mass of the own block, then of the others, the
             greatest first, summed over heads; and bool [Y]: rows without finite mass, whose mass
-            is 0 here. None where nobody observes.
+            is 0 here. None where coverage is not observed.
         """
         block_W = torch.arange(scores_CYW.shape[2], device=own_Y.device) + first_column
         hidden_YW = (block_W < first_Y[:, None]) | (block_W > own_Y[:, None])

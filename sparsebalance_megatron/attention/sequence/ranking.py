@@ -18,7 +18,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, Se
 
 
 class RankingWithMass(Protocol):
-    """A dataclass with the mass by which coverage is measured, None where nobody observes."""
+    """A dataclass with the mass that coverage is measured by, None where it is not observed."""
 
     @property
     def mass_SK(self) -> Tensor | None: ...

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention every sample gets in every layer."""
+"""Chooses the budget of every sample in every layer."""

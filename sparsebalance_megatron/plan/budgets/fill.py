@@ -35,7 +35,7 @@ from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
-_MAX_ROUNDS = 24
+_MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
@@ -150,7 +150,7 @@ class Filling:
         rose_I: np.ndarray,
         limit_ms: float,
     ) -> np.ndarray:
-        """Which of the rising units rise in the next round as well, [I, U]."""
+        """Mask of the rising units that rise in the next round as well, [I, U]."""
         self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH)
         through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU[:, None]))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
@@ -167,7 +167,7 @@ class Filling:
     def _fitting(
         self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> np.ndarray:
-        """How many of the X strides meet the limit, [I].
+        """Count the X strides that meet the limit, [I].
 
         Makespans only grow with levels, so where simulating costs more than calling it, halving
         finds the same.

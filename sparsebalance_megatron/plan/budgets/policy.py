@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention budgets are chosen: not at all, towards an anchor (DST), or against the makespan.
+"""Policies that choose attention budgets: off, towards an anchor (DST), or against the makespan.
 
 The latter two trade in the steps of :mod:`.price`, best coverage per ms first.
 
@@ -60,7 +60,7 @@ class TunedBudgets:
 
 
 class BudgetPolicy:
-    """How budgets are chosen; this one keeps every sample's base budget.
+    """Chooses budgets; this one keeps every sample's base budget.
 
     ``compares_tuned``: only tuned budgets tell which of several placements is faster.
     """
@@ -81,7 +81,7 @@ class BudgetPolicy:
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
     ) -> Pricing | None:
-        """What coverage may cost in a step, for policies that trade by a price."""
+        """Price of coverage in a step, for policies that trade by a price."""
         return None
 
     def expected_LS(
@@ -257,7 +257,7 @@ BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
 
 
 def budget_policy(policy: PlanPolicy) -> BudgetPolicy:
-    """How the user wants budgets chosen.
+    """The policy that the user's settings name.
 
     Raises:
         PlanError: the policy names an unknown tuning.
@@ -297,7 +297,7 @@ def tune(
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
-        pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
+        pricing: prices for tuning ``makespan``; by default those of these samples alone.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What coverage costs: budgets by price, and one price for all layers and samples of a horizon.
+"""Prices of coverage: budgets by price, and one price for all layers and samples of a horizon.
 
 A step of budgets leads from one grid budget to the next, with a price in ms and a gain in coverage.
 Steps are ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain
@@ -26,7 +26,11 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 
 HORIZON_SAMPLES = 64
 """Least samples of a horizon; longer horizons gain little and take longer to plan."""
-LEVELS = 48
+LEVELS = 128
+_TIE_BREAK = 0.05
+"""Slopes are scaled by 1 to 1 plus this. Layers whose curves are alike would otherwise rise
+together, and a chunk's budgets could not fill what is left of a step."""
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _LEAST_MS = 1e-30
 _NO_TIME = 1e-14
 
@@ -177,7 +181,11 @@ def _levels(steps: BudgetSteps) -> np.ndarray:
     nothing are worth nothing.
     """
     worth_LSK = (steps.pairs_LSK > 0) & (steps.slope_LSK > 0)
-    slopes = steps.slope_LSK[worth_LSK]
+    layers, sizes, _ = worth_LSK.shape
+    # Other layers come first for other sizes.
+    order_LS = np.arange(layers)[:, None] + np.arange(sizes)
+    scale_LS = 1.0 + _TIE_BREAK * (order_LS * _GOLDEN_RATIO % 1.0)
+    slopes = (steps.slope_LSK * scale_LS[..., None])[worth_LSK]
     level_LSK = np.full(worth_LSK.shape, LEVELS + 1)
     if len(slopes):
         ranks = np.linspace(0, len(slopes) - 1, LEVELS).astype(np.int64)

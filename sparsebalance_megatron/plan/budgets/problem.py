@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a choice of budgets starts from, and which budgets the coverage threshold allows.
+"""Inputs of a choice of budgets, and the budgets that the coverage threshold allows.
 
 Shape legend: S samples, L layers, Z sizes (samples of as many blocks).
 """

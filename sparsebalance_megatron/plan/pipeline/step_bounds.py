@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no plan can beat: no placement of a step's samples, into micro-batches of one rank or of
-several.
+"""Lower bounds of step times over all placements of a step's samples, with micro-batches of one
+rank or of several.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), S samples of a global batch,
 C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks, M micro-batches

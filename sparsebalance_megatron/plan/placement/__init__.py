@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample runs where: balance and search."""
+"""Places samples: balance and search."""

@@ -28,7 +28,7 @@ _OVERDRAWN = 3
 
 
 class Kind(IntEnum):
-    """What a move does with micro-batches a, b, c and samples x of a, y of b."""
+    """Kinds of moves of micro-batches a, b, c and samples x of a, y of b."""
 
     POSITIONS = 0
     """The island of a exchanges the positions of a and b."""
@@ -81,14 +81,14 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What micro-batches that moves make obey: tokens per rank, the widest, a block for every
-    rank."""
+    """Limits of micro-batches that moves make: tokens per rank, the largest cp_size, a block for
+    every rank."""
 
     cap_tokens: int
     max_cp_size: int
 
     def allow_X(self, cp_size_XY: np.ndarray, contents_XYF: np.ndarray) -> np.ndarray:
-        """Which moves make micro-batches that obey; cp_size 0 makes none."""
+        """Mask of moves whose micro-batches obey; cp_size 0 makes none."""
         fine_XY = (
             (contents_XYF[..., SEQUENCES] > 0)
             & (contents_XYF[..., TOKENS] <= self.cap_tokens * cp_size_XY)
@@ -247,7 +247,7 @@ def draw_moves(
 def _possible(
     table: MicroBatchTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
 ) -> np.ndarray:
-    """Which kinds of moves these micro-batches can make."""
+    """Kinds of moves that these micro-batches can make."""
     several_J, wide_J = table.size_J > 1, table.cp_size_J > 1
     buddies_X, apart_X = b >= 0, (c != a) & (c != b)
     choices = [

@@ -229,7 +229,7 @@ class _Search:
         return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
 
     def _legal(self, slow: int, moves: np.ndarray) -> np.ndarray:
-        """Which moves obey the cap and leave no micro-batch empty."""
+        """Mask of moves that obey the cap and leave no micro-batch empty."""
         _, m, give, other, n, take = moves.T
         alone_M = np.array([len(micro_batch) == 1 for micro_batch in self.ranks[slow]])
         change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What micro-batches of any cp_size hold and take, for a search that changes them one by one.
+"""Contents and times of micro-batches of any cp_size, for a search that changes them one by one.
 
 What a micro-batch takes at a cp_size is linear in its contents, so moves add and subtract contents.
 
@@ -23,7 +23,7 @@ SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 
 
 class Contents:
-    """What samples bring into a micro-batch, and what micro-batches of it take.
+    """Sums over the samples of a micro-batch, and its times by cp_size.
 
     Attributes:
         of_sample_SF: contents of every sample.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no plan with segments can beat: no placement, no cuts, at no budgets that are allowed.
+"""Lower bound of steps with segments over all placements, cuts and allowed budgets.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, P pipeline stages; a leading 2:
 forward and backward.

@@ -103,7 +103,7 @@ def _prefix(
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where samples may be cut, at equal distances, and the work before each place.
+    """Places at equal distances where samples may be cut, and the work before each place.
 
     ``blocks_SX``: from 0 to all blocks, never falling. ``work_SX``: ms on all stages, forward and
     backward.
@@ -155,13 +155,13 @@ class Places:
     def _first_blocks(
         self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Where segments begin: at the places nearest to equal shares of the work."""
+        """First blocks of segments: the places nearest to equal shares of the work."""
         parts = max(map(len, micro_batches))
         sample_MI = np.array([(*each, *each[:1] * (parts - len(each))) for each in micro_batches])
         held_MI = np.arange(parts) < np.array(list(map(len, micro_batches)))[:, None]
         work_MI = np.where(held_MI, self.work_S[sample_MI], 0.0).cumsum(axis=1)
         blocks_MI = np.where(held_MI, self.costs.blocks_S[sample_MI], 0).cumsum(axis=1)
-        # Places of absent samples are as good as those of the end.
+        # Places of absent samples equal those of the end.
         work_MIX, blocks_MIX = (
             np.where(
                 held_MI[..., None], of_SX[sample_MI] + before_MI[..., None], end_M[:, None, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where samples run and how their micro-batches are cut, so that pipelines of segments end early.
+"""Searches placements and cuts, so that pipelines of segments end early.
 
 Samples are balanced over ranks by predicted ms first. How many segments a rank has in all decides
 all cuts: micro-batches are cut into pieces of nearly equal ms. A few such numbers are tried with a

@@ -15,8 +15,6 @@ from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance
 
 WARM_UP_STEPS = 5
-NOISY_MACHINE_SHARE = 0.05
-"""Above this share of the baseline's step, what the machine did to it is said aloud."""
 _LEAST_PAIRS_FOR_INTERVAL = 6
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -27,7 +25,7 @@ Pair = tuple[StepRecord, StepRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSplit:
-    """Where the mean step's time went, in ms; the three parts add up to it.
+    """Parts of the mean step's time, in ms; the three add up to it.
 
     ``compute_ms``: forwards and backwards, the mean over all stages of all ranks. ``waiting_ms``:
     the rest of the time until the last of them has finished its last backward. ``rest_ms``:
@@ -58,7 +56,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What stands between two runs' mean steps, over the steps that both took and measured.
+    """Differences between two runs' mean steps, over the steps that both took and measured.
 
     - ``less_attention_ms``: the planner's work relative to base budgets, applied to the baseline's
       computing time.
@@ -92,17 +90,6 @@ class Explanation:
             Change("optimizer, gradients", self.rest_ms),
             Change("noise", self.machine_ms),
         )
-
-    @property
-    def speedup_on_an_even_machine(self) -> float:
-        """The ratio of mean steps, had the machine taken equally long for equal work."""
-        return self.baseline.step_ms / (self.run.step_ms - self.machine_ms)
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the machine had a say in the result."""
-        limit = NOISY_MACHINE_SHARE
-        return abs(self.machine_ms) > limit * self.baseline.step_ms or self.machine_spread > limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +252,7 @@ def _common(run: RunLog, baseline: RunLog) -> list[Pair]:
 
 
 def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
-    """Where the mean step's time went; None where no step was measured whole."""
+    """Split the mean step's time; None where no step was measured whole."""
     parts = _parts(steps)
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 

@@ -30,7 +30,7 @@ from sparsebalance_megatron.view.report.pictures import (
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
+from sparsebalance_megatron.view.report.plots import CoveragePlot, coverage_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -40,7 +40,6 @@ from sparsebalance_megatron.view.report.timeline import (
 from sparsebalance_megatron.view.report.words import (
     Table,
     headline,
-    noise,
     numbers_table,
     run_facts,
     worst_steps,
@@ -132,7 +131,7 @@ def _traits(sides: Sequence[StepRecord]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a page says.
+    """Contents of a page.
 
     ``missing``: what cannot be drawn of the step, and why. ``notes``: what the logs lack.
     ``sampled``: which steps the bars of ranks are the mean of.
@@ -141,18 +140,16 @@ class Report:
     title: str
     facts: str
     headline: str
-    findings: Sequence[str]
     numbers: RunSummary | Comparison
     numbers_table: Table
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
-    loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
     step: Chart | None
     missing: Sequence[str]
-    coverage: Sequence[Plot]
+    coverage: Sequence[CoveragePlot]
     coverage_iteration: int
     notes: Sequence[str]
 
@@ -202,13 +199,11 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
-        findings=noise(numbers),
         numbers=numbers,
         numbers_table=numbers_table(numbers),
         waterfall=None if why is None else waterfall(why),
         ranks=rank_bars(averaged),
         sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
-        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(drawn) if drawn else None,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps as Chrome trace events, which Perfetto and chrome://tracing open.
 
-Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), flows ("s", "f"),
-metadata ("M").
+Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), metadata ("M").
 Times are microseconds with three decimals, so whole nanoseconds: neighbours never overlap.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
@@ -55,14 +54,12 @@ class Tracer:
     Predicted and measured are processes of their own, one per data-parallel rank, with a thread per
     stage. The measured steps keep their distance where the ranks logged when they began, and follow
     one another where not. A predicted step begins with its measured one, or when the predicted step
-    before it has ended, if that is later. Arrows join what was predicted and what was measured of
-    the same work, from the earlier to the later.
+    before it has ended, if that is later.
     """
 
     def __init__(self) -> None:
         self._threads: dict[tuple[str, Place], Thread] = {}
         self._end_ns: dict[str, int] = {}
-        self._flows = 0
         self._first_unix_s: float | None = None
 
     def begin(self) -> Iterator[Event]:
@@ -75,12 +72,11 @@ class Tracer:
         """The events of one step."""
         start_ns = self._start(traced.start_unix_s)
         longest_ns = 0
-        origins_ns: dict[str, int] = {}
         for side, timeline in traced.timelines.items():
-            origins_ns[side] = max(start_ns, self._end_ns.get(side, 0))
-            yield from self._side(side, timeline, origins_ns[side], traced)
+            origin_ns = max(start_ns, self._end_ns.get(side, 0))
+            yield from self._side(side, timeline, origin_ns, traced)
             length_ns = _ns(timeline.makespan_ms)
-            self._end_ns[side] = origins_ns[side] + length_ns + _PAUSE_NS
+            self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:
                 longest_ns = length_ns
         span_ns = (start_ns, start_ns + longest_ns)
@@ -88,8 +84,6 @@ class Tracer:
         yield _complete(
             name, "step", (_RUN_PROCESS, _RUN_PROCESS), span_ns, _step_arguments(traced)
         )
-        if len(origins_ns) == len(SIDES):
-            yield from self._arrows(traced, origins_ns)
         yield from self._counters(traced.record, start_ns)
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
@@ -148,22 +142,6 @@ class Tracer:
         yield _metadata("thread_name", process, thread, name=f"stage {stage}")
         yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
-    def _arrows(self, traced: TracedStep, origins_ns: Mapping[str, int]) -> Iterator[Event]:
-        """Perfetto drops arrows that point back in time, so the earlier slice is the tail."""
-        middles_ns = {side: _middles(traced.timelines[side], origins_ns[side]) for side in SIDES}
-        for work in middles_ns["measured"]:
-            if work not in middles_ns["predicted"]:
-                continue
-            self._flows += 1
-            ends = sorted((middles_ns[side][work], side) for side in SIDES)
-            for phase, (at_ns, side) in zip(("s", "f"), ends, strict=True):
-                pid, tid = self._threads[side, work[0]]
-                arrow = {"name": "the same work", "cat": "prediction", "ph": phase}
-                # Binds the arrow to the slice around it, not to the next one.
-                binding = {"bp": "e"} if phase == "f" else {}
-                at = {"id": self._flows, "pid": pid, "tid": tid, "ts": _us(at_ns)}
-                yield arrow | at | binding
-
     def _counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
         """Coverage and imbalance of the step; measured over predicted time of every stage."""
         coverage = {"executed": record.coverage.mean, "at base budgets": record.coverage.base_mean}
@@ -190,15 +168,6 @@ class Tracer:
 
 def _process(side: str, rank: int) -> int:
     return _RUN_PROCESS + 1 + len(SIDES) * rank + SIDES.index(side)
-
-
-def _middles(timeline: Timeline, origin_ns: int) -> dict[tuple[Any, ...], int]:
-    """The middle of every forward and backward, by place and what it is of."""
-    return {
-        (place, *span[:3], span.segment): origin_ns + _ns((span.start_ms + span.end_ms) / 2)
-        for place, spans in timeline.spans.items()
-        for span in spans
-    }
 
 
 def _span_arguments(place: Place, span: Span, traced: TracedStep) -> Event:

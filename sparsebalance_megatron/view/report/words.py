@@ -66,19 +66,6 @@ def _speedup(comparison: Comparison) -> str:
     )
 
 
-def noise(numbers: RunSummary | Comparison) -> list[str]:
-    """How noisy the machine was, and the speedup without that; empty where it was not noisy."""
-    why = numbers.explanation if isinstance(numbers, Comparison) else None
-    if why is None or not why.noisy:
-        return []
-    share = why.machine_ms / why.baseline.compute_ms
-    return [
-        f"Noise: equal work took {share:+.0%} time in this run, and varied by "
-        f"{why.machine_spread:.0%} from step to step. Speedup without noise: "
-        f"{why.speedup_on_an_even_machine:.2f}."
-    ]
-
-
 def changes(numbers: RunSummary | Comparison) -> list[str]:
     """The waterfall as a line of text; none without a baseline."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
@@ -89,7 +76,7 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def run_facts(header: RunHeader | None) -> str:
-    """What ran, as far as the log's header says."""
+    """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}

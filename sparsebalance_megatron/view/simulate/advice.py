@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job would take under several block sizes, budgets, micro-batches and context groups.
+"""Predicts a job under several block sizes, budgets, micro-batches and context groups.
 
 Everything is counted or predicted by the code that plans training; nothing is run.
 """
@@ -55,7 +55,8 @@ class AdviceInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the user may set. ``micro_batches``: per rank and step, as Megatron counts them."""
+    """Settings that the user may choose. ``micro_batches``: per rank and step, as Megatron counts
+    them."""
 
     block_size: int
     base_budget: int
@@ -65,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What a choice is predicted to give; means over the steps.
+    """Predictions of a choice; means over the steps.
 
     ``dense_tokens_share``: of tokens in documents whose blocks all fit the base budget, so that
     their attention is dense anyway. ``router_share``: of the compute time, what selecting takes.

@@ -106,7 +106,7 @@ def best_fitting(advice: Advice, gpu_memory_gib: float) -> Outlook:
 
 
 def findings(advice: Advice, gpu_memory_gib: float, best: Outlook) -> list[str]:
-    """What follows from the numbers, in sentences; ``best`` is the outlook they are about."""
+    """Conclusions from the numbers, in sentences; ``best`` is the outlook that they are about."""
     choice = best.choice
     name = (
         f"block size {choice.block_size}, base budget {choice.base_budget}, "

@@ -186,7 +186,8 @@ def test_makespan_raises_what_waits():
     assert floors[1] < 0.8 * floors[0]
     assert makespans[0] == pytest.approx(floors[0])
     full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
-    assert full or makespans[1] > 0.97 * makespans[0]
+    # The next step of budgets takes 60 ms: its layers have one value on the concave envelope.
+    assert full or makespans[1] > 0.96 * makespans[0]
     assert case.tuned.clamped_S.tolist() == [True, True, False, False]
 
 

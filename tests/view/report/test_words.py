@@ -23,7 +23,6 @@ from sparsebalance_megatron.view.report.numbers import (
 from sparsebalance_megatron.view.report.words import (
     changes,
     headline,
-    noise,
     run_facts,
     worst_steps,
     worst_table,
@@ -67,29 +66,19 @@ def test_a_speedup_has_an_interval_and_its_parts() -> None:
     comparison = compared(speedup=1.3, speedup_total=1.2, explanation=explained())
     assert numbers(headline(comparison)) == [1.2, 95, 1.15, 1.25, 5000, 6000]
     assert numbers(*changes(comparison)) == [6000, -300, -700, 0, 0]
-    assert noise(comparison) == []
-
-
-def test_noise_is_named_with_what_it_did() -> None:
-    slower = explained(
-        run=TimeSplit(steps=9, compute_ms=5700.0, waiting_ms=200.0, rest_ms=100.0),
-        machine_ms=1000.0,
-    )
-    assert numbers(*noise(compared(explanation=slower))) == [+20, 1, 1.2]
-    assert numbers(*noise(compared(explanation=explained(machine_spread=0.2))))[1] == 20
 
 
 @pytest.mark.parametrize(("speedups", "claimed"), [({}, []), ({"speedup": 1.5}, [1.5])])
 def test_no_more_is_claimed_than_is_known(speedups: dict[str, float], claimed: list[float]) -> None:
     comparison = compared(**speedups)
     assert numbers(headline(comparison)) == claimed
-    assert changes(comparison) == noise(comparison) == []
+    assert changes(comparison) == []
 
 
 def test_a_run_alone() -> None:
     split = TimeSplit(steps=9, compute_ms=800.0, waiting_ms=150.0, rest_ms=50.0)
     assert numbers(headline(summary(split=split))) == [1000, 80, 15, 5]
-    assert numbers(headline(summary())) == noise(summary()) == []
+    assert numbers(headline(summary())) == []
 
 
 def test_what_ran() -> None:

@@ -63,7 +63,6 @@ def test_curves_stay_the_workloads(outcomes):
 def test_base_coverage_is_not_undercut(outcomes):
     untuned = outcomes[BASELINE].coverage_mean
     assert outcomes["ours, base coverage"].coverage_mean >= untuned
-    assert outcomes[OURS].coverage_mean < outcomes["ours, base coverage"].coverage_mean
 
 
 def test_unhideable_steps_are_counted():

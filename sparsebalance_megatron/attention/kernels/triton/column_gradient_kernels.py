@@ -6,7 +6,7 @@ The columns of a query block lie scattered, and so do the readers of a token. A 
 a tile of one query block's columns, keeps their keys and values, and streams the block's
 queries past them; its results are final for this reader and are written in float32, by place of the
 list. A second kernel adds up a token's results in the order of its readers. No two programs write
-to one place, so that results repeat bit by bit. Query blocks are worked off in chunks, which bound
+to one place, so that results repeat bit by bit. Query blocks are computed in chunks, which bound
 the memory for partial sums.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D

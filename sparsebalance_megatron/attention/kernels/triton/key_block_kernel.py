@@ -69,7 +69,7 @@ def backward_attention(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, 
 def _key_gradient(
     dout_THF: Tensor, saved: Saved, statistics_2HZ: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that nobody reads."""
+    """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that no query reads."""
     q_THD, k_TGD, v_TGF, selection = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.selection
     query_layout, layout = selection.query_layout, selection.kv_layout
     kv_heads, rows = k_TGD.shape[1], layout.block_size
