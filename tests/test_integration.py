@@ -159,7 +159,6 @@ def test_megatron_training_is_never_loaded(
         ("state after the iterator", "load_state_dict: call it before train_data_iterator"),
         ("attention dropout", "ConfigError: --sparse-balance with --attention-dropout 0.1"),
         ("loss per micro-batch", "regrouping needs --calculate-per-token-loss"),
-        ("profile at start-up", "--sparse-balance-cost-table auto: not for a trainer with its own"),
         ("dry run", "--sparse-balance-dry-run 0: not for a trainer with its own loop"),
         ("dense evaluation", "--sparse-balance-eval-attention dense: not for a trainer with its"),
         ("another device", "--sparse-balance-device cuda: not for a trainer with its own loop"),

@@ -34,17 +34,13 @@ class PlannedStep:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of the data-parallel rank that has most."""
+        """Micro-batches of every data-parallel rank."""
         return int(self.times_2RPVM.shape[-1])
 
     @property
     def in_segments(self) -> bool:
-        """Whether stages run segments: some micro-batch of some rank has several, or ranks have
-        different numbers of micro-batches."""
-        shares = sum(micro_batch.cp_size for micro_batch in self.plan.micro_batches)
-        return shares < self.plan.data_parallel_size * self.micro_batches or any(
-            micro_batch.segments > 1 for micro_batch in self.plan.micro_batches
-        )
+        """Whether stages run segments: some micro-batch of some rank has several."""
+        return any(micro_batch.segments > 1 for micro_batch in self.plan.micro_batches)
 
     @property
     def times_2RPVM(self) -> np.ndarray:

@@ -35,6 +35,7 @@ from sparsebalance_megatron.plan.pipeline.orders import schedule_name
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 _MS_DIGITS = 4
+_PLANNED_MS_DIGITS = 6
 _COVERAGE_DIGITS = 5
 _EXPECTED = (
     *("makespan_ms", "lower_bound_ms", "imbalance_micro_batches", "imbalance_rank_sums"),
@@ -106,6 +107,8 @@ def step_record(step: FinishedStep) -> StepRecord:
             backward_ms=expectation.times_2RPVM[1],
             rank_busy_ms=rank_busy_ms(expectation.times_2RPVM).tolist(),
             device_slowness=slowness_RP.tolist() if (slowness_RP != 1.0).any() else None,
+            segment_ms=tuple(each.round(_PLANNED_MS_DIGITS) for each in expectation.segment_ms)
+            or UNSET,
         ),
         measured=Measured(
             forward_ms=measured.times_2RPVM[0],

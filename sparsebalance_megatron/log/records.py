@@ -105,7 +105,11 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """Predictions of a step by its plan; imbalances are max/mean."""
+    """Predictions of a step by its plan; imbalances are max/mean.
+
+    ``segment_ms``: by rank, [2, P, segments of all its micro-batches]; only where stages ran
+    segments.
+    """
 
     makespan_ms: Milliseconds
     lower_bound_ms: Milliseconds
@@ -121,6 +125,7 @@ class Predicted(Struct, frozen=True, kw_only=True):
     samples_raised: Count
     samples_clamped: Count
     device_slowness: tuple[tuple[Number, ...], ...] | None
+    segment_ms: tuple[np.ndarray, ...] | UnsetType = UNSET
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -164,7 +169,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
     none was shared. ``segments``: by rank, segments of each of its micro-batches; only where stages
-    ran segments. Positions that a rank did not run took 0 ms.
+    ran segments.
     """
 
     iteration: Count
@@ -203,13 +208,15 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         if self.segments and (
             len(self.segments) != self.shape[0]
             or self.shape[2] != 1
-            or not all(
-                0 < len(of_rank) <= self.shape[3] and all(of_rank) for of_rank in self.segments
-            )
+            or not all(len(of_rank) == self.shape[3] and all(of_rank) for of_rank in self.segments)
         ):
             raise ValueError(
                 f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
             )
+        expected = [(2, self.shape[1], sum(of_rank)) for of_rank in self.segments or ()]
+        found = [of_rank.shape for of_rank in self.predicted.segment_ms or ()]
+        if found not in ([], expected):
+            raise ValueError(f"segment_ms {str(found)[:60]} must be {str(expected)[:60]}")
 
     @property
     def shape(self) -> tuple[int, ...]:

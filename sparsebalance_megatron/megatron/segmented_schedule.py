@@ -3,11 +3,10 @@
 
 :func:`with_segments` wraps the function that Megatron's ``get_forward_backward_func`` returns. A
 step in which some micro-batch of some data-parallel rank has several segments runs here on all
-ranks, and each runs as many micro-batches as it has. Any other step runs in Megatron's own
-schedule. Everything that ``forward_backward_pipelining_without_interleaving`` does for training is
-done here too: timers, ``no_sync``, loss scales, freed outputs, embedding gradients, reduced
-gradients. Shapes follow from the plan, so stages never send them, and the host never waits for a
-shape.
+ranks. Any other step runs in Megatron's own schedule. Everything that
+``forward_backward_pipelining_without_interleaving`` does for training is done here too: timers,
+``no_sync``, loss scales, freed outputs, embedding gradients, reduced gradients. Shapes follow from
+the plan, so stages never send them, and the host never waits for a shape.
 
 The alternative is a communicator with more stages and a proxy autograd function inside Megatron's
 schedule. It needs equal shapes for all segments and hides which backward runs.
@@ -43,7 +42,7 @@ class SegmentIterator(Protocol):
 
     def segment_tokens(self) -> Sequence[Sequence[int]] | None:
         """Tokens of each segment of each micro-batch of this rank's next step, padding included;
-        None where no rank has segments and all have equally many micro-batches."""
+        None where no rank has segments."""
 
     def __next__(self) -> Any:
         """The next segment, in the order of the sequence."""

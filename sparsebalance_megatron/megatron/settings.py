@@ -4,7 +4,6 @@ own loop."""
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,6 @@ class RunSettings:
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`row_multiple`.
-        command_line: to profile with at start-up; None for a trainer without flags.
     """
 
     shape: ModelShape
@@ -68,7 +66,6 @@ class RunSettings:
     ranks_per_node: int = RANKS_PER_NODE
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
-    command_line: tuple[str, ...] | None = None
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -169,7 +166,6 @@ class RunSettings:
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
-            command_line=tuple(sys.argv[1:]),
         )
 
 

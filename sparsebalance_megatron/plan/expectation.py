@@ -2,7 +2,7 @@
 """Predicts times, coverage and bounds of a plan.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
-V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and backward.
+V virtual stages, M micro-batches, C = P x V chunks, U segments; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
     if arrangement.first_blocks:
-        times_2RPVM, makespans_R = segmented_times(costs, arrangement, tuned.budgets_LS)
+        times_2RPVM, makespans_R, ms_2UP = segmented_times(costs, arrangement, tuned.budgets_LS)
+        end_R = np.cumsum([sum(map(len, of_rank)) for of_rank in arrangement.first_blocks])
+        segment_ms = tuple(np.split(ms_2UP.swapaxes(1, 2), end_R[:-1], axis=2))
     else:
+        segment_ms = ()
         times = costs.micro_batch_ms(tuned_2SC, arrangement)
         times_2RPVM, makespans_R = times.by_micro_batch_2RPVM, makespans_ms(times)
     times_2RPVM.flags.writeable = False
@@ -51,6 +54,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         samples_cut=int(tuned.cut_S.sum()),
         samples_raised=int(tuned.raised_S.sum()),
         samples_clamped=int(tuned.clamped_S.sum()),
+        segment_ms=segment_ms,
     )
 
 

@@ -2,7 +2,8 @@
 """The plan of one step: frozen data that every rank computes alike.
 
 Shape legend: L layers of the whole model, S samples of a micro-batch, R data-parallel ranks,
-P pipeline stages, V virtual stages, M micro-batches.
+P pipeline stages, V virtual stages, M micro-batches, U segments of a rank; a leading 2: forward and
+backward.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class Expectation:
     """Predictions of a plan. All times in ms, imbalances are max/mean.
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
-    together. ``rank_makespan_ms``: until each rank's last backward.
+    together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments; empty where
+    all run in one piece. ``rank_makespan_ms``: until each rank's last backward.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been
@@ -172,6 +174,7 @@ class Expectation:
     samples_cut: int
     samples_raised: int
     samples_clamped: int
+    segment_ms: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

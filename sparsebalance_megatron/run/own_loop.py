@@ -40,7 +40,6 @@ from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group,
 from sparsebalance_megatron.megatron.settings import RunSettings, host_job, row_multiple
 from sparsebalance_megatron.megatron.unsupported import check_model, check_sharing
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.run.agreement import (
     check_executed_plans,
     check_shared_plan,
@@ -185,7 +184,6 @@ def trainer_config(
 ) -> SparseBalanceConfig:
     """The choices, turned on; refuses what only Megatron's own loop or command line can follow."""
     for name, unusable, remedy in (
-        ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
         ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
         ("max_segments", config.max_segments > 1, "give 1"),

@@ -28,7 +28,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
+from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
 from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.run.sinks import StepSinks
@@ -175,8 +175,7 @@ class Run:
         first = self.running is None
         if first:
             self.running = planned
-            own = self._own_micro_batches(planned)
-            self._recorder.expect(tuple(micro_batch.segments for micro_batch in own))
+            self._recorder.expect(self._segments_M(planned))
         self._recorder.bind_forward(context.chunk, context.position, context.segment)
         self.seen.append(context)
         # The step's first micro-batch waited for the plan.
@@ -202,10 +201,7 @@ class Run:
         attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        own = None if running is None else self._own_micro_batches(running)
-        expected = len(stage) * (
-            self.job.micro_batches if own is None else sum(each.segments for each in own)
-        )
+        expected = len(stage) * (running or self.job).micro_batches
         if running is None or len(self.seen) != expected:
             return (
                 f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -238,8 +234,7 @@ class Run:
             times = self._recorder.times()
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_and_grown_O2 = self._reducer.reduce(
-                micro_batches=planned.micro_batches,
-                own_micro_batches=len(self._own_micro_batches(planned)),
+                segments_M=self._segments_M(planned),
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
@@ -274,8 +269,10 @@ class Run:
         self.begin_step()
         return figures
 
-    def _own_micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
-        return planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
+    def _segments_M(self, planned: PlannedStep) -> tuple[int, ...]:
+        """Segments of this rank's micro-batches."""
+        own = planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
+        return tuple(micro_batch.segments for micro_batch in own)
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,8 +126,7 @@ class StepReducer:
     def reduce(
         self,
         *,
-        micro_batches: int,
-        own_micro_batches: int,
+        segments_M: Sequence[int],
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
@@ -137,25 +137,28 @@ class StepReducer:
         collective.
 
         Args:
-            micro_batches: of the data-parallel rank that has most in this step.
-            own_micro_batches: of this rank; it takes 0 ms at the other positions.
+            segments_M: of this rank's micro-batches.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
         """
-        shapes = self._shapes(micro_batches)
+        shapes = self._shapes(len(segments_M))
         host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)
         part = _views(host, shapes)
         part["digests"][self._place.world_rank] = digest_number(digest)
         if self._place.reports:
             here = self._place.data_parallel_rank, self._place.pipeline_rank
             times_2VM = part["times"][(slice(None), *here)]
-            times_2VM[:, :, :own_micro_batches] = math.nan
+            times_2VM[:] = math.nan
+            segments_ms = defaultdict(list)
             for span in times.spans:
-                # A micro-batch in segments has several spans.
                 place = DIRECTIONS.index(span.direction), span.chunk, span.position
-                times_2VM[place] = span.ms + times_2VM[place].nan_to_num(0.0)
+                segments_ms[place].append(span.ms)
+            for place, each_ms in segments_ms.items():
+                # Where a segment is unmeasured, the micro-batch is.
+                if len(each_ms) == segments_M[place[2]]:
+                    times_2VM[place] = sum(each_ms)
             part["schedule"][here] = times.schedule_ms
             flat = copied_to(host, self._device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point with cuts, and micro-batches of every rank, drawn by lot.
+"""The entry point with cuts drawn by lot.
 
-A plan is made as ever. Then, by a generator that all ranks seed with the step, the last micro-batch
-of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the first
-of some rank always is. Start with ``--sparse-balance-device cpu``. Layer norms are those of
-sequence_parallel.py.
+A plan is made as ever. Then micro-batches are cut at any blocks, by a generator that all ranks seed
+with the step; the first one always is cut. Start with ``--sparse-balance-device cpu``. Layer norms
+are those of sequence_parallel.py.
 """
 
 from __future__ import annotations
@@ -26,36 +25,20 @@ from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
-    """A plan with other micro-batches than predicted; places that a rank does not fill take 0."""
+    """A plan whose micro-batches have other segments than planned."""
     whole = replace(inputs, policy=replace(inputs.policy, max_segments=1))
     plan = plan_step(step, whole)
     most_segments = inputs.policy.max_segments
     if most_segments == 1:
         return plan
     generator = np.random.default_rng(step)
-    times_2RPVM = plan.expectation.times_2RPVM.copy()
-    micro_batches: list[MicroBatchPlan] = []
-    for rank in range(plan.data_parallel_size):
-        own = list(plan.for_rank(rank).micro_batches)
-        if rank and len(own) > 1 and generator.random() < 0.7:
-            last = own.pop()
-            own[-1] = packed_with(own[-1], last)
-            times_2RPVM[:, rank, :, :, last.position] = 0.0
-        micro_batches += [
-            cut(each, most_segments, inputs.policy.block_size, generator) for each in own
-        ]
-    micro_batches[0] = cut(micro_batches[0], most_segments, inputs.policy.block_size, None)
-    expectation = replace(plan.expectation, times_2RPVM=times_2RPVM)
-    return replace(plan, micro_batches=tuple(micro_batches), expectation=expectation)
-
-
-def packed_with(one: MicroBatchPlan, other: MicroBatchPlan) -> MicroBatchPlan:
-    return replace(
-        one,
-        samples=one.samples + other.samples,
-        lengths_tokens=one.lengths_tokens + other.lengths_tokens,
-        budgets_LS=np.concatenate([one.budgets_LS, other.budgets_LS], axis=1),
+    first, *others = plan.micro_batches
+    block_size = inputs.policy.block_size
+    micro_batches = (
+        cut(first, most_segments, block_size, None),
+        *(cut(each, most_segments, block_size, generator) for each in others),
     )
+    return replace(plan, micro_batches=micro_batches)
 
 
 def cut(

@@ -320,7 +320,6 @@ def bare(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
             "state after the iterator": lambda: loop.run.load_state_dict(loop.run.state_dict()),
             "attention dropout": lambda: begin(data, model={"attention_dropout": 0.1}),
             "loss per micro-batch": lambda: begin(data, model={"calculate_per_token_loss": False}),
-            "profile at start-up": lambda: begin(data, balance={"cost_table": "auto"}),
             "dry run": lambda: begin(data, balance={"dry_run": 0}),
             "dense evaluation": lambda: begin(data, balance={"eval_attention": "dense"}),
             "another device": lambda: begin(data, balance={"device": "cuda"}),

@@ -58,12 +58,12 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
     reducer = StepReducer(
         JOB, place, buckets=BUCKETS, grid_size=len(GRID), device=torch.device("cpu")
     )
-    spans = [("forward", 0, 1.0 + rank), ("backward", 0, 10.0 + rank), ("backward", 1, 20.0 + rank)]
+    spans = [("forward", 0, 1.0 + rank), ("backward", 0, 10.0 + rank)]
+    spans += [("forward", 1, 0.5), ("backward", 1, 15.0), ("backward", 1, 5.0 + rank)]
     if rank == 0:
-        spans.append(("forward", 1, 2.0))
+        spans.append(("forward", 1, 1.5))
     measured, _ = reducer.reduce(
-        micro_batches=2,
-        own_micro_batches=2,
+        segments_M=(1, 2),
         times=StepTimes(
             schedule_ms=40.0 + rank,
             start_unix_s=None,

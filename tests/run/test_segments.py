@@ -5,11 +5,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import PROGRAMS, TrainingRun, train, write_documents
 
+from sparsebalance_megatron.log.reader import read_log_tail
+from sparsebalance_megatron.view.report.timeline import simulated_timeline
+
 pytestmark = pytest.mark.distributed
 
+FEW_LOGGED_DIGITS_MS = 4e-6
+"""Of a chain of segments: each one's ms have six digits."""
 FEW_ROUNDINGS = 1e-5
 """Relative; weights follow sums of float32 in another order for four steps."""
 
@@ -33,6 +39,17 @@ def test_planned_segments_train(tmp_path: Path) -> None:
         [step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS
     )
     assert all(max(map(max, step["segments"])) > 1 for step in four.steps)
+    for step in read_log_tail(tmp_path / "4").steps:
+        predicted, found = step.predicted, simulated_timeline(step, "predicted")
+        assert found is not None
+        assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
+        (ms_2PU,) = predicted.segment_ms
+        first_U = np.cumsum([0, *step.segments[0][:-1]])
+        np.testing.assert_allclose(
+            np.add.reduceat(ms_2PU, first_U, axis=2),
+            step.times_2RPVM("predicted")[:, 0, :, 0],
+            atol=FEW_LOGGED_DIGITS_MS,
+        )
 
 
 def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path: Path) -> None:

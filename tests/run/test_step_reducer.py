@@ -130,8 +130,7 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         device=torch.device("cpu"),
     )
     measured, executed_and_grown_O2 = reducer.reduce(
-        micro_batches=1,
-        own_micro_batches=1,
+        segments_M=(1,),
         times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
         observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,

@@ -67,7 +67,7 @@ def best_segments(problem: StepProblem, one_piece: Placement) -> SegmentedStep |
     if not is_cut or not np.isfinite(search_ms):
         return None
     tuned_LS = _balanced_over_stages(problem, arrangement)
-    _, step_ms_R = segmented_times(problem.costs, arrangement, tuned_LS)
+    _, step_ms_R, _ = segmented_times(problem.costs, arrangement, tuned_LS)
     slowest = np.repeat(step_ms_R == step_ms_R.max(), problem.job.micro_batches)
     return SegmentedStep(
         arrangement=arrangement,
@@ -99,8 +99,9 @@ def _tokens_of_one_piece(problem: StepProblem, placement: Placement) -> int:
 
 def segmented_times(
     costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """[2, R, P, 1, M] ms of every micro-batch, all its segments together, and [R] makespans."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[2, R, P, 1, M] ms of every micro-batch, all its segments together, [R] makespans, and
+    [2, U, P] ms of the segments of all ranks, one after another."""
     micro_batches, first_blocks = (
         list(itertools.chain.from_iterable(of)) for of in (where.samples, where.first_blocks)
     )
@@ -108,12 +109,13 @@ def segmented_times(
     ms_2UP = np.stack(
         [np.concatenate(of) for of in ([c.forward_UP for c in cuts], [c.backward_UP for c in cuts])]
     )
+    ranks = list(itertools.batched(cuts, where.cp_sizes_RM.shape[1]))
+    segments_R = [sum(len(cut.tokens_U) for cut in rank) for rank in ranks]
+    ms_2UP *= np.repeat(costs.slowness_RP, segments_R, axis=0)
     first_J = [0, *itertools.accumulate(len(cut.tokens_U) for cut in cuts[:-1])]
     ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
     times_2RPM = ms_2JP.reshape(2, *where.cp_sizes_RM.shape, -1).swapaxes(2, 3)
-    times_2RPM = times_2RPM * costs.slowness_RP[..., None]
-    ranks = list(itertools.batched(cuts, where.cp_sizes_RM.shape[1]))
-    return times_2RPM[:, :, :, None], makespans_ms(ranks, costs.slowness_RP)
+    return times_2RPM[:, :, :, None], makespans_ms(ranks, costs.slowness_RP), ms_2UP
 
 
 def _balanced_over_stages(problem: StepProblem, where: Arrangement) -> np.ndarray:
@@ -133,13 +135,13 @@ def _balanced_over_stages(problem: StepProblem, where: Arrangement) -> np.ndarra
     found = []
     tuned_LS = pricing.expected_LS
     for _ in range(_BALANCING_ROUNDS):
-        times_2RPVM, ms_R = segmented_times(costs, where, tuned_LS)
+        times_2RPVM, ms_R, _ = segmented_times(costs, where, tuned_LS)
         if budgets.covers(tuned_LS, wanted):
             found.append((rounded_ms(ms_R.max()), tuned_LS))
         beside_R = ms_R - stage_busy_ms(times_2RPVM).max(axis=1)
         tuned_LS = stages.budgets_LS(beside_R, wanted)
     if budgets.covers(allowed.base_LS, wanted):
-        _, ms_R = segmented_times(costs, where, allowed.base_LS)
+        _, ms_R, _ = segmented_times(costs, where, allowed.base_LS)
         found.append((rounded_ms(ms_R.max()), allowed.base_LS))
     return min(found, key=lambda each: each[0])[1] if found else pricing.expected_LS
 
@@ -165,7 +167,7 @@ class _StageLevels:
         micro_batch_of_S = where.micro_batch_of_S
         rank_of_S = micro_batch_of_S // job.micro_batches
         growth_JPQ = unit_growth_JCQ(costs, ladder, micro_batch_of_S)
-        floor_2RPVM, _ = segmented_times(costs, where, ladder.common_LS(0))
+        floor_2RPVM, _, _ = segmented_times(costs, where, ladder.common_LS(0))
         growth_RPQ = growth_JPQ.reshape(job.data_parallel_size, -1, *growth_JPQ.shape[1:]).sum(1)
         pair_ms_RP = costs.pair_ms_C * costs.segments.slowness * costs.slowness_RP
         covered_RPQ = np.zeros_like(growth_RPQ)

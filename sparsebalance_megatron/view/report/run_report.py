@@ -30,7 +30,7 @@ from sparsebalance_megatron.view.report.pictures import (
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.plots import CoveragePlot, coverage_plots
+from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -145,11 +145,12 @@ class Report:
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
+    loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
     step: Chart | None
     missing: Sequence[str]
-    coverage: Sequence[CoveragePlot]
+    coverage: Sequence[Plot]
     coverage_iteration: int
     notes: Sequence[str]
 
@@ -204,6 +205,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         waterfall=None if why is None else waterfall(why),
         ranks=rank_bars(averaged),
         sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
+        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(drawn) if drawn else None,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of every stage of every rank in one step, with their times: predicted, and measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, O
-operations, 2 forward and backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
+U segments, O operations, 2 forward and backward.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def simulated_timeline(
 ) -> Timeline | None:
     """The schedule of the run simulated with the predicted or the measured times.
 
-    Segments of a micro-batch are drawn alike: their times are logged by micro-batch.
+    Segments take equal parts of a micro-batch where their own times are not known.
 
     Returns:
         None where a time is missing or negative.
@@ -106,13 +106,14 @@ def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Se
         return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
     events_R: list[Sequence[Event]] = []
     for rank, segments in enumerate(record.segments):
-        count = len(segments)
-        graph = graph_of(SegmentedSchedule(segments), record.shape[1], 1, count)
-        ms_2PM = times_2RPVM[:, rank, :, 0, :count] / np.array(segments)
+        graph = graph_of(SegmentedSchedule(segments), record.shape[1], 1, len(segments))
+        ms_2PU = (times_2RPVM[:, rank, :, 0] / np.array(segments)).repeat(segments, axis=2)
+        if side == "predicted" and record.predicted.segment_ms:
+            ms_2PU = record.predicted.segment_ms[rank]
         # Operations are numbered by direction, stage, chunk, micro-batch and segment.
-        ms_O = ms_2PM.repeat(segments, axis=2).reshape(-1, 1)
-        times = OperationTimes(graph=graph, ms_OR=ms_O, cp_sizes_RM=np.ones((1, count), dtype=int))
-        events_R += simulate(times)
+        ms_O1 = ms_2PU.reshape(-1, 1)
+        cp_sizes_RM = record.cp_sizes_RM[rank : rank + 1]
+        events_R += simulate(OperationTimes(graph=graph, ms_OR=ms_O1, cp_sizes_RM=cp_sizes_RM))
     return events_R
 
 

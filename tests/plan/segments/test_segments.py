@@ -144,6 +144,12 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
         bounds = [*micro_batch.first_blocks, sum(-(-n // 64) for n in micro_batch.lengths_tokens)]
         if micro_batch.segments > 1:
             assert min(end - first for first, end in itertools.pairwise(bounds)) * 64 >= 256
+    is_cut = any(micro_batch.segments > 1 for micro_batch in plan.micro_batches)
+    assert len(expected.segment_ms) == (2 if is_cut else 0)
+    for rank, ms_2PU in enumerate(expected.segment_ms):
+        segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
+        ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
+        np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
     base = planned(**given_ | {"policy": replace(given_["policy"], tuning="off", max_segments=1)})
     mean, base_mean = (each.expectation.coverage_mean for each in (plan, base))
     assert mean >= base_mean - 1e-9

@@ -82,21 +82,26 @@ def test_a_simulated_timeline_is_the_simulators() -> None:
     ]
 
 
-def test_segments_of_every_rank_are_drawn_alike() -> None:
-    """Ranks may have different numbers of micro-batches."""
-    measured_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 0.0]], [[5.0, 0.0]]]])
-    record = replace(times(measured_RPVM), segments=((2, 3), (1,)))
-    found = simulated_timeline(record, "measured")
+@pytest.mark.parametrize("side", ["predicted", "measured"])
+def test_segments_take_what_is_known_of_them(side: str) -> None:
+    """Equal parts where only times of whole micro-batches are."""
+    forward_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 1.0]], [[5.0, 2.0]]]])
+    record = replace(times(forward_RPVM), segments=((2, 3), (1, 1)))
+    generator = np.random.default_rng(0)
+    segment_ms = tuple(generator.uniform(0.1, 5.0, (2, 2, count)) for count in (5, 2))
+    record = replace(record, predicted=replace(record.predicted, segment_ms=segment_ms))
+    found = simulated_timeline(record, side)
     assert found is not None
     for (rank, stage), spans in found.spans.items():
         held = {(span.position, span.segment): span.ms for span in spans if span[0] == "forward"}
-        assert held == pytest.approx(
-            {
-                (position, segment): measured_RPVM[rank, stage, 0, position] / segments
-                for position, segments in enumerate(record.segments[rank])
-                for segment in range(segments)
-            }
-        )
+        parts = [
+            (position, segment, forward_RPVM[rank, stage, 0, position] / segments)
+            for position, segments in enumerate(record.segments[rank])
+            for segment in range(segments)
+        ]
+        known = segment_ms[rank][0, stage] if side == "predicted" else [ms for *_, ms in parts]
+        expected = {part[:2]: ms for part, ms in zip(parts, known, strict=True)}
+        assert held == pytest.approx(expected)
         assert found.segment_words((rank, stage), spans[0]) == (
             " segment 1 of 2" if rank == 0 else ""
         )
