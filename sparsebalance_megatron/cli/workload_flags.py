@@ -165,7 +165,6 @@ def check_flags(arguments: Namespace) -> None:
                 check_range(name if name in RANGES else field, number, flag)
             if field == "block_size" and number < _LEAST_BLOCK_TOKENS:
                 raise WorkloadError(f"{flag} {number}: must be at least {_LEAST_BLOCK_TOKENS}")
-        for number in value if isinstance(value, list) else [value]:
             most = _MOST.get(name)
             if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
                 raise WorkloadError(f"{flag} {number}: must be 1 to {most}")

@@ -125,7 +125,7 @@ def test_bars_of_a_step_say_what_they_are(page: str) -> None:
         )
         for title in titles
     )
-    panels = re.findall(r">(predicted|measured|baseline, measured): [\d,]+ ms, stages wait", page)
+    panels = re.findall(r">(predicted|measured|baseline, measured): [\d.,]+ ms, stages wait", page)
     assert panels == ["predicted", "measured", "baseline, measured"]
 
 
