@@ -200,14 +200,6 @@ def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path
         assert words in text
 
 
-def test_without_jinja2_the_extra_is_named(
-    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ReportError, match=r"needs jinja2: .*\[tools\]"):
-        render_page(make_report(runs[0], None, None))
-
-
 def test_a_followed_run_is_written_again(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

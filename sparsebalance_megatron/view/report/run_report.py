@@ -224,7 +224,7 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
-        ReportError: if jinja2 is not installed, or no step was measured in both.
+        ReportError: if no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
@@ -245,21 +245,14 @@ def render_page(report: Report, refresh_s: float | None = None) -> str:
 
     Args:
         refresh_s: seconds after which a browser loads the page again; None: it does not.
-
-    Raises:
-        ReportError: jinja2 is not installed.
     """
     return _render("report.html.j2", report=report, refresh_s=refresh_s)
 
 
 def _render(template: str, **values: Any) -> str:
     """A template of this package filled with values."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ReportError(
-            "the report needs jinja2: pip install 'sparsebalance-megatron[tools]'"
-        ) from error
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__),
         autoescape=True,
