@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsebalance_megatron.log.log_directory import rank_folder
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
@@ -25,7 +25,6 @@ from sparsebalance_megatron.view.report.numbers import (
 from sparsebalance_megatron.view.report.pictures import (
     COLOURS,
     Chart,
-    StepView,
     rank_bars,
     step_chart,
     waterfall,
@@ -69,16 +68,17 @@ class Evidence:
         step = next((step for step in self.log.steps if step.iteration == iteration), None)
         if step is None:
             return None
+        contents = self.ranks.steps.get(iteration, {})
         if side == "predicted":
-            return simulated_timeline(step, side, self.log.schedule)
-        contents = self.ranks.steps.get(iteration, {})
-        return measured_timeline(step, contents, self.log.schedule)
+            timeline = simulated_timeline(step, side, self.log.schedule)
+        else:
+            timeline = measured_timeline(step, contents, self.log.schedule)
+        return timeline and replace(timeline, contents=contents)
 
-    def views(self, name: str, side: str, iteration: int) -> list[StepView]:
-        """One view of a step, or none where its times are not known."""
-        timeline = self.timeline(side, iteration)
-        contents = self.ranks.steps.get(iteration, {})
-        return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
+    def timelines(self, iteration: int) -> dict[str, Timeline]:
+        """Those that are known, by side."""
+        found = {side: self.timeline(side, iteration) for side in SIDES}
+        return {side: timeline for side, timeline in found.items() if timeline}
 
 
 def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
@@ -189,12 +189,12 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         why = numbers.explanation
         if pairs := paired(log, baseline_log):
             averaged = dict(zip(("baseline", "this run"), zip(*pairs, strict=True), strict=True))
-    views = {name: run.views(name, side, iteration) for run, name, side in wanted}
+    timelines = {name: run.timeline(side, iteration) for run, name, side in wanted}
+    drawn = {name: timeline for name, timeline in timelines.items() if timeline}
     notes = list(dict.fromkeys(problems))
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
     logs = [log] if baseline_log is None else [log, baseline_log]
-    drawn = [view for found in views.values() for view in found]
     return Report(
         # The last two parts of a directory name a run.
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
@@ -211,8 +211,8 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         step=step_chart(drawn) if drawn else None,
         missing=[
             f"{name.capitalize()}: not drawn, not all of its times are logged."
-            for name, found in views.items()
-            if not found
+            for name in timelines
+            if name not in drawn
         ],
         coverage=coverage_plots(log.coverage, log.header.config if log.header else {}),
         coverage_iteration=log.coverage.iteration if log.coverage else 0,
@@ -228,16 +228,16 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
-    views = [
-        view
+    timelines = {
+        name: timeline
         for name, log in named.items()
-        for view in gather(log, {iteration}).views(name, "measured", iteration)
-    ]
-    if len(views) < 2:
+        if (timeline := gather(log, {iteration}).timeline("measured", iteration))
+    }
+    if len(timelines) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, _render("step.svg.j2", chart=step_chart(views))
+    return iteration, _render("step.svg.j2", chart=step_chart(timelines))
 
 
 def render_page(report: Report, refresh_s: float | None = None) -> str:
