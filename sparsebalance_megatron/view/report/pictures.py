@@ -18,6 +18,7 @@ import numpy as np
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.timeline import Timeline
 
@@ -332,5 +333,4 @@ def _piece(view: StepView, place: Place, span: Span, held: RankMicroBatch | None
 
 def _heading(view: StepView) -> str:
     ms = view.timeline.makespan_ms
-    length = f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
-    return f"{view.name}: {length} ms, stages wait {1.0 - view.timeline.busy_share:.0%} of it"
+    return f"{view.name}: {shown_ms(ms)} ms, stages wait {1.0 - view.timeline.busy_share:.0%} of it"

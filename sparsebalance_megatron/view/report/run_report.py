@@ -30,7 +30,7 @@ from sparsebalance_megatron.view.report.pictures import (
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.plots import CoveragePlot, coverage_plots
+from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -145,11 +145,12 @@ class Report:
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
+    loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
     step: Chart | None
     missing: Sequence[str]
-    coverage: Sequence[CoveragePlot]
+    coverage: Sequence[Plot]
     coverage_iteration: int
     notes: Sequence[str]
 
@@ -204,6 +205,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         waterfall=None if why is None else waterfall(why),
         ranks=rank_bars(averaged),
         sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
+        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(drawn) if drawn else None,
@@ -222,7 +224,7 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
-        ReportError: if jinja2 is not installed, or no step was measured in both.
+        ReportError: if no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
@@ -243,21 +245,14 @@ def render_page(report: Report, refresh_s: float | None = None) -> str:
 
     Args:
         refresh_s: seconds after which a browser loads the page again; None: it does not.
-
-    Raises:
-        ReportError: jinja2 is not installed.
     """
     return _render("report.html.j2", report=report, refresh_s=refresh_s)
 
 
 def _render(template: str, **values: Any) -> str:
     """A template of this package filled with values."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ReportError(
-            "the report needs jinja2: pip install 'sparsebalance-megatron[tools]'"
-        ) from error
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__),
         autoescape=True,
