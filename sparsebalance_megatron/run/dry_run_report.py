@@ -139,17 +139,17 @@ def describe(
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
-    """Every micro-batch, or of many the ranks: alike ones once, those in the middle counted."""
+    """List every micro-batch, or of many the ranks: the slowest and the fastest."""
     if len(planned.plan.micro_batches) <= _MOST_MICRO_BATCHES:
         return text_table(_rows(planned))
-    rows = _folded(_rank_rows(planned))
+    rows = _rank_rows(planned)
     left_out = len(rows) - _MOST_RANKS
     if left_out <= 0:
         return text_table(rows)
     half = _MOST_RANKS // 2
     return [
         *text_table([*rows[:half], *rows[-half:]]),
-        f"(slowest ranks first; {left_out} rows between the {half} slowest and the {half} fastest "
+        f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} fastest "
         "are left out)",
     ]
 
@@ -174,7 +174,7 @@ def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
     for rank in np.argsort(-rank_ms_R, kind="stable").tolist():
         own = plan.for_rank(rank).micro_batches
         cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned.in_segments)
-        rows.append({"ranks": str(rank), "micro-batches": str(len(own)), **cells})
+        rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
     return rows
 
 
@@ -192,17 +192,6 @@ def _cells(
         "max": str(budgets.max()),
         "predicted ms": shown_ms(ms),
     }
-
-
-def _folded(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Ranks with equal rows in one row, which names their number and the first."""
-    alike: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        alike.setdefault(tuple(row.values())[1:], []).append(row)
-    return [
-        each[0] if len(each) == 1 else each[0] | {"ranks": f"{len(each)} as {each[0]['ranks']}"}
-        for each in alike.values()
-    ]
 
 
 def _data(inputs: Inputs) -> tuple[str, ...]:
