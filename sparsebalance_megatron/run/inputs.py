@@ -97,7 +97,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 else "without --valid-data-path: there is nothing to validate on; give it"
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
-    longest_row_tokens = settings.micro_batch_size * settings.seq_length
+    longest_sequence_tokens = settings.micro_batch_size * settings.seq_length
     run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
@@ -113,7 +113,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         policy=PlanPolicy.from_config(
             config,
             config.max_tokens_per_micro_batch
-            or -(-longest_row_tokens // settings.context_parallel_size),
+            or -(-longest_sequence_tokens // settings.context_parallel_size),
             max_cp_size(settings.job, config, settings.neighbours_per_node),
         ),
         train=train,
@@ -140,7 +140,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         | sources
         | {
             "job shape": str(inputs.job),
-            "ranks that may share a row": str(inputs.policy.max_context_parallel),
+            "ranks that may share a micro-batch": str(inputs.policy.max_context_parallel),
             "training samples": inputs.train.digest(),
             "cost model": str(inputs.cost),
             "selector of another package": source_of(inputs.config.selection) or "none",

@@ -38,7 +38,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 )
 from sparsebalance_megatron.megatron.segmented_schedule import ForwardBackward, with_segments
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
-from sparsebalance_megatron.megatron.settings import RunSettings, host_job, row_multiple
+from sparsebalance_megatron.megatron.settings import RunSettings, host_job, token_multiple
 from sparsebalance_megatron.megatron.unsupported import (
     Settings,
     check_model,
@@ -54,7 +54,7 @@ from sparsebalance_megatron.run.agreement import (
 )
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 from sparsebalance_megatron.run.session import Session
 
@@ -236,10 +236,10 @@ class HostRun(TrainerRun):
         self._device = device
         self._boundaries = LayoutCache()
         self._attached: PlannedStep | None = None
-        self._packing = RowPacking.of_run(
+        self._packing = SequencePacking.of_run(
             config,
             largest_cp_size=self.planner.max_cp_size,
-            pad_to_multiple_of=row_multiple(transformer_config),
+            pad_to_multiple_of=token_multiple(transformer_config),
             neighbours_per_node=job.neighbours_per_node,
         )
         self._run = Run(job, self, Loop(), device, agreement=self._packing.agreement)

@@ -19,7 +19,7 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking, Schedule
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, Schedule, SequencePacking
 
 
 class DataSamples:
@@ -34,7 +34,7 @@ class DataSamples:
         self.scheduler = scheduler
         self._place = place
         settings = inputs.settings
-        self.packing = RowPacking.of_run(
+        self.packing = SequencePacking.of_run(
             inputs.config,
             largest_cp_size=inputs.policy.max_context_parallel,
             pad_to_multiple_of=settings.pad_to_multiple_of,
