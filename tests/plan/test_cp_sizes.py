@@ -443,11 +443,3 @@ def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch
     free = planned(**given_ | {"policy": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()
-
-
-def test_placements_are_the_same_where_samples_and_cp_sizes_are():
-    narrow = Arrangement.of_groups((((0,), (1,)), ((2,), ())))
-    shared = replace(narrow, cp_sizes_RM=np.array([[1, 2], [1, 2]]))
-    assert narrow.same_as(replace(narrow, cp_sizes_RM=narrow.cp_sizes_RM.copy()))
-    assert not shared.same_as(narrow) and not narrow.same_as(shared)
-    assert not narrow.same_as(replace(narrow, samples=(((0,), (2,)), ((1,), ()))))
