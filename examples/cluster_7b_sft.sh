@@ -12,7 +12,7 @@
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
 #
-#   COST_TABLE=auto NNODES=1 GPUS_PER_NODE=1 \
+#   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/cluster_7b_sft.sh --sparse-balance-dry-run 64
 #
 # Every variable below can be set from outside. Loss is on the assistant's turns only. Memory and

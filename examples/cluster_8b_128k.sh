@@ -13,7 +13,7 @@
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
 #
-#   COST_TABLE=auto NNODES=1 GPUS_PER_NODE=1 \
+#   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/cluster_8b_128k.sh --sparse-balance-dry-run 64
 #
 # Rows lie on 1 to 8 ranks as the plan decides (docs/CONTEXT_PARALLEL.md). Every variable below can

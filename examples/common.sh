@@ -18,7 +18,7 @@ MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-1}" # samples per packed sequence, on aver
 RUN="${RUN:-runs/$(basename "$0" .sh)}"
 WEIGHTS="${WEIGHTS:-${RUN}/weights}"
 LOG="${LOG:-${RUN}/log}"
-COST_TABLE="${COST_TABLE:-${RUN}/cost_table.json}"
+COST_TABLE="${COST_TABLE-${RUN}/cost_table.json}"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with tensor parallelism
 
@@ -64,10 +64,10 @@ run_example() {
 
         --sparse-balance
         --sparse-balance-block-size 256
-        --sparse-balance-cost-table "${COST_TABLE}"
         --sparse-balance-log-dir "${LOG}"
         "${SPARSE_BALANCE_ARGS[@]}"
     )
+    [[ -z "${COST_TABLE}" ]] || flags+=(--sparse-balance-cost-table "${COST_TABLE}")
     case "${1:-}" in
         prepare) prepare ;;
         convert)

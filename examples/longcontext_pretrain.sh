@@ -8,9 +8,9 @@
 #   examples/longcontext_pretrain.sh           train
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU
-# (COST_TABLE=auto as long as there is no table):
+# (COST_TABLE= as long as there is no table):
 #
-#   COST_TABLE=auto GPUS_PER_NODE=1 examples/longcontext_pretrain.sh --sparse-balance-dry-run 8
+#   COST_TABLE= GPUS_PER_NODE=1 examples/longcontext_pretrain.sh --sparse-balance-dry-run 8
 #
 # Every variable below can be set from outside. Longer documents are split, none is cut off. Memory
 # and speed of this script were not measured; a dry run checks neither.

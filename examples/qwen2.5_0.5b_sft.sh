@@ -9,9 +9,9 @@
 #   examples/qwen2.5_0.5b_sft.sh           train
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU
-# (COST_TABLE=auto as long as there is no table):
+# (COST_TABLE= as long as there is no table):
 #
-#   COST_TABLE=auto GPUS_PER_NODE=1 examples/qwen2.5_0.5b_sft.sh --sparse-balance-dry-run 8
+#   COST_TABLE= GPUS_PER_NODE=1 examples/qwen2.5_0.5b_sft.sh --sparse-balance-dry-run 8
 #
 # Every variable below can be set from outside. Loss is on the assistant's turns only. Memory and
 # speed of this script were not measured; a dry run checks neither.

@@ -9,9 +9,9 @@
 #   examples/qwen2.5_3b_sft.sh           train, on every node with NODE_RANK and MASTER_ADDR
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU
-# (COST_TABLE=auto as long as there is no table):
+# (COST_TABLE= as long as there is no table):
 #
-#   COST_TABLE=auto NNODES=1 GPUS_PER_NODE=1 \
+#   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/qwen2.5_3b_sft.sh --sparse-balance-dry-run 32
 #
 # One node, DP 2 and PP 4, the layout of the paper's ablation:

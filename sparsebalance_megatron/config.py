@@ -181,8 +181,8 @@ class SparseBalanceConfig:
     rings within and between nodes. Choose rings where memory is short; they wait at every hop."""
 
     cost_table: str | None = None
-    """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0.
-    Give one to train: without it, costs are counted operations."""
+    """Cost table measured by `sparse-balance profile`. Give one to train: without it, costs are
+    counted operations."""
 
     counted_device: CountedDevice = DEFAULT_COUNTED_DEVICE
     """Device at whose rates operations are counted where there is no cost table. Name the one that

@@ -5,8 +5,9 @@ A script around ``megatron.training`` adds flags (:func:`arguments_provider`), a
 turn the plugin on (:func:`is_enabled`), and hands :func:`training_hooks` to ``pretrain``.
 
 A trainer that calls Megatron's schedules itself begins a run (:func:`begin_run`), builds its model
-with :func:`sparse_balance_layer_spec`, trains through :func:`wrap_forward_step` on
-:func:`train_data_iterator`, and says when a step has ended (:func:`on_step_end`).
+with :func:`sparse_balance_layer_spec`, trains through :func:`wrap_schedule` and
+:func:`wrap_forward_step` on :func:`train_data_iterator`, and says when a step has ended
+(:func:`on_step_end`).
 
 A host that owns its data as well asks a planner for plans (:func:`planner`), on any process, and
 begins a run on its ranks (:func:`begin_host_run`), where :func:`slice_of` cuts a rank's part of a
@@ -52,6 +53,7 @@ __all__ = [
     "training_hooks",
     "whole_of",
     "wrap_forward_step",
+    "wrap_schedule",
 ]
 
 
@@ -295,6 +297,15 @@ def wrap_forward_step(run: OwnLoopRun, forward_step: Callable[..., Any]) -> Call
     return run.wrap(forward_step)
 
 
+def wrap_schedule(
+    run: OwnLoopRun, forward_backward: Callable[..., list[dict[str, Any]]]
+) -> Callable[..., list[dict[str, Any]]]:
+    """The function of Megatron's ``get_forward_backward_func``, but steps that are planned in
+    segments run in the plugin's schedule. Wrap it before :func:`train_data_iterator` is called.
+    """
+    return run.wrap_schedule(forward_backward)
+
+
 def train_data_iterator(
     run: OwnLoopRun, *, consumed_samples: int = 0, vp_stage: int | None = None
 ) -> Iterator[Any]:
@@ -307,7 +318,8 @@ def train_data_iterator(
         vp_stage: model chunk, with virtual pipeline stages.
 
     Raises:
-        IntegrationError: if loaded state goes on from another sample.
+        IntegrationError: if loaded state goes on from another sample, or steps may have segments
+            and no schedule was wrapped.
         StateError: if no step begins there, or loaded state cannot be continued in this run.
     """
     return run.train_iterator(consumed_samples, vp_stage)

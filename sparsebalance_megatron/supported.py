@@ -18,8 +18,11 @@ RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
 """As in pyproject.toml. With "a0" the builds of NVIDIA's containers, such as 2.8.0a0+5228986c39,
 satisfy it."""
 
-_REQUIRED = ("torch", "megatron", "numpy", "scipy", "msgspec", "packaging", "psutil")
-"""Modules of pyproject.toml's dependencies."""
+_PACKAGES = (
+    *("torch", "megatron", "numpy", "scipy", "msgspec", "packaging", "psutil"),
+    *("jinja2", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
+)
+"""Modules of pyproject.toml's dependencies, and of its extras for commands."""
 
 
 def installed_version(distribution: str) -> str | None:
@@ -92,6 +95,6 @@ def what_is_missing(error: ModuleNotFoundError) -> str:
         ModuleNotFoundError: the given one, of any other module.
     """
     name = (error.name or "").partition(".")[0]
-    if name not in _REQUIRED:
+    if name not in _PACKAGES:
         raise error
     return f"the package {name} is not installed here; pip install {name}"

@@ -91,6 +91,15 @@ def test_rows_on_both_ranks_train_alike(
     )
 
 
+def test_segments_train_alike(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], directory: Path
+) -> None:
+    assert two_ranks["segments"]["dense"] == pytest.approx(one_rank["plain"], rel=FEW_ROUNDINGS)
+    steps = read_steps(directory / "segments")
+    assert all(max(step["segments"][0]) > 1 for step in steps)
+    assert "call wrap_schedule before train_data_iterator" in two_ranks["segments"]["mistake"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_micro_batch_is_measured_and_budgets_are_tuned(
     layout: str, two_ranks: dict[str, Any], directory: Path
@@ -159,8 +168,11 @@ def test_megatron_training_is_never_loaded(
         ("state after the iterator", "load_state_dict: call it before train_data_iterator"),
         ("attention dropout", "ConfigError: --sparse-balance with --attention-dropout 0.1"),
         ("loss per micro-batch", "regrouping needs --calculate-per-token-loss"),
-        ("profile at start-up", "--sparse-balance-cost-table auto: not for a trainer with its own"),
         ("dry run", "--sparse-balance-dry-run 0: not for a trainer with its own loop"),
+        (
+            "segments without a pipeline",
+            "--sparse-balance-max-segments 2 with --pipeline-model-par",
+        ),
         ("dense evaluation", "--sparse-balance-eval-attention dense: not for a trainer with its"),
         ("another device", "--sparse-balance-device cuda: not for a trainer with its own loop"),
         ("no such data", "DataError: /nonexistent/prefix.idx: no such file"),

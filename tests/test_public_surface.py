@@ -44,6 +44,7 @@ INTEGRATION = {
     "training_hooks": ["args"],
     "whole_of": ["run", "planned", "position", "values"],
     "wrap_forward_step": ["run", "forward_step"],
+    "wrap_schedule": ["run", "forward_backward"],
 }
 """Function of sparsebalance_megatron.integration -> its parameters."""
 COMMANDS = {

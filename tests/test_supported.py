@@ -39,12 +39,27 @@ def test_one_line_says_what_is_missing(
     check_one_line(files, reason, COMMANDS[command], tmp_path)
 
 
-@pytest.mark.parametrize(("name", "package"), [("examples", "msgspec"), ("env", "packaging")])
+ADVISE = "advise --model qwen3-8b --gpus 1 --global-batch 1 --lengths lengths"
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("examples", "msgspec"),
+        ("env", "packaging"),
+        (ADVISE, "tqdm"),
+        ("convert to-hf x --hf-config x -o y", "safetensors"),
+        ("prepare-data --input x --tokenizer-train 300 --output-prefix y", "tokenizers"),
+        ("prepare-data --input x.gz --tokenizer-train 300 --output-prefix y", "pyarrow"),
+    ],
+)
 def test_a_command_needs_no_package_to_say_which_is_missing(
-    name: str, package: str, tmp_path: Path
+    words: str, package: str, tmp_path: Path
 ) -> None:
     raises = f"raise ModuleNotFoundError('no {package}', name='{package}')"
-    command = ("-m", "sparsebalance_megatron.cli", name)
+    command = ("-m", "sparsebalance_megatron.cli", *words.split())
+    for name in ("x", "x.gz"):
+        (tmp_path / name).write_text('{"text": "a"}')
     check_one_line({f"{package}.py": raises}, f"the package {package} is not", command, tmp_path)
 
 

@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.samples import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
@@ -88,7 +88,7 @@ class Pairing:
         return self.variants[self.order.variant(step)].dense
 
 
-def paired_scheduler(pairing: Pairing, shared: CostedInputs) -> Any:
+def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
     """A :class:`PairedScheduler` with one scheduler per variant, each with curves of its own."""
     job = over_ranks(shared.job, pairing.ranks_in_turn)
     schedulers = []

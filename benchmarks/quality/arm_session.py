@@ -25,7 +25,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.samples import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
@@ -140,7 +140,7 @@ class ArmHooks(TrainingHooks):
 
         self.forward_step = forward_step
 
-    def _scheduler_of(self, spec: RunSpec, inputs: CostedInputs) -> Any:
+    def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Any:
         costed = replace(
             inputs, cost=with_expensive_attention(inputs.cost, spec.study.attention_weight)
         )

@@ -4,14 +4,14 @@
     engine: dynamic_context_parallel true, use_remove_padding true, context_parallel_size 1
 
     schedule = hosts.shared_schedule.Scheduler(config, run.job, run)   # in place of Megatron's
-    with shared_rows(run, schedule, engine.module, learn=True):
+    with shared_micro_batches(run, schedule, engine.module, learn=True):
         engine.forward_backward_batch(batch, loss_function)
     integration.on_step_end(run)
 
-The batch is on every worker, and each makes the same plan. While :func:`shared_rows` is open,
-verl's functions that cut a micro-batch for a rank, and put outputs together again, are those of the
-plan: a rank gets its blocks, and budgets travel in ``PackedSeqParams``. verl computes losses from
-whole samples on every rank that shares them. Begin the run with ``pad_samples_to=1`` and
+The batch is on every worker, and each makes the same plan. While :func:`shared_micro_batches` is
+open, verl's functions that cut a micro-batch for a rank, and put outputs together again, are those
+of the plan: a rank gets its blocks, and budgets travel in ``PackedSeqParams``. verl computes losses
+from whole samples on every rank that shares them. Begin the run with ``pad_samples_to=1`` and
 ``scales_own_loss=True``. Virtual pipeline stages are refused.
 
 Tested against stubs of what it touches of verl's ``models/mcore`` (2026-08). Never run with verl
@@ -81,7 +81,9 @@ class SharedRows:
 
 
 @contextmanager
-def shared_rows(run: Any, schedule: Any, models: Sequence[Any], *, learn: bool) -> Iterator[None]:
+def shared_micro_batches(
+    run: Any, schedule: Any, models: Sequence[Any], *, learn: bool
+) -> Iterator[None]:
     """While it is open, verl runs one schedule of a plan's micro-batches."""
     (model,) = models
     rows = SharedRows(run, schedule, model, learn=learn)

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import print_json, print_wrapped, progress_bar
+from sparsebalance_megatron.cli.output import print_json, print_wrapped
 from sparsebalance_megatron.cli.workload_flags import (
     add_layer_budgets_flag,
     add_lengths_flags,
@@ -74,12 +74,14 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Plan every choice, predict, print."""
+    from tqdm import tqdm
+
     check_flags(arguments)
     inputs, block_sizes = _inputs(arguments)
     found = advise(
         inputs,
         _choices(arguments, inputs.job, block_sizes),
-        partial(progress_bar, command="advise", unit="choice", extra="tools"),
+        partial(tqdm, desc="advise", unit="choice", disable=None),
     )
     chosen = best_fitting(found, arguments.gpu_memory)
     sentences = findings(found, arguments.gpu_memory, chosen)

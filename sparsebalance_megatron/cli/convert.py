@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebalance_megatron.cli import HelpFormatter
-from sparsebalance_megatron.cli.output import OutputError, progress_bar
+from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.errors import ConfigError, ConvertError
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 
@@ -86,12 +86,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and print counts."""
-    try:
-        import safetensors  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
-        ) from error
+    import safetensors  # noqa: F401  Before anything else takes its time.
+
     if arguments.output is not None:
         _check_output(arguments.output)
     # Megatron warns of what it misses here, none of which a conversion needs.
@@ -156,6 +152,8 @@ def _print_flags(arguments: argparse.Namespace) -> None:
 
 def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
+    from tqdm import tqdm
+
     from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
@@ -165,7 +163,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
-        progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
+        progress = partial(tqdm, desc="convert", unit="parameter", disable=None)
         counts = read_weights(files, targets, model, progress)
     from sparsebalance_megatron.megatron.saved_model import save_release
 

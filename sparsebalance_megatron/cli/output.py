@@ -84,21 +84,3 @@ def write_text(path: Path, text: str) -> None:
     """
     with output_file(path) as stream:
         stream.write(text.encode())
-
-
-def progress_bar[T](items: Sequence[T], *, command: str, unit: str, extra: str) -> Iterator[T]:
-    """The items, with a bar that says how many are done.
-
-    Args:
-        extra: of this package's extras, the one that installs what draws the bar.
-
-    Raises:
-        OutputError: if tqdm is not installed.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise OutputError(
-            f"{command} needs tqdm: pip install 'sparsebalance-megatron[{extra}]'"
-        ) from error
-    yield from tqdm(items, desc=command, unit=unit, disable=None)

@@ -83,11 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
             skip_bad_records=arguments.on_bad_record == "skip",
             overwrite=arguments.overwrite,
         )
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"prepare-data needs the package {error.name}; install the extra: "
-            'pip install "sparsebalance_megatron[data]"'
-        ) from error
     except OSError as error:
         raise DataError(str(error)) from error
     print(describe(summary, arguments.output_prefix))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.output import OutputError, progress_bar, writing
+from sparsebalance_megatron.cli.output import OutputError, writing
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             pass
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
+    from tqdm import tqdm
 
     from sparsebalance_megatron.cost.fit import fit_cost_model, fit_errors, held_out_errors
     from sparsebalance_megatron.profile.cells import FULL, QUICK
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.passed_on,
         thoroughness=QUICK if arguments.quick else FULL,
         threads=arguments.threads,
-        progress=partial(progress_bar, command="profile", unit="cell", extra="tools"),
+        progress=partial(tqdm, desc="profile", unit="cell", disable=None),
     )
     if table is None:  # the first rank has it
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance simulate``: the paper's setups, predicted, with its numbers beside them."""
+"""``sparse-balance simulate``: the paper's setups, predicted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from sparsebalance_megatron.view.simulate.lengths import WorkloadError
 from sparsebalance_megatron.view.simulate.models import MODELS, model_named
 from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
-    PAPER_ABLATION,
     ROWS_HELP,
     SETUPS,
     Setup,
@@ -106,9 +105,6 @@ def run(arguments: Namespace) -> int:
             workload,
             _rows(arguments, workload),
             arguments.json,
-            PAPER_ABLATION
-            if arguments.setup == "paper-ablation" and generated and model is None
-            else None,
         )
     if arguments.json:
         print_json({"setup": arguments.setup, "data": found})

@@ -7,17 +7,20 @@ import gzip
 import io
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from sparsebalance_megatron.cli.output import output_file, print_notes, refuse_output_over_logs
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
-from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather
-from sparsebalance_megatron.view.report.trace import Event, TracedStep, Tracer
+from sparsebalance_megatron.view.report.run_report import ReportError, gather
+from sparsebalance_megatron.view.report.timeline import Timeline
+from sparsebalance_megatron.view.report.trace import Event, Tracer
 
 _DEFAULT_STEPS = 10
+_Step = tuple[StepRecord, Mapping[str, Timeline]]
+"""A step with its timelines, by side."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -57,8 +60,8 @@ def run(arguments: Namespace) -> int:
                 f"{log.steps[0].iteration} to {log.steps[-1].iteration}; choose some of them"
             )
     evidence = gather(log, {step.iteration for step in wanted})
-    steps = [traced_step(evidence, step) for step in wanted]
-    drawable = [step for step in steps if step.timelines]
+    steps = [(step, evidence.timelines(step.iteration)) for step in wanted]
+    drawable = [(step, timelines) for step, timelines in steps if timelines]
     if not drawable:
         raise ReportError(
             f"{arguments.run_directory}: iterations {wanted[0].iteration} to "
@@ -80,36 +83,24 @@ def _range(text: str) -> tuple[int, int]:
     raise ArgumentTypeError(f"{text!r}: expected A:B, two iterations with A not above B")
 
 
-def traced_step(evidence: Evidence, record: StepRecord) -> TracedStep:
-    """The records of a step that a trace shows."""
-    timelines = {side: evidence.timeline(side, record.iteration) for side in SIDES}
-    return TracedStep(
-        record=record,
-        timelines={side: each for side, each in timelines.items() if each is not None},
-        contents=evidence.ranks.steps.get(record.iteration, {}),
-    )
-
-
-def _left_out(steps: list[TracedStep]) -> Iterator[str]:
+def _left_out(steps: Sequence[_Step]) -> Iterator[str]:
     for side in SIDES:
-        without = [step.record.iteration for step in steps if side not in step.timelines]
+        without = [step.iteration for step, timelines in steps if side not in timelines]
         if without:
             yield (
                 f"{len(without)} of {len(steps)} steps have no {side} times of all micro-batches, "
                 f"first iteration {without[0]}; their {side} slices are left out"
             )
-    for step in steps:
-        for timeline in step.timelines.values():
-            yield from (
-                f"iteration {step.record.iteration}: {remark}" for remark in timeline.remarks
-            )
+    for step, timelines in steps:
+        for timeline in timelines.values():
+            yield from (f"iteration {step.iteration}: {remark}" for remark in timeline.remarks)
 
 
-def _events(steps: list[TracedStep]) -> Iterator[Event]:
+def _events(steps: Sequence[_Step]) -> Iterator[Event]:
     tracer = Tracer()
     yield from tracer.begin()
-    for step in steps:
-        yield from tracer.add(step)
+    for step, timelines in steps:
+        yield from tracer.add(step, timelines)
 
 
 def _write(path: Path, events: Iterator[Event]) -> int:

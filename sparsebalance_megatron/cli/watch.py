@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.log_directory import step_log_path
-from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
+from sparsebalance_megatron.log.reader import RunLog, RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.text_table import printable
@@ -62,7 +62,7 @@ def lines(directory: Path, interval_s: float) -> Iterator[str]:
     while True:
         try:
             file = step_log_path(directory).stat()
-            steps = read_run_log(directory, last_bytes=_TAIL_BYTES).steps
+            log = read_run_log(directory, last_bytes=_TAIL_BYTES)
         except (RunLogError, OSError):  # not there yet, or between two renames
             if shown is None:
                 yield (shown := f"{directory}: no step is logged yet")
@@ -73,14 +73,14 @@ def lines(directory: Path, interval_s: float) -> Iterator[str]:
                 age_s = time.time() - file.st_mtime if size_bytes < 0 else 0.0
                 size_bytes, grown_s = file.st_size, now_s - max(0.0, age_s)
             silent_s = now_s - grown_s
-            is_silent = silent_s > patience_s(steps)
-            if shown != (state := (steps[-1].iteration, is_silent)):
+            is_silent = silent_s > patience_s(log.steps)
+            if shown != (state := (log.steps[-1].iteration, is_silent)):
                 shown = state
-                if len(hosts) < len(steps[-1].places):
+                if len(hosts) < len(log.steps[-1].places):
                     # Ranks write their first lines one after the other, perhaps late.
                     headers = read_rank_logs(directory, ()).headers
                     hosts = {place: header.host for place, header in headers.items()}
-                yield status_line(steps, hosts, silent_s if is_silent else None)
+                yield status_line(log, hosts, silent_s if is_silent else None)
         time.sleep(interval_s)
 
 
@@ -98,16 +98,14 @@ class SlowDevice(NamedTuple):
     slowness: float
 
 
-def status_line(
-    steps: Sequence[StepRecord], hosts: Mapping[Place, str], silent_s: float | None
-) -> str:
+def status_line(log: RunLog, hosts: Mapping[Place, str], silent_s: float | None) -> str:
     """The last step, and what the steps before it say.
 
     Args:
         hosts: of every stage of every rank, as far as the ranks' logs name them.
         silent_s: seconds since the log grew, where that says something.
     """
-    step, recent = steps[-1], steps[-_RECENT_STEPS:]
+    step, recent = log.steps[-1], log.steps[-_RECENT_STEPS:]
     measured_ms, predicted_ms = (
         max(each) if each else None for each in (step.measured_rank_ms, step.predicted_rank_ms)
     )
@@ -126,6 +124,8 @@ def status_line(
         parts.append(f"slowest rank {rank} stage {stage}{where} {slowness:.2f}x")
     if silent_s is not None:
         parts.append(f"silent for {silent_s / 60:.0f} min: the run has ended, or hangs")
+    if log.damaged_lines:
+        parts.append(f"{log.damaged_lines} damaged lines left out")
     return " | ".join(parts)
 
 

@@ -165,7 +165,6 @@ def check_flags(arguments: Namespace) -> None:
                 check_range(name if name in RANGES else field, number, flag)
             if field == "block_size" and number < _LEAST_BLOCK_TOKENS:
                 raise WorkloadError(f"{flag} {number}: must be at least {_LEAST_BLOCK_TOKENS}")
-        for number in value if isinstance(value, list) else [value]:
             most = _MOST.get(name)
             if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
                 raise WorkloadError(f"{flag} {number}: must be 1 to {most}")
@@ -220,12 +219,8 @@ def planned_outcomes(
     workload: Workload,
     variants: Mapping[str, Variant],
     as_json: bool,
-    published: Mapping[str, tuple[float | None, float]] | None = None,
 ) -> dict[str, Any]:
     """Plan and predict every variant, and print a table unless JSON is asked for.
-
-    Args:
-        published: the paper's numbers; see :func:`.variant_lines`.
 
     Returns:
         The part of the JSON that ``plan`` and ``simulate`` have in common.
@@ -233,7 +228,7 @@ def planned_outcomes(
     outcomes = evaluate(workload, variants, time.perf_counter)
     steps, unhideable = len(workload.batches), unhideable_steps(workload)
     if not as_json:
-        print(heading, *variant_lines(outcomes, terminal_columns(), published), sep="\n")
+        print(heading, *variant_lines(outcomes, terminal_columns()), sep="\n")
         print_wrapped([f"{steps} steps; {unhideable} hold a sample that no placement hides"])
     return {
         "steps": steps,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,18 +64,6 @@ class Exchange:
             bytes_per_token=elements * element_bytes,
             gradient_bytes_per_token=elements * max(element_bytes, 4.0),
         )
-
-    def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if name != "cp_size_slowness"}
-        numbers |= {
-            f"slowness of width {cp_size}": value for cp_size, value in self.cp_size_slowness
-        }
-        for name, value in numbers.items():
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ValueError(f"exchange: {name} is {value}, must be finite and at least 0")
-        cp_sizes = [cp_size for cp_size, _ in self.cp_size_slowness]
-        if cp_sizes != sorted(set(cp_sizes)):
-            raise ValueError(f"exchange: cp_size_slowness has cp_sizes {cp_sizes}, which must rise")
 
     def ms_per_token(self, direction: Direction) -> float:
         """Ms per token and layer if a rank received all tokens; see :meth:`received_share`."""

@@ -83,11 +83,6 @@ def configured_cost_model(
         "`sparse-balance profile` with this model's flags.",
         stacklevel=3,
     )
-    return counted_cost_model(config, shape)
-
-
-def counted_cost_model(config: SparseBalanceConfig, shape: ModelShape) -> CostModel:
-    """The costs of a configured run from counted operations, where nothing was measured."""
     return CostModel.analytic(
         shape, config.block_size, selection=config.selection, device=config.counted_device
     )

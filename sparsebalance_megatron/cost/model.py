@@ -7,7 +7,6 @@ lengths that were not measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +19,10 @@ from sparsebalance_megatron.config import (
     flag_name,
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import CostTableError, ModelShape
-from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.cost.work_model import WorkModel, work_model_named
 
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
 _FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR}
@@ -59,19 +58,6 @@ class CostModel:
     work: WorkModel = field(default_factory=lambda: work_model_named(DEFAULT_SELECTION), repr=False)
     exchange: Exchange = field(default=Exchange())
     segments: SegmentCost = field(default=SegmentCost())
-
-    def __post_init__(self) -> None:
-        for direction in Direction:
-            known = self._of(direction)
-            for part in dict.fromkeys((*OF_EVERY_MODEL, *known)):
-                row = known.get(part, ())
-                if len(row) != len(FEATURES) or not all(
-                    math.isfinite(value) and value >= 0.0 for value in row
-                ):
-                    raise ValueError(
-                        f"cost model: {part} {direction} is {row}, expected {len(FEATURES)} "
-                        "finite costs of at least 0"
-                    )
 
     def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms

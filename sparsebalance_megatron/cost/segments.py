@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+OperationMs = Annotated[float, Meta(ge=0.0, le=1e7)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +23,5 @@ class SegmentCost:
             constant, in a step that runs in segments.
     """
 
-    slowness: float = 1.03
-    operation_ms: tuple[float, float] = (0.3, 0.6)
-
-    def __post_init__(self) -> None:
-        if not 1.0 <= self.slowness < math.inf:
-            raise ValueError(f"segments: slowness {self.slowness}: must be a finite number >= 1")
-        if not all(0.0 <= ms < math.inf for ms in self.operation_ms) or len(self.operation_ms) != 2:
-            raise ValueError(
-                f"segments: operation_ms {self.operation_ms}: must be two finite numbers >= 0"
-            )
+    slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.03
+    operation_ms: tuple[OperationMs, OperationMs] = (0.3, 0.6)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
@@ -221,7 +220,9 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     """(place, row, bytes of the row in the file) of the columns ``text`` and ``messages``."""
-    parquet, arrow = _library("pyarrow.parquet", path), _library("pyarrow", path)
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     try:
         file = parquet.ParquetFile(path)
         columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
@@ -243,15 +244,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 def _opened(path: Path) -> BinaryIO:
     if path.suffix not in _COMPRESSED:
         return open_regular(path)
-    return io.BufferedReader(_library("pyarrow", path).input_stream(str(path)), _BUFFER_BYTES)
+    import pyarrow
 
-
-def _library(name: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise DataError(
-            f"{path}: {path.suffix} files need the package {package}; install the extra: "
-            "pip install 'sparsebalance-megatron[data]'"
-        ) from error
+    return io.BufferedReader(pyarrow.input_stream(str(path)), _BUFFER_BYTES)

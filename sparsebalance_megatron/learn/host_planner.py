@@ -73,11 +73,6 @@ class HostJob(Job):
 
         A table's device and dtype are not looked at: a process that only plans has neither.
         """
-        if config.cost_table == "auto":
-            raise ConfigError(
-                f"{flag_name('cost_table')} auto: a host's planner has nothing to measure; give a "
-                "table of `sparse-balance profile`"
-            )
         cost = configured_cost_model(config, self.shape, {})
         if self.frozen_weights:
             cost = cost.with_frozen_weights()

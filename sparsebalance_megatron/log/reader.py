@@ -59,6 +59,7 @@ class RunLog:
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
     coverage: CoverageRecord | None = None
+    damaged_lines: int = 0
 
     @property
     def schedule(self) -> MegatronSchedule:
@@ -100,6 +101,7 @@ class _LogReader[R: Record]:
         last_bytes: int | None = None,
     ) -> None:
         self.problems: list[str] = []
+        self.damaged_lines = 0
         self._path = path
         self._decoder = decoder
         self._wanted = wanted
@@ -122,6 +124,7 @@ class _LogReader[R: Record]:
                     try:
                         record = decode(text, self._decoder)
                     except DamagedLineError as error:
+                        self.damaged_lines += 1
                         self.problems.append(f"{path} line {number}: {error}; left out")
                         continue
                     dropped += record.lines_dropped or 0
@@ -207,6 +210,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         steps=tuple(steps),
         problems=tuple(problems),
         coverage=coverage,
+        damaged_lines=reader.damaged_lines,
     )
 
 

@@ -347,11 +347,6 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
     def budgets_LS(self) -> np.ndarray:
         return self.budgets.reshape(-1, len(self.lengths_tokens))
 
-    @property
-    def coverage_S(self) -> tuple[float | None, ...]:
-        """Empty where this rank has none to say."""
-        return self.coverage or ()
-
 
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
     """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``."""

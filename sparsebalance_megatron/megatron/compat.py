@@ -37,7 +37,7 @@ def has_yarn_flags() -> bool:
     return hasattr(argument_utils, "_apply_yarn_config_from_args")
 
 
-def quantized_row_multiple(config: Any) -> int:
+def quantized_token_multiple(config: Any) -> int:
     """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
 
     As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4 128

@@ -58,8 +58,8 @@ class AttentionOptions:
     """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
     ``layer_budgets``: of the layers whose base budget is not ``base_budget``. ``keep`` is whether a
-    first forward's attention serves the recomputed pass too. ``layouts`` holds the last row that
-    came without a carrier.
+    first forward's attention serves the recomputed pass too. ``layouts`` holds the last packed
+    sequence that came without a carrier.
     """
 
     block_size: int

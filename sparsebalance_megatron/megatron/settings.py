@@ -4,7 +4,6 @@ own loop."""
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,
-    quantized_row_multiple,
+    quantized_token_multiple,
     stage_layers,
 )
 from sparsebalance_megatron.plan.job import Job, whole_parts
@@ -37,8 +36,7 @@ class RunSettings:
         recompute_all, recompute_attention: what backward computes again.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
-        pad_to_multiple_of: see :func:`row_multiple`.
-        command_line: to profile with at start-up; None for a trainer without flags.
+        pad_to_multiple_of: see :func:`token_multiple`.
     """
 
     shape: ModelShape
@@ -68,7 +66,6 @@ class RunSettings:
     ranks_per_node: int = RANKS_PER_NODE
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
-    command_line: tuple[str, ...] | None = None
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -138,7 +135,7 @@ class RunSettings:
             batch_size_schedule=batch_size_schedule,
             sequence_parallel=bool(transformer_config.sequence_parallel),
             ranks_per_node=_ranks_per_node(),
-            pad_to_multiple_of=row_multiple(transformer_config),
+            pad_to_multiple_of=token_multiple(transformer_config),
             **_recomputed(transformer_config),
             **others,
         )
@@ -169,7 +166,6 @@ class RunSettings:
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
-            command_line=tuple(sys.argv[1:]),
         )
 
 
@@ -196,12 +192,12 @@ def _recomputed(transformer_config: Any) -> dict[str, Any]:
     }
 
 
-def row_multiple(transformer_config: Any) -> int:
+def token_multiple(transformer_config: Any) -> int:
     """Divisor of a rank's tokens of a packed sequence: sequence parallelism cuts them, and fp8 and
     fp4 multiply tiles."""
     parallel = transformer_config.sequence_parallel
     parts = int(transformer_config.tensor_model_parallel_size) if parallel else 1
-    return parts * quantized_row_multiple(transformer_config)
+    return parts * quantized_token_multiple(transformer_config)
 
 
 def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:

@@ -46,10 +46,6 @@ class CoverageCurves:
     """
 
     def __init__(self, layers: int, max_blocks: int, decay: float) -> None:
-        if layers < 1:
-            raise PlanError(f"coverage curves: {layers} layers, at least 1 needed")
-        if not 0.0 <= decay < 1.0:
-            raise PlanError(f"coverage curves: decay {decay} must lie in [0, 1)")
         self.grid = budget_grid(max_blocks)
         self.decay = decay
         self.buckets = int(length_bucket(max_blocks)) + 1
@@ -76,19 +72,7 @@ class CoverageCurves:
         Buckets with count 0, or whose sums are not all finite, stay as they are; a first
         observation is taken whole. Means are clipped to [0, 1] and made non-decreasing, which
         removes the rounding of the sums.
-
-        Raises:
-            PlanError: a shape differs, or a count is negative.
         """
-        sums_LUK = np.asarray(sums_LUK, dtype=np.float64)
-        counts_LU = np.asarray(counts_LU, dtype=np.float64)
-        if sums_LUK.shape != self.mean_LUK.shape or counts_LU.shape != self.observed_LU.shape:
-            raise PlanError(
-                f"coverage update: sums {sums_LUK.shape} and counts {counts_LU.shape}, expected "
-                f"{self.mean_LUK.shape} and {self.observed_LU.shape}"
-            )
-        if not (counts_LU >= 0).all():
-            raise PlanError("coverage update: a count is negative or not a number")
         seen_LU = (counts_LU > 0) & np.isfinite(sums_LUK).all(axis=-1)
         step_LUK = sums_LUK[seen_LU] / counts_LU[seen_LU][:, None]
         step_LUK = np.maximum.accumulate(np.clip(step_LUK, 0.0, 1.0), axis=-1)

@@ -67,22 +67,7 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
     limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1
-    bounds = step_bounds(floor_2SC, costs, limit)
-    nominal_ms = bounds.bound_ms * float(costs.slowness_RP.min())
-    return max(nominal_ms, float(_mean_work_ms(bounded, floor_2SC).max()))
-
-
-def _mean_work_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarray:
-    """[P] ms that the ranks take for all their work if they share it ideally.
-
-    Within T, rank r of stage p does work T / slowness[r, p] at most; so T is at least the work over
-    the sum of what the ranks do in one ms. Sharing a micro-batch makes the work no less.
-    """
-    costs = problem.costs
-    constant_C = costs.constant_2C[0] + costs.constant_2C[1]
-    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.places * constant_C
-    work_P = np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
-    return np.asarray(work_P / (1.0 / costs.slowness_RP).sum(axis=0))
+    return step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

@@ -25,8 +25,6 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 """Starts of the search: the most a sample may weigh per rank, over the mean of all positions."""
-_SEARCH_SHARE_BEFORE_TUNING = 0.7
-"""Share of the search before budgets are tuned; the rest continues with the tuned budgets."""
 _MAX_TUNING_REVERSAL = 1.04
 """Tuning changes which of two placements is faster only within this ratio of their times."""
 _SKIP_RATIO_TO_BOUND = 1.03
@@ -43,10 +41,9 @@ def best_cp_sizes(
     """The best of planned cp_sizes and of micro-batches of equal cp_size, with tuned budgets.
 
     The cp_sizes are searched at budgets between those expected and the least allowed, since
-    micro-batches that the step waits for end below what is expected of all; then again at the
-    budgets that tuning gave. Equal cp_sizes are tuned only where they may win. No others are
-    searched where equal cp_sizes are near the lower bound of all cp_sizes at the expected budgets;
-    a search ends near that bound.
+    micro-batches that the step waits for end below what is expected of all. Equal cp_sizes are
+    tuned only where they may win. No others are searched where equal cp_sizes are near the lower
+    bound of all cp_sizes at the expected budgets; a search ends near that bound.
 
     Args:
         equal: the best placement of equal cp_sizes; None where there is none.
@@ -65,29 +62,20 @@ def best_cp_sizes(
         if equal is None:
             raise
         return equal, problem.tuned_where(equal)
-    plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES)
-
-    def searched(where: Arrangement, sample_2SC: np.ndarray, share: float) -> Arrangement:
-        return improve_cp_sizes(
-            where,
-            costs,
-            sample_2SC,
-            rules=rules,
-            plan_ms=share * plan_ms,
-            enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, sample_2SC),
-        )
-
-    first = searched(start, search_2SC, _SEARCH_SHARE_BEFORE_TUNING)
-    tuned = problem.tuned_where(first)
-    second = searched(first, costs.sample_ms(tuned.budgets_LS), 1.0 - _SEARCH_SHARE_BEFORE_TUNING)
-    found = [(first, tuned)]
-    if not second.same_as(first):
-        found.append((second, problem.tuned_where(second)))
+    planned = improve_cp_sizes(
+        start,
+        costs,
+        search_2SC,
+        rules=rules,
+        plan_ms=problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES),
+        enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, search_2SC),
+    )
+    found = [(planned, problem.tuned_where(planned))]
     if equal is not None:
-        first_ms, equal_ms = (
-            problem.makespans_ms(where, problem.expected_2SC).max() for where in (first, equal)
+        planned_ms, equal_ms = (
+            problem.makespans_ms(where, problem.expected_2SC).max() for where in (planned, equal)
         )
-        if equal_ms <= _MAX_TUNING_REVERSAL * first_ms:
+        if equal_ms <= _MAX_TUNING_REVERSAL * planned_ms:
             found.insert(0, (equal, problem.tuned_where(equal)))
 
     def makespan_ms(candidate: tuple[Arrangement, TunedBudgets]) -> float:

@@ -9,21 +9,15 @@ Other communication is not in the table; calibration adds it while training runs
 from __future__ import annotations
 
 import io
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
@@ -32,7 +26,6 @@ from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,
-    CostTableError,
     ExchangeRow,
     RunIdentity,
 )
@@ -83,12 +76,6 @@ _ONE_RANK: dict[str, Any] = {
     "wandb_project": "",
 }
 """Megatron arguments that spread the work, or write files, and their values for one process."""
-
-AUTO = "auto"
-"""Value of ``--sparse-balance-cost-table``: measure at start-up on one rank, share with all."""
-
-_LAUNCHER_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""Prefixes of the variables by which torchrun tells a process that it is one of many."""
 
 
 def profile(
@@ -251,48 +238,3 @@ def _cut_to_share(args: Namespace, ranks: int) -> None:
                 f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
             )
         setattr(args, name, value // ranks)
-
-
-def shared_cost_table(
-    flags: Sequence[str], directory: str | None, group: dist.ProcessGroup | None = None
-) -> CostTable:
-    """Measure on rank 0 with ``sparse-balance profile --quick``; collective over the group.
-
-    ``flags`` are training's own command line; rank 0 keeps ``cost_table.json`` in ``directory``, if
-    any.
-
-    Raises:
-        CostTableError: on every rank alike, if the measurement failed.
-    """
-    outcome: list[CostTable | str | None] = [None]
-    if dist.get_rank(group) == 0:
-        outcome[0] = _measured(flags, directory)
-    dist.broadcast_object_list(outcome, group_src=0, group=group)
-    (table,) = outcome
-    if not isinstance(table, CostTable):
-        raise CostTableError(
-            f"--sparse-balance-cost-table auto: profiling failed on rank 0: {table}; run "
-            "`sparse-balance profile` by hand with these flags and give its table"
-        )
-    return table
-
-
-def _measured(flags: Sequence[str], directory: str | None) -> CostTable | str:
-    """The table, or what went wrong. A process of its own: Megatron's state here is training's."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(directory or scratch) / "cost_table.json"
-        command = [sys.executable, "-m", "sparsebalance_megatron.cli", "profile", "--quick"]
-        done = subprocess.run(
-            [*command, "-o", str(path), "--", *flags],
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(_LAUNCHER_PREFIXES)
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        return CostTable.load(path)

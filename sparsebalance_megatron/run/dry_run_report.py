@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.cost.fit import counted_cost_model
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
@@ -30,7 +29,7 @@ from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs, read_inputs
+from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 
@@ -58,9 +57,6 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append(remark)
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
-    if not isinstance(inputs, CostedInputs):
-        inputs = inputs.with_cost(counted_cost_model(config, settings.shape))
-        unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
     scheduler = make_scheduler(inputs)
     first = scheduler.planned(0)
     workload = inputs.workload(_PREDICTED_STEPS)
@@ -80,14 +76,14 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
 
 def describe(
     args: Namespace,
-    inputs: CostedInputs,
+    inputs: Inputs,
     planned: PlannedStep,
     later: Sequence[StepPlan],
     unchecked: Sequence[str],
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
-    ``later`` are plans with coverage known, as :meth:`.CostedInputs.workload` predicts them;
+    ``later`` are plans with coverage known, as :meth:`.Inputs.workload` predicts them;
     ``unchecked`` has a line for each thing that a dry run cannot know.
     """
     job, expected = inputs.job, planned.plan.expectation
@@ -143,17 +139,17 @@ def describe(
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
-    """Every micro-batch, or of many the ranks: alike ones once, those in the middle counted."""
+    """List every micro-batch, or of many the ranks: the slowest and the fastest."""
     if len(planned.plan.micro_batches) <= _MOST_MICRO_BATCHES:
         return text_table(_rows(planned))
-    rows = _folded(_rank_rows(planned))
+    rows = _rank_rows(planned)
     left_out = len(rows) - _MOST_RANKS
     if left_out <= 0:
         return text_table(rows)
     half = _MOST_RANKS // 2
     return [
         *text_table([*rows[:half], *rows[-half:]]),
-        f"(slowest ranks first; {left_out} rows between the {half} slowest and the {half} fastest "
+        f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} fastest "
         "are left out)",
     ]
 
@@ -178,7 +174,7 @@ def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
     for rank in np.argsort(-rank_ms_R, kind="stable").tolist():
         own = plan.for_rank(rank).micro_batches
         cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned.in_segments)
-        rows.append({"ranks": str(rank), "micro-batches": str(len(own)), **cells})
+        rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
     return rows
 
 
@@ -198,18 +194,7 @@ def _cells(
     }
 
 
-def _folded(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Ranks with equal rows in one row, which names their number and the first."""
-    alike: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        alike.setdefault(tuple(row.values())[1:], []).append(row)
-    return [
-        each[0] if len(each) == 1 else each[0] | {"ranks": f"{len(each)} as {each[0]['ranks']}"}
-        for each in alike.values()
-    ]
-
-
-def _data(inputs: CostedInputs) -> tuple[str, ...]:
+def _data(inputs: Inputs) -> tuple[str, ...]:
     lines = inputs.train.describe()
     if len(lines) > 1:
         return lines

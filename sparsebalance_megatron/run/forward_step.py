@@ -89,10 +89,10 @@ class ForwardStep:
 
     def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
         batch: Batch = dict.fromkeys(_ROW_KEYS)
-        if micro_batch.row is not None:
+        if micro_batch.packed is not None:
             for name in _ROW_KEYS:
-                row_T = torch.as_tensor(getattr(micro_batch.row, name))
-                batch[name] = copied_to(row_T, self._device)[None]
+                values_T = torch.as_tensor(getattr(micro_batch.packed, name))
+                batch[name] = copied_to(values_T, self._device)[None]
         batch["packed_seq_params"] = packed_params(
             context, max_seqlen_tokens=self._inputs.settings.seq_length, device=self._device
         )

@@ -24,16 +24,15 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
-from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.selector_registry import source_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Inputs of a run besides its costs, which may have to be measured; alike on all ranks.
+    """Inputs of a run, alike on all ranks.
 
-    ``grid``: budgets, in blocks, at which coverage is observed. ``valid``, ``test``: None where the
-    run does not evaluate on them.
+    ``cost``: with the run's recomputation and bandwidth. ``grid``: budgets, in blocks, at which
+    coverage is observed. ``valid``, ``test``: None where the run does not evaluate on them.
     """
 
     config: SparseBalanceConfig
@@ -44,23 +43,6 @@ class Inputs:
     valid: SampleIndex | None
     test: SampleIndex | None
     grid: tuple[int, ...]
-
-    def with_cost(self, cost: CostModel) -> CostedInputs:
-        """All that a run needs, with the run's recomputation and bandwidth added to ``cost``."""
-        settings = self.settings
-        cost = cost.with_recompute(
-            full=settings.recompute_all,
-            attention_only=settings.recompute_attention,
-            attention_kept=self.config.recompute_attention == "keep",
-        )
-        cost = cost.with_bandwidth(self.config.gigabytes_per_second)
-        return CostedInputs(**vars(self) | {"cost": cost})
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostedInputs(Inputs):
-    """Inputs with the costs that plans are made from."""
-
     cost: CostModel
 
     def workload(self, steps: int) -> Workload:
@@ -80,11 +62,7 @@ class CostedInputs(Inputs):
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
-    """Read the index and the cost table, which must be of ``device_type``, and lay out the job.
-
-    Returns :class:`CostedInputs`, unless costs are measured when training starts
-    (``--sparse-balance-cost-table auto``).
-    """
+    """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -119,31 +97,34 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 else "without --valid-data-path: there is nothing to validate on; give it"
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
-    longest_row_tokens = settings.micro_batch_size * settings.seq_length
-    inputs = Inputs(
+    longest_sequence_tokens = settings.micro_batch_size * settings.seq_length
+    run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
+    if config.dry_run is not None:  # not necessarily where training will run
+        del run["device"]
+    cost = configured_cost_model(config, settings.shape, run).with_recompute(
+        full=settings.recompute_all,
+        attention_only=settings.recompute_attention,
+        attention_kept=config.recompute_attention == "keep",
+    )
+    return Inputs(
         config=config,
         settings=settings,
         job=settings.job,
         policy=PlanPolicy.from_config(
             config,
             config.max_tokens_per_micro_batch
-            or -(-longest_row_tokens // settings.context_parallel_size),
+            or -(-longest_sequence_tokens // settings.context_parallel_size),
             max_cp_size(settings.job, config, settings.neighbours_per_node),
         ),
         train=train,
         valid=valid,
         test=test,
         grid=budget_grid(-(-settings.seq_length // config.block_size)),
+        cost=cost.with_bandwidth(config.gigabytes_per_second),
     )
-    if config.cost_table == AUTO:
-        return inputs
-    run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
-    if config.dry_run is not None:  # not necessarily where training will run
-        del run["device"]
-    return inputs.with_cost(configured_cost_model(config, settings.shape, run))
 
 
-def fingerprint(inputs: CostedInputs) -> dict[str, str]:
+def fingerprint(inputs: Inputs) -> dict[str, str]:
     """Facts that all ranks must share for their plans to agree: flag or file -> value or digest."""
     flags = {
         f"flag {name}": str(value)
@@ -159,7 +140,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         | sources
         | {
             "job shape": str(inputs.job),
-            "ranks that may share a row": str(inputs.policy.max_context_parallel),
+            "ranks that may share a micro-batch": str(inputs.policy.max_context_parallel),
             "training samples": inputs.train.digest(),
             "cost model": str(inputs.cost),
             "selector of another package": source_of(inputs.config.selection) or "none",

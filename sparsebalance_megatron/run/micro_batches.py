@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches of one rank: from their plan to tokens, in the order of Megatron's schedule.
 
-:class:`RowPacking` says how a planned micro-batch becomes a packed sequence, and
+:class:`SequencePacking` says how a planned micro-batch becomes a packed sequence, and
 :class:`MicroBatchIterator` reads the sequences ahead and yields them.
 """
 
@@ -37,17 +37,17 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPacking:
-    """How a run packs its rows.
+class SequencePacking:
+    """Packs the samples of a run's micro-batches.
 
-    Every rank that shares a row needs a block of it: a row with too few blocks gets documents of
-    one token behind its samples, which count as padding.
+    Every rank that shares a packed sequence needs a block of it: a sequence with too few blocks
+    gets documents of one token behind its samples, which count as padding.
 
     Attributes:
         block_size: tokens of a full block.
-        pad_to_multiple_of: tokens that what a rank computes of a row divides by (sequence
-            parallelism).
-        groups: None in a run where every row lies on one rank.
+        pad_to_multiple_of: divisor of the tokens that a rank computes of a packed sequence
+            (sequence parallelism).
+        groups: None in a run where every packed sequence lies on one rank.
     """
 
     block_size: int
@@ -63,7 +63,7 @@ class RowPacking:
         pad_to_multiple_of: int,
         neighbours_per_node: int,
         timeout_minutes: float = 10.0,
-    ) -> RowPacking:
+    ) -> SequencePacking:
         """The packing of a run, with its groups; collective over all ranks where it has some."""
         return cls(
             block_size=config.block_size,
@@ -84,7 +84,7 @@ class RowPacking:
         return None if self.groups is None else self.groups.agreement
 
     def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
-        """Boundaries of the whole row in tokens, padding included."""
+        """Boundaries of the whole packed sequence in tokens, padding included."""
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
     def slice(self, micro_batch: MicroBatchPlan) -> SequenceSlice | None:
@@ -122,19 +122,19 @@ class RowPacking:
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def row(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedSequence:
-        """What this rank computes of one of its micro-batches, from the samples of all of it.
+    def packed(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedSequence:
+        """Tokens that this rank computes of a micro-batch, from all of its samples.
 
         A micro-batch of several segments is not cut, and not padded.
         """
         pad_to_multiple_of, padding_documents = self._padding(micro_batch)
-        row = pack(
+        whole = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
         )
         held = self.slice(micro_batch)
         if held is None:
-            return row
-        return row.part(held.tokens_T, padding_tokens=held.padding_tokens)
+            return whole
+        return whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
@@ -148,7 +148,7 @@ class RowPacking:
         )
 
     def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
-        """What the whole row divides by, and its padding documents."""
+        """Divisor of the whole packed sequence's tokens, and its padding documents."""
         if micro_batch.segments > 1:
             return 1, 0
         if self.groups is None:
@@ -173,7 +173,7 @@ class LocalMicroBatch:
     ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
     and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
     ``sequence`` is the slice of it that runs, None where that is all of it; ``segments`` is shared
-    by the segments of a micro-batch, None where it has one. ``row``
+    by the segments of a micro-batch, None where it has one. ``packed``
     holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
     others: boundaries, slices and budgets follow from the plan alone.
     """
@@ -185,20 +185,20 @@ class LocalMicroBatch:
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
     sequence: SequenceSlice | None
-    row: PackedSequence | None
+    packed: PackedSequence | None
     segments: MicroBatchSegments | None = None
 
 
 class MicroBatchIterator:
     """Endless iterator over a rank's micro-batches, for Megatron's ``--dataloader-type external``.
 
-    There is one per model chunk; all chunks of a rank walk through the same plans. Rows are read
-    ahead: at most those of the step that runs and of the one after it are in memory.
+    There is one per model chunk; all chunks of a rank walk through the same plans. Packed sequences
+    are read ahead: at most those of the step that runs and of the one after it are in memory.
 
     Args:
         index: where samples are read; None where the chunk neither embeds tokens nor computes the
             loss.
-        packing: how micro-batches become rows, of which only this rank's slice is kept.
+        packing: packs micro-batches, of which only this rank's slice is kept.
         data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
         step: where to start.
@@ -210,7 +210,7 @@ class MicroBatchIterator:
         self,
         schedule: Schedule,
         index: SampleIndex | None,
-        packing: RowPacking,
+        packing: SequencePacking,
         *,
         data_parallel_rank: int,
         chunk: int,
@@ -231,7 +231,7 @@ class MicroBatchIterator:
         self._position = 0
         self._lock = Lock()
         self._latest: StepPlan | None = None
-        self._rows: dict[tuple[int, int], Future[PackedSequence]] = {}
+        self._packed: dict[tuple[int, int], Future[PackedSequence]] = {}
         self._segments: deque[LocalMicroBatch] = deque()
 
     def __iter__(self) -> MicroBatchIterator:
@@ -258,13 +258,13 @@ class MicroBatchIterator:
     def _cut(self, micro_batch: LocalMicroBatch) -> list[LocalMicroBatch]:
         if micro_batch.plan.segments == 1:
             return [micro_batch]
-        segments, row = MicroBatchSegments(count=micro_batch.plan.segments), micro_batch.row
+        segments, whole = MicroBatchSegments(count=micro_batch.plan.segments), micro_batch.packed
         return [
             replace(
                 micro_batch,
                 sequence=held,
                 segments=segments,
-                row=row and row.part(held.tokens_T, padding_tokens=held.padding_tokens),
+                packed=whole and whole.part(held.tokens_T, padding_tokens=held.padding_tokens),
             )
             for held in self._packing.segments(micro_batch.plan)
         ]
@@ -283,7 +283,7 @@ class MicroBatchIterator:
             plan=micro_batches[position],
             cu_seqlens=self._packing.cu_seqlens(micro_batches[position]),
             sequence=self._packing.slice(micro_batches[position]),
-            row=None if self._index is None else self.row(planned, position),
+            packed=None if self._index is None else self.packed(planned, position),
         )
         self._position += 1
         if self._position == len(micro_batches):
@@ -291,41 +291,41 @@ class MicroBatchIterator:
         return micro_batch
 
     def read_ahead(self, planned: PlannedStep) -> None:
-        """Start to read a step's rows, unless they were the last to be started; on any thread."""
+        """Start to read a step's samples, unless they were the last to be started; any thread."""
         with self._lock:
             plan = planned.plan
             if plan is self._latest:
                 return
             self._latest = plan
-            for place in [known for known in self._rows if known[0] < plan.step - 1]:
-                self._rows.pop(place).cancel()
+            for place in [known for known in self._packed if known[0] < plan.step - 1]:
+                self._packed.pop(place).cancel()
             for position, micro_batch in enumerate(self._micro_batches(planned)):
                 try:
-                    row = self._worker.submit(self._read, planned, micro_batch)
+                    packed = self._worker.submit(self._read, planned, micro_batch)
                 except RuntimeError:
                     # The process ends: executors take nothing more, and no plan will be needed.
                     return
-                self._rows[plan.step, position] = row
+                self._packed[plan.step, position] = packed
 
-    def row(self, planned: PlannedStep, position: int) -> PackedSequence:
-        """One row; waits for it. Read on the spot if it was not begun, or was taken before.
+    def packed(self, planned: PlannedStep, position: int) -> PackedSequence:
+        """One packed sequence; waits for it. Reads it now if it was not begun or was taken before.
 
         Raises:
             OSError, DataError: whatever reading it raised.
         """
         with self._lock:
-            row = self._rows.pop((planned.plan.step, position), None)
-        if row is not None:
-            return row.result()
+            packed = self._packed.pop((planned.plan.step, position), None)
+        if packed is not None:
+            return packed.result()
         return self._read(planned, self._micro_batches(planned)[position])
 
     def _micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
         return planned.plan.for_rank(self._data_parallel_rank).micro_batches
 
     def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedSequence:
-        assert self._index is not None, "asked only for rows that the chunk reads"
+        assert self._index is not None, "asked only for samples that the chunk reads"
         samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
-        return self._packing.row(micro_batch, samples)
+        return self._packing.packed(micro_batch, samples)
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""

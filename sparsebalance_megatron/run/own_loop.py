@@ -36,11 +36,16 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     micro_batch_context,
     packed_params,
 )
+from sparsebalance_megatron.megatron.segmented_schedule import ForwardBackward, with_segments
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
-from sparsebalance_megatron.megatron.settings import RunSettings, host_job, row_multiple
-from sparsebalance_megatron.megatron.unsupported import check_model, check_sharing
+from sparsebalance_megatron.megatron.settings import RunSettings, host_job, token_multiple
+from sparsebalance_megatron.megatron.unsupported import (
+    Settings,
+    check_model,
+    check_segments,
+    check_sharing,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.run.agreement import (
     check_executed_plans,
     check_shared_plan,
@@ -49,7 +54,7 @@ from sparsebalance_megatron.run.agreement import (
 )
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 from sparsebalance_megatron.run.session import Session
 
@@ -77,7 +82,7 @@ class OwnLoopRun(TrainerRun):
         super().__init__(inputs.config, inputs.grid, transformer_config)
         self._session = Session(inputs, device, Loop())
         self._saved_samples: int | None = None
-        self._iterates = False
+        self._iterates = self._runs_segments = False
 
     @property
     def micro_batches(self) -> int:
@@ -90,8 +95,19 @@ class OwnLoopRun(TrainerRun):
             forward_step, lambda: self._session.run, self._session.inputs, self._session.device
         )
 
+    def wrap_schedule(self, forward_backward: ForwardBackward) -> ForwardBackward:
+        """See :func:`.integration.wrap_schedule`."""
+        self._runs_segments = True
+        return with_segments(forward_backward)
+
     def train_iterator(self, consumed_samples: int, vp_stage: int | None) -> MicroBatchIterator:
         """See :func:`.integration.train_data_iterator`."""
+        max_segments = self._session.inputs.policy.max_segments
+        if max_segments > 1 and not self._runs_segments:
+            raise IntegrationError(
+                f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
+                "call wrap_schedule before train_data_iterator"
+            )
         if self._saved_samples not in (None, consumed_samples):
             raise IntegrationError(
                 f"consumed_samples {consumed_samples}: the loaded state goes on after "
@@ -162,6 +178,7 @@ def begin_run(
     device = device or torch.device(torch.cuda.current_device())
     config = trainer_config(config, device)
     check_model(transformer_config, config)
+    check_segments(Settings(transformer_config, config))
     cp_size = transformer_config.context_parallel_size
     check_sharing(seq_length, config, context_parallel_size=cp_size)
     settings = RunSettings.from_transformer_config(
@@ -181,16 +198,15 @@ def begin_run(
 
 
 def trainer_config(
-    config: SparseBalanceConfig, device: torch.device, *, logs: bool = True
+    config: SparseBalanceConfig, device: torch.device, *, owns_data: bool = False
 ) -> SparseBalanceConfig:
-    """The choices, turned on; refuses what only Megatron's own loop or command line can follow."""
+    """The choices, turned on; refuses what the trainer's loop cannot follow."""
     for name, unusable, remedy in (
-        ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
         ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
-        ("max_segments", config.max_segments > 1, "give 1"),
+        ("max_segments", owns_data and config.max_segments > 1, "give 1"),
         ("device", config.device not in ("auto", device.type), "the model's device counts"),
-        ("log_dir", not logs and config.log_dir is not None, "log what on_step_end returns"),
+        ("log_dir", owns_data and config.log_dir is not None, "log what on_step_end returns"),
     ):
         if unusable:
             flag = f"{flag_name(name)} {getattr(config, name)}"
@@ -220,10 +236,10 @@ class HostRun(TrainerRun):
         self._device = device
         self._boundaries = LayoutCache()
         self._attached: PlannedStep | None = None
-        self._packing = RowPacking.of_run(
+        self._packing = SequencePacking.of_run(
             config,
             largest_cp_size=self.planner.max_cp_size,
-            pad_to_multiple_of=row_multiple(transformer_config),
+            pad_to_multiple_of=token_multiple(transformer_config),
             neighbours_per_node=job.neighbours_per_node,
         )
         self._run = Run(job, self, Loop(), device, agreement=self._packing.agreement)
@@ -447,7 +463,7 @@ def begin_host_run(
         KernelCheckError: on all ranks alike, if a kernel is wrong on a rank's device.
     """
     device = device or torch.device(torch.cuda.current_device())
-    config = trainer_config(config, device, logs=False)
+    config = trainer_config(config, device, owns_data=True)
     checked = copy.copy(transformer_config)
     checked.calculate_per_token_loss |= scales_own_loss
     check_model(checked, config)

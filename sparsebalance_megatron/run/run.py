@@ -201,7 +201,8 @@ class Run:
         attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        expected = len(stage) * (running or self.job).micro_batches
+        forwards = sum(self._segments_M(running)) if running else self.job.micro_batches
+        expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
             return (
                 f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"

@@ -18,8 +18,8 @@ from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_schedul
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking, Schedule
+from sparsebalance_megatron.run.inputs import Inputs
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, Schedule, SequencePacking
 
 
 class DataSamples:
@@ -29,12 +29,12 @@ class DataSamples:
     ranks.
     """
 
-    def __init__(self, inputs: CostedInputs, scheduler: Scheduler, place: RankPlace) -> None:
+    def __init__(self, inputs: Inputs, scheduler: Scheduler, place: RankPlace) -> None:
         self._inputs = inputs
         self.scheduler = scheduler
         self._place = place
         settings = inputs.settings
-        self.packing = RowPacking.of_run(
+        self.packing = SequencePacking.of_run(
             inputs.config,
             largest_cp_size=inputs.policy.max_context_parallel,
             pad_to_multiple_of=settings.pad_to_multiple_of,
@@ -98,7 +98,7 @@ class DataSamples:
         )
 
 
-def make_scheduler(inputs: CostedInputs) -> Scheduler:
+def make_scheduler(inputs: Inputs) -> Scheduler:
     """Make the scheduler of a run that has observed nothing yet."""
     config, sizes = inputs.config, inputs.settings.batch_sizes
     planner = StepPlanner(
@@ -125,7 +125,7 @@ def evaluation_batch_size(inputs: Inputs) -> int:
 
 
 def make_evaluation_scheduler(
-    inputs: CostedInputs, index: SampleIndex, coverage: CoverageCurves
+    inputs: Inputs, index: SampleIndex, coverage: CoverageCurves
 ) -> Scheduler:
     """Make the scheduler of evaluation, with the coverage curves of the training run."""
     settings, batch_size = inputs.settings, evaluation_batch_size(inputs)
@@ -144,7 +144,7 @@ def make_evaluation_scheduler(
 
 
 def largest_evaluation_step(
-    inputs: CostedInputs, index: SampleIndex, coverage: CoverageCurves
+    inputs: Inputs, index: SampleIndex, coverage: CoverageCurves
 ) -> PlannedStep:
     """The plan of the evaluation step with most tokens, among those of an epoch."""
     batch_size = evaluation_batch_size(inputs)

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
-from sparsebalance_megatron.profile.profile import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs, fingerprint, processor
+from sparsebalance_megatron.run.inputs import Inputs, fingerprint, processor
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
@@ -34,7 +32,7 @@ _WHAT_SAMPLES_FOLLOW = (
 _SHOWN_CHARACTERS = 80
 """Longest text of errors and of values in checkpoints; a longer value is kept as its digest."""
 
-SchedulerMaker = Callable[[CostedInputs], Scheduler]
+SchedulerMaker = Callable[[Inputs], Scheduler]
 
 
 class Session:
@@ -109,10 +107,6 @@ class Session:
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
-        if not isinstance(inputs, CostedInputs):
-            print_rank_0("sparse balance: measuring the model's layers on rank 0")
-            table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
-            inputs = inputs.with_cost(fit_cost_model(table))
         check_ranks_agree(fingerprint(inputs), {"processor": processor()})
         settings = inputs.settings
         what = inputs.config, settings.shape, settings.dtype, self.device
@@ -188,7 +182,7 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
 
 
-def run_record(inputs: CostedInputs) -> dict[str, str]:
+def run_record(inputs: Inputs) -> dict[str, str]:
     """Facts that plans depend on, as text: flag, file or software -> value or digest."""
     return {
         name: value if len(value) <= _SHOWN_CHARACTERS else _digest(value)

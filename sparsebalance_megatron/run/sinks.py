@@ -28,7 +28,7 @@ from sparsebalance_megatron.log.recording import (
 from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.run.inputs import CostedInputs
+from sparsebalance_megatron.run.inputs import Inputs
 
 _FIRST_COVERAGE_RECORD = 2
 _COVERAGE_INTERVAL = 10
@@ -42,7 +42,7 @@ class StepSinks:
     are None where this rank writes none.
     """
 
-    inputs: CostedInputs
+    inputs: Inputs
     place: RankPlace
     coverage: CoverageCurves
     step_log: BackgroundLog | None
@@ -102,7 +102,7 @@ class StepSinks:
 
 
 def open_sinks(
-    inputs: CostedInputs,
+    inputs: Inputs,
     place: RankPlace,
     coverage: CoverageCurves,
     device: torch.device,

@@ -115,7 +115,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "micro-batches that make no job": (f"{ADVISE} --micro-batches 3", "no choice makes a job"),
     "context groups of three": (f"{ADVISE} --context-parallel-sizes 3", "power of two"),
     "more stages than layers to advise on": (f"{ADVISE} --gpus 25 --pp 25", "24 layers"),
-    "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there yet"),
+    "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there; train with"),
     "no time between looks": ("watch {folder}/run --interval 0", "--interval 0.0"),
     "no time between pages": (f"{REPORT} --follow 0", "--follow"),
     "a prefix that names a folder": (f"{PREPARE_INTO}{{folder}}/", "--output-prefix"),

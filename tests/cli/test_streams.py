@@ -92,5 +92,5 @@ def test_a_pipe_that_nobody_reads_is_no_output(
 
 def test_a_host_cannot_send_escape_sequences(run: Path) -> None:
     hosts = dict.fromkeys(np.ndindex(2, 1), "\x1b[31mred\n")
-    line = status_line(read_run_log(run).steps, hosts, None)
+    line = status_line(read_run_log(run), hosts, None)
     assert " on \\x1b[31mred\\n" in line and line.isprintable()

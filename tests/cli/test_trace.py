@@ -24,7 +24,7 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
-from sparsebalance_megatron.view.report.trace import TracedStep, Tracer
+from sparsebalance_megatron.view.report.trace import Tracer
 
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
 SLICES = 2 * RUN.virtual_stages * RUN.micro_batches
@@ -218,12 +218,10 @@ def test_steps_after_a_clock_was_set_back_keep_their_distance() -> None:
     spans = (Span("forward", 0, 0, 0.0, 1000.0),)
     tracer, starts = Tracer(), []
     for iteration, start_unix_s in enumerate((9000.0, 9002.0, 1802.0, 1804.0), start=1):
-        traced = TracedStep(
-            record=step_record(iteration),
-            timelines={"measured": Timeline(spans={(0, 0): spans}, source=MEASURED)},
-            contents={(0, 0): rank_step(spans=spans, start_unix_s=start_unix_s)},
-        )
-        starts += [event["ts"] for event in tracer.add(traced) if event.get("cat") == "step"]
+        contents = {(0, 0): rank_step(spans=spans, start_unix_s=start_unix_s)}
+        timeline = Timeline(spans={(0, 0): spans}, source=MEASURED, contents=contents)
+        events = tracer.add(step_record(iteration), {"measured": timeline})
+        starts += [event["ts"] for event in events if event.get("cat") == "step"]
     # The third follows the second, which ended a second after it began; in microseconds.
     assert starts == pytest.approx([0.0, 2e6, 3e6, 5e6], abs=10)
 
@@ -242,14 +240,12 @@ def test_slices_never_overlap(lengths: list[list[float]], gaps_s: list[float | N
             for position, (ms, end) in enumerate(zip(durations, ends, strict=True))
         )
         unix_s += gap_s or 0.0
-        timelines = {
-            "predicted": Timeline(spans={(0, 0): spans}, source=""),
-            "measured": Timeline(spans={(0, 0): spans[:1]}, source=MEASURED),
-        }
         step = rank_step(spans=spans, start_unix_s=None if gap_s is None else unix_s)
-        written += tracer.add(
-            TracedStep(record=step_record(iteration), timelines=timelines, contents={(0, 0): step})
-        )
+        timelines = {
+            side: Timeline(spans={(0, 0): ran}, source="", contents={(0, 0): step})
+            for side, ran in (("predicted", spans), ("measured", spans[:1]))
+        }
+        written += tracer.add(step_record(iteration), timelines)
     check_format(written)
     # cumsum leaves a rounding between an end and the next start, below half a nanosecond.
     count = sum(map(len, lengths[: len(gaps_s)]))

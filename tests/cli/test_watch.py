@@ -35,10 +35,11 @@ def test_the_device_that_takes_longer_is_named_with_its_host(
                 predicted = np.array(record["predicted"][name])
                 predicted[1, 0] *= 1.5
                 record["measured"][name] = predicted.tolist()
-    write_lines(path, records)
+    write_lines(path, [*records, "{broken"])
     line = last_line(tmp_path, capsys)
     assert line.startswith("iteration 4 | ")
     assert "slowest rank 1 stage 0 on node0 1.50x" in line
+    assert "1 damaged" in line
 
 
 @pytest.mark.parametrize(("age_s", "silent"), [(30.0, False), (600.0, True), (-9000.0, False)])

@@ -78,19 +78,6 @@ def test_parquet_without_a_known_column_is_named(tmp_path: Path) -> None:
         read(tmp_path / "in.parquet")
 
 
-@pytest.mark.parametrize("name", ["a.zst", "a.parquet"])
-def test_a_missing_library_is_named_with_its_remedy(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(module: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-
-    monkeypatch.setattr(records.importlib, "import_module", absent)
-    (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(DataError, match=r"need the package pyarrow; .*\[data\]"):
-        read(tmp_path / name)
-
-
 def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.zst"
     half = len(PLAIN) // 2

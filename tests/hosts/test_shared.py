@@ -123,7 +123,7 @@ def test_verls_rows_are_cut_and_put_together_in_order(monkeypatch: pytest.Monkey
     run, forward = Rows(), verl.model_forward
     samples = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     nested = torch.nested.nested_tensor(samples, layout=torch.jagged)
-    with verl.shared_rows(run, SimpleNamespace(planned="plan"), ["model"], learn=True):
+    with verl.shared_micro_batches(run, SimpleNamespace(planned="plan"), ["model"], learn=True):
         for _ in range(2):
             inputs, carrier, places = forward.preprocess_thd_engine(nested, local_cp_size=2)
             assert (inputs.tolist(), carrier, places.shape) == ([[1, 3, 5]], "carried", (1, 3))

@@ -266,7 +266,6 @@ def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
         ({"max_segments": 2}, "--sparse-balance-max-segments 2: not where a host"),
         ({"max_context_parallel": 4}, "4: must be a power of two that divides the 2 data-parallel"),
         ({"dry_run": 0}, "--sparse-balance-dry-run 0: not where a host"),
-        ({"cost_table": "auto"}, "--sparse-balance-cost-table auto: a host's planner"),
         ({"global_batch_size": 0}, "global_batch_size 0: must be at least 1"),
     ],
 )

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from view.report.sample_run import SampleRun
 
-from sparsebalance_megatron.cli.trace import traced_step
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
 from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
 from sparsebalance_megatron.view.report.trace import Tracer
@@ -46,7 +45,8 @@ def read_everything(directory: Path) -> Evidence:
     evidence = gather(log, {step.iteration for step in log.steps})
     tracer = Tracer()
     for step in log.steps:
-        json.dumps(list(tracer.add(traced_step(evidence, step))), allow_nan=False)
+        if timelines := evidence.timelines(step.iteration):
+            json.dumps(list(tracer.add(step, timelines)), allow_nan=False)
     return evidence
 
 

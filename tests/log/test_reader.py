@@ -359,6 +359,12 @@ def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: lis
     assert "4 steps before a resume" in log.problems[0]
 
 
+def test_damaged_lines_are_counted(tmp_path: Path, lines: list[bytes]) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(lines[0] + b"{broken\n[1]\n" + lines[1])
+    assert read_run_log(tmp_path, last_bytes=1 << 20).damaged_lines == 2
+    assert iterations(tmp_path) == [1]
+
+
 def test_headers_are_read_without_steps(tmp_path: Path) -> None:
     paths = [RUN.write(tmp_path) / "ranks" / f"rank-0000{number}.jsonl" for number in range(4)]
     logs = read_rank_logs(tmp_path, ())

@@ -259,7 +259,7 @@ def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: Argum
 @pytest.mark.parametrize(
     "sharing", ["--context-parallel-size 2", "--sparse-balance-max-context-parallel 4"]
 )
-def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
+def test_a_selection_that_needs_the_last_queries_refuses_shared_micro_batches(
     sharing: str, megatron_parser: ArgumentParser
 ) -> None:
     selection = "vertical-slash-last-queries"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.megatron.compat import quantized_row_multiple
+from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.settings import (
     micro_batch_group_size,
-    row_multiple,
+    token_multiple,
 )
 
 
@@ -49,11 +49,11 @@ def config(**fields: Any) -> SimpleNamespace:
     ],
 )
 def test_the_multiple_is_megatrons(fields: dict[str, Any], multiple: int) -> None:
-    assert quantized_row_multiple(config(**fields)) == multiple
+    assert quantized_token_multiple(config(**fields)) == multiple
 
 
 def test_every_sequence_parallel_part_divides() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert row_multiple(config(**parallel | {"sequence_parallel": False})) == 1
-    assert row_multiple(config(**parallel)) == 2
-    assert row_multiple(config(**parallel, fp8="e4m3", fp8_recipe="mxfp8")) == 64
+    assert token_multiple(config(**parallel | {"sequence_parallel": False})) == 1
+    assert token_multiple(config(**parallel)) == 2
+    assert token_multiple(config(**parallel, fp8="e4m3", fp8_recipe="mxfp8")) == 64

@@ -48,9 +48,6 @@ REPLACED = {
     Kind.POSITIONS: 0,
     Kind.TRADE: 2,
     Kind.MERGE: 2,
-    Kind.MERGE_JOIN: 3,
-    Kind.MERGE_HALVE: 3,
-    Kind.HALVE_TAKE: 2,
     Kind.HALVE: 1,
 }
 """How many slots a move makes anew: on the same ranks, whatever their widths."""
@@ -313,7 +310,7 @@ def moves_of(shape, seed, *, cp_size, rounds):
             replaced = REPLACED[Kind(kind)]
             assert (
                 moves.cp_size_XY[move].sum()
-                == table.cp_size_J[moves.micro_batch_3X[:replaced, move]].sum()
+                == table.cp_size_J[moves.micro_batch_2X[:replaced, move]].sum()
             )
             kinds.add(Kind(kind))
     return kinds, problem, state.arranged(), rules
@@ -434,7 +431,6 @@ def test_every_kind_of_move_is_drawn():
         for cp_size in (None, 2, 4)
     }
     assert Kind.HALVE in kinds[4]
-    assert Kind.MERGE_HALVE in kinds[2]
     assert set.union(*kinds.values()) == set(Kind)
 
 
@@ -447,11 +443,3 @@ def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch
     free = planned(**given_ | {"policy": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()
-
-
-def test_placements_are_the_same_where_samples_and_cp_sizes_are():
-    narrow = Arrangement.of_groups((((0,), (1,)), ((2,), ())))
-    shared = replace(narrow, cp_sizes_RM=np.array([[1, 2], [1, 2]]))
-    assert narrow.same_as(replace(narrow, cp_sizes_RM=narrow.cp_sizes_RM.copy()))
-    assert not shared.same_as(narrow) and not narrow.same_as(shared)
-    assert not narrow.same_as(replace(narrow, samples=(((0,), (2,)), ((1,), ()))))

@@ -200,8 +200,6 @@ def test_contradicting_inputs():
         planned(**(given_ | {"policy": replace(given_["policy"], block_size=128)}))
     with pytest.raises(PlanError, match="9 layers, the job 4"):
         planned(**(given_ | {"coverage": CoverageCurves(9, 2048, 0.9)}))
-    with pytest.raises(PlanError, match="batching 'random'"):
-        planned(**(given_ | {"policy": replace(given_["policy"], batching="random")}))
     with pytest.raises(PlanError, match="does not fit the coverage grid"):
         planned(**(given_ | {"coverage": CoverageCurves(4, 16, 0.9)}))
     with pytest.raises(PlanError, match="multiple of 2"):

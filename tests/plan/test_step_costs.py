@@ -86,11 +86,3 @@ def test_errors():
     model, scales = cost_model(BLOCK), StageScales.ones(1)
     with pytest.raises(PlanError, match="0 tokens"):
         step_costs([5, 0], job_shape(1, 2), model, scales)
-    with pytest.raises(PlanError, match=r"\(1, 1\), the job \(2, 1\)"):
-        step_costs([5, 5], job_shape(1, 2, 2), model, scales)
-    twice = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0, 0),),))
-    with pytest.raises(PlanError, match=r"0\.\.1 once, has \[0, 0\]"):
-        step_costs([5], twice, model, scales)
-    ragged = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0,), (1,)), ((2,),)))
-    with pytest.raises(PlanError, match="same number of chunks"):
-        step_costs([5], ragged, model, scales)

@@ -21,7 +21,6 @@ from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan  # noqa: E402
 from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
-from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
@@ -59,6 +58,8 @@ def cut(
 
 
 if __name__ == "__main__":
+    from sparsebalance_megatron.pretrain_gpt import main
+
     mark_norms()
     step_planner.plan_step = plan_with_drawn_segments
     main()

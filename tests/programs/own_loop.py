@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from drawn_segments import plan_with_drawn_segments
 
 from sparsebalance_megatron.megatron import cpu
 
@@ -40,6 +43,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from sparsebalance_megatron import SparseBalanceConfig, integration  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
 from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
+from sparsebalance_megatron.learn import step_planner  # noqa: E402
 
 STEPS = 4
 DENSE = 1000
@@ -158,6 +162,18 @@ def train_shared(trainer: Any, data: dict[str, Any], directory: Path) -> dict[st
         )
         trainer.train(transformer_config(), balance, data, STEPS, losses)
     return {"dense": losses.values}
+
+
+def train_segments(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Dense, in drawn segments."""
+    with pipeline(2), mock.patch.object(step_planner, "plan_step", plan_with_drawn_segments):
+        losses = Losses()
+        cut = {"max_segments": 4, "segment_tokens": 16}
+        balance = balance_config(directory / "segments", base_budget=DENSE, tuning="off", **cut)
+        trainer.train(transformer_config(2), balance, data, STEPS, losses)
+        unwrapped = begin(data, model={"pipeline_model_parallel_size": 2}, balance=cut)
+        mistake = error_of(lambda: integration.train_data_iterator(unwrapped))
+    return {"dense": losses.values, "mistake": mistake}
 
 
 def train_chunks(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -320,8 +336,8 @@ def bare(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
             "state after the iterator": lambda: loop.run.load_state_dict(loop.run.state_dict()),
             "attention dropout": lambda: begin(data, model={"attention_dropout": 0.1}),
             "loss per micro-batch": lambda: begin(data, model={"calculate_per_token_loss": False}),
-            "profile at start-up": lambda: begin(data, balance={"cost_table": "auto"}),
             "dry run": lambda: begin(data, balance={"dry_run": 0}),
+            "segments without a pipeline": lambda: begin(data, balance={"max_segments": 2}),
             "dense evaluation": lambda: begin(data, balance={"eval_attention": "dense"}),
             "another device": lambda: begin(data, balance={"device": "cuda"}),
             "no such data": lambda: begin({**data, "data_prefix": "/nonexistent/prefix"}),
@@ -398,6 +414,7 @@ def main(trainer_path: str, data_prefix: str, output: str) -> None:
         for name, stages in (("dp2", 1), ("pp2", 2)):
             result[name] = train_twice(trainer, data, stages, directory)
         result["shared"] = train_shared(trainer, data, directory)
+        result["segments"] = train_segments(trainer, data, directory)
         result["chunks"] = train_chunks(trainer, data, directory)
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("megatron.training"))
     path = directory / f"world{dist.get_world_size()}-rank{dist.get_rank()}.json"

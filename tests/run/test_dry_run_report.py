@@ -38,13 +38,6 @@ def planned(
     )
 
 
-def test_equal_ranks_of_a_large_job_are_one_row() -> None:
-    step = planned(16, 4, [512] * 64, batching="arrival", tuning="off")
-    header, row = report._micro_batches(step)
-    assert header.split()[:2] == ["ranks", "micro-batches"]
-    assert row.split()[:6] == ["16", "as", "0", "4", "4", "2,048"]
-
-
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:
     lengths = [100 + 37 * number for number in range(64)]
     step = planned(32, 2, lengths, batching="arrival", tuning="off")
@@ -52,7 +45,7 @@ def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() 
     assert len(rows) == 16
     ms = [float(row.split()[-1]) for row in rows]
     assert ms == sorted(ms, reverse=True)
-    assert "16 rows between the 8 slowest and the 8 fastest are left out" in remark
+    assert "16 ranks between the 8 slowest and the 8 fastest are left out" in remark
     assert rows[0].split()[0] == "31"
 
 

@@ -17,7 +17,7 @@ early, at levels that fit, where its effort is spent.
 Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
 R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
 J = R x M micro-batches, E islands, W ranks of an island, U = W x M x C units of an island, I
-islands that still rise, X candidates; a leading 2: forward and backward.
+islands that still rise; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, m
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+_STRIDES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
-_MAX_EVALUATED_TIMES = 1 << 21
-_MOST_TIMES_AT_ONCE = 1 << 16
-"""Above this size, simulating costs more than an additional call of the simulator."""
 
 
 def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarray) -> np.ndarray:
@@ -136,11 +133,25 @@ class Filling:
     def _rise(
         self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Levels after the largest common stride that fits, and which islands rose at all, [I]."""
-        fitting_I = self._fitting(islands_I, level_IU, rising_IU, limit_ms)
-        rose_I = fitting_I > 0
-        stride_I = np.where(rose_I, _STRIDES[np.maximum(fitting_I - 1, 0)], 0)
-        return _risen(level_IU, rising_IU, stride_I[:, None]), rose_I
+        """Levels after the largest common stride that fits, and which islands rose at all, [I].
+
+        Makespans only grow with levels, so halving finds it.
+        """
+
+        def risen(stride_I: np.ndarray, part_I: np.ndarray) -> np.ndarray:
+            strides_IU = rising_IU[part_I] * _STRIDES[stride_I][:, None]
+            return np.minimum(level_IU[part_I] + strides_IU, LEVELS)
+
+        every_I = np.arange(len(islands_I))
+        low_I, high_I = np.zeros_like(every_I), np.full(len(every_I), len(_STRIDES) - 1)
+        while len(open_I := np.flatnonzero(low_I < high_I)):
+            middle_I = (low_I[open_I] + high_I[open_I] + 1) // 2
+            self.effort.spend(2 * len(open_I) * level_IU.shape[1])
+            ms_X = makespans_ms(self._pipelines(islands_I[open_I], risen(middle_I, open_I)))
+            fits_I = (ms_X <= limit_ms).reshape(-1, self._island_ranks).all(axis=1)
+            low_I[open_I] = np.where(fits_I, middle_I, low_I[open_I])
+            high_I[open_I] = np.where(fits_I, high_I[open_I], middle_I - 1)
+        return risen(low_I, every_I), low_I > 0
 
     def _go_on(
         self,
@@ -152,7 +163,7 @@ class Filling:
     ) -> np.ndarray:
         """Mask of the rising units that rise in the next round as well, [I, U]."""
         self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH)
-        through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU[:, None]))
+        through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
         added_IU = self._next_level_ms(islands_I, level_IU)
         fits_IU = through_IU + added_IU <= limit_ms
@@ -164,57 +175,19 @@ class Filling:
         going_IU[ways_I] &= ~_larger_half(added_IU[ways_I], in_the_way_IU[ways_I])
         return going_IU
 
-    def _fitting(
-        self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
-    ) -> np.ndarray:
-        """Count the X strides that meet the limit, [I].
-
-        Makespans only grow with levels, so where simulating costs more than calling it, halving
-        finds the same.
-        """
-        strides = len(_STRIDES)
-        if strides * level_IU.size <= _MOST_TIMES_AT_ONCE:
-            every_IXU = _risen(level_IU[:, None], rising_IU[:, None], _STRIDES[:, None])
-            return np.asarray(self._fits(islands_I, every_IXU, limit_ms).sum(axis=1))
-        low_I = np.zeros(len(islands_I), dtype=np.int64)
-        high_I = np.full(len(islands_I), strides)
-        while len(open_I := np.flatnonzero(low_I < high_I)):
-            middle_I = (low_I[open_I] + high_I[open_I]) // 2
-            middle_IU = _risen(level_IU[open_I], rising_IU[open_I], _STRIDES[middle_I][:, None])
-            fits_I = self._fits(islands_I[open_I], middle_IU[:, None], limit_ms)[:, 0]
-            low_I[open_I] = np.where(fits_I, middle_I + 1, low_I[open_I])
-            high_I[open_I] = np.where(fits_I, high_I[open_I], middle_I)
-        return low_I
-
-    def _fits(self, islands_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
-        """Whether islands meet the limit with their units at X candidate levels, [I, X]."""
-        _, candidates, units = level_IXU.shape
-        fits_IX = np.empty(level_IXU.shape[:2], dtype=bool)
-        batch = max(1, _MAX_EVALUATED_TIMES // (candidates * units))
-        for first in range(0, len(islands_I), batch):
-            part = slice(first, first + batch)
-            self.effort.spend(2 * level_IXU[part].size)
-            makespans_X = makespans_ms(self._pipelines(islands_I[part], level_IXU[part]))
-            fits_X = makespans_X <= limit_ms
-            fits_IX[part] = fits_X.reshape(-1, candidates, self._island_ranks).all(axis=2)
-        return fits_IX
-
-    def _pipelines(self, islands_I: np.ndarray, level_IXU: np.ndarray) -> OperationTimes:
-        """Times of islands with their units at X candidate levels each: I x X x W pipelines."""
-        candidates = level_IXU.shape[1]
-        pairs_IXU = self._growth_at(islands_I[:, None], level_IXU)
+    def _pipelines(self, islands_I: np.ndarray, level_IU: np.ndarray) -> OperationTimes:
+        """Times of islands with their units at these levels: I x W pipelines."""
+        pairs_IU = self._growth_at(islands_I, level_IU)
         if self._island_ranks > 1:
-            first_I1U = self._first_unit_EU[islands_I][:, None]
-            pairs_IXU = np.take_along_axis(pairs_IXU, first_I1U, axis=2)
-            pairs_IXU *= self._share_EU[islands_I][:, None]
-        pairs_XMC = pairs_IXU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
+            pairs_IU = np.take_along_axis(pairs_IU, self._first_unit_EU[islands_I], axis=1)
+            pairs_IU *= self._share_EU[islands_I]
+        pairs_RMC = pairs_IU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
         of_island_W = np.arange(self._island_ranks)
-        ranks_IW = islands_I[:, None] * self._island_ranks + of_island_W
-        ranks_X = np.repeat(ranks_IW, candidates, axis=0).reshape(-1)
-        grown_2XMC = pairs_XMC * self.costs.pair_2C[:, None, None]
-        cp_sizes_XM = self._cp_sizes_RM[ranks_X]
-        grown_2XMC = self.costs.on_devices(grown_2XMC, ranks_X, cp_sizes_XM)
-        return self.costs.flat(self._floor_ms_2RMC[:, ranks_X] + grown_2XMC, cp_sizes_XM)
+        ranks_R = (islands_I[:, None] * self._island_ranks + of_island_W).reshape(-1)
+        grown_2RMC = pairs_RMC * self.costs.pair_2C[:, None, None]
+        cp_sizes_RM = self._cp_sizes_RM[ranks_R]
+        grown_2RMC = self.costs.on_devices(grown_2RMC, ranks_R, cp_sizes_RM)
+        return self.costs.flat(self._floor_ms_2RMC[:, ranks_R] + grown_2RMC, cp_sizes_RM)
 
     @cached_property
     def _floor_ms_2RMC(self) -> np.ndarray:
@@ -230,23 +203,18 @@ class Filling:
         )
         return (next_IU - now_IU) * self._unit_ms_EU[islands_I]
 
-    def _growth_at(self, islands: np.ndarray, level_U: np.ndarray) -> np.ndarray:
-        """Block pairs of all units of islands [...] at levels [..., U]."""
-        units = level_U.shape[-1]
+    def _growth_at(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
+        """Block pairs of all units of islands at these levels, [I, U]."""
+        units = level_IU.shape[1]
         # One flat index: three that broadcast take several times as long.
-        first_U = (islands[..., None] * units + np.arange(units)) * (LEVELS + 1)
-        return np.asarray(self.growth_JCQ.take(first_U + level_U))
+        first_IU = (islands_I[:, None] * units + np.arange(units)) * (LEVELS + 1)
+        return np.asarray(self.growth_JCQ.take(first_IU + level_IU))
 
     @cached_property
     def _share_EU(self) -> np.ndarray:
         """Share of a unit's pairs that each of its ranks computes."""
         share_J = self.costs.share_W[self._cp_sizes_RM].reshape(-1)
         return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
-
-
-def _risen(level_U: np.ndarray, rising_U: np.ndarray, stride: np.ndarray) -> np.ndarray:
-    """Levels after a stride of the units that rise."""
-    return np.minimum(level_U + rising_U * stride, LEVELS)
 
 
 def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:

@@ -29,7 +29,6 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
@@ -137,8 +136,6 @@ class AnchorPolicy(BudgetPolicy):
         costs, allowed, micro_batch_of_S = problem.costs, problem.allowed, where.micro_batch_of_S
         latency_J = _latency_ms_J(problem, allowed.base_LS, where)
         anchor = problem.policy.anchor
-        if anchor not in _ANCHORS:
-            raise PlanError(f"anchor {anchor!r} is not one of {', '.join(_ANCHORS)}")
         anchor_ms = float(_ANCHORS[anchor](latency_J))
         slower_S = (latency_J > anchor_ms)[micro_batch_of_S]
         low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
@@ -257,13 +254,7 @@ BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
 
 
 def budget_policy(policy: PlanPolicy) -> BudgetPolicy:
-    """The policy that the user's settings name.
-
-    Raises:
-        PlanError: the policy names an unknown tuning.
-    """
-    if policy.tuning not in BUDGET_POLICIES:
-        raise PlanError(f"tuning {policy.tuning!r} is not one of {', '.join(BUDGET_POLICIES)}")
+    """The policy that the user's settings name."""
     return BUDGET_POLICIES[policy.tuning]
 
 
@@ -298,9 +289,6 @@ def tune(
 
     Args:
         pricing: prices for tuning ``makespan``; by default those of these samples alone.
-
-    Raises:
-        PlanError: the policy names an unknown tuning or anchor.
     """
     tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(problem, where, pricing)
     return tuned_budgets(problem, tuned_LS, clamped_S)

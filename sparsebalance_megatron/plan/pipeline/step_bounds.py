@@ -35,13 +35,11 @@ _PROFILE_STEP = 0.05
 class Bounds:
     """Lower bounds in ms on the time of a step; the largest one counts.
 
-    ``stage_ms``, ``mean_chain_ms`` and ``mixed_ms`` follow from all work together, ``long_ms`` from
-    the longer samples, ``chain_ms_S`` from single samples. ``contradicted_ms``: a step that ended
+    ``mixed_ms`` follows from all work together, ``long_ms`` from the longer samples,
+    ``chain_ms_S`` from single samples. ``contradicted_ms``: a step that ended
     by then would need cp_sizes at which it could not end by then.
     """
 
-    stage_ms: float
-    mean_chain_ms: float
     mixed_ms: float
     long_ms: float
     chain_ms_S: np.ndarray
@@ -50,22 +48,18 @@ class Bounds:
     @property
     def bound_ms(self) -> float:
         alone_ms = float(self.chain_ms_S.max())
-        return max(self._together_ms, self.long_ms, alone_ms, self.contradicted_ms)
-
-    @property
-    def _together_ms(self) -> float:
-        return max(self.stage_ms, self.mean_chain_ms, self.mixed_ms)
+        return max(self.mixed_ms, self.long_ms, alone_ms, self.contradicted_ms)
 
     @property
     def unhideable_S(self) -> np.ndarray:
         """Samples that alone keep the step longer than all work together has to.
 
         No placement hides such a sample; a smaller budget, a shorter sample or context parallelism
-        does. With P equal stages and M micro-batches of mean time mu the stage bound is
+        does. With P equal stages and M micro-batches of mean time mu all work together takes
         (M + P - 1) mu, and the chain of a micro-batch of time X mu is at least P X mu: beyond
         X = (M + P - 1) / P no order and no rank hides it.
         """
-        return self.chain_ms_S > self._together_ms
+        return self.chain_ms_S > self.mixed_ms
 
 
 def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) -> Bounds:
@@ -78,32 +72,18 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     that is at least the samples' work on one rank and w constants. Every place (rank, position)
     belongs to one micro-batch, and no micro-batch is empty.
 
-    *Stage.* The first operation of stage p is a forward of its first chunk, which some micro-batch
-    reaches through the first chunks of stages 0..p-1; the last is a backward of the first chunk,
-    after which stages p-1..0 still run theirs. In between stage p of a rank does all its work. The
-    slowest rank takes at least the mean over ranks: there the work is at least all samples' and
-    R x M constants over R. The first positions of the R ranks hold at least R / W micro-batches, W
-    the widest, and these different samples; summed over ranks, reaching stage p takes them at least
-    R constants and the work of the R / W samples with the least of it. The same holds for the last
-    positions and the backwards.
-
-    *Long samples.* The same of the micro-batches that hold any of the samples A alone: on a rank
-    that has such micro-batches, stage p does the work of A in between, with a constant at least,
-    after the shortest way of a sample of A to it and before the shortest way back, at the best of
-    all cp_sizes. The mean over those ranks of the work of A is least if they are all ranks. A are
-    the samples whose ways are longest, as many as make the bound largest. It sees what the stage
-    bound does not: short samples fill a pipeline quickly, but then the first long one is still on
-    its way.
+    *Long samples.* Of the micro-batches that hold any of the samples A, stage p does the work of A,
+    with a constant at least, after the shortest way of a sample of A to it, through the first
+    chunks of stages 0..p-1, and before the shortest way back, at the best of all cp_sizes. The mean
+    over the ranks that have such micro-batches of the work of A is least if they are all ranks. A
+    are the samples whose ways are longest, as many as make the bound largest: short samples fill a
+    pipeline quickly, but then the first long one is still on its way.
 
     *Chain.* Micro-batch i runs forward and backward through all chunks one after the other. On
     stage 0 the first chunk runs forward for every earlier micro-batch before that chain starts and
     backward for every later one after it ends; each of the M - 1 others is earlier or later. So
     T >= chain(i) + the sum of the M - 1 least min(forward, backward) of the others. The micro-batch
     of a sample takes at least as long as the sample alone, at the best of all cp_sizes.
-
-    *Mean chain.* The mean of the chain bound over all places: chains and the lesser of forward and
-    backward are sums over micro-batches of w times what one of its ranks takes, so at least those
-    of the samples on one rank: T >= (all chains + (M - 1) x all min(forward, backward)) / (R M).
 
     *Mixed chains.* A rank takes at least as long as any mixture of its chains, and the slowest at
     least the mean over ranks. There each sample counts, at some position and some cp_size, w times
@@ -126,18 +106,6 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     constant_2PV = constant_2C.reshape(2, stages, -1)
     sample_2SPV = sample_2SC.reshape(2, samples, stages, -1)
     constant_P = constant_2PV.sum(axis=(0, 2))
-    work_P = sample_2SPV.sum(axis=(0, 1, 3)) / ranks + positions * constant_P
-
-    stage_P = work_P
-    for way_SP, constant_way_P in zip(
-        _ways(sample_2SPV[..., 0]), _ways(constant_2PV[..., 0]), strict=True
-    ):
-        least_SP = np.sort(way_SP, axis=0)[: ranks // max_cp_size]
-        stage_P = stage_P + least_SP.sum(axis=0) / ranks + constant_way_P
-
-    beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + job.places * constant_2C[:, 0].min()
-    mean_chain_ms = work_P.sum() / positions + (positions - 1) * beside_ms / job.places
-
     work_2PV = sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV
     mixture_2CM = chain_mixture(work_2PV, positions, job.schedule).reshape(*constant_2C.shape, -1)
     cp_sizes = [1 << power for power in range(max_cp_size.bit_length())]
@@ -165,14 +133,11 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
         way_2SP=way_2SP,
     )
     chain_ms_S = chain_WS.min(axis=0)
-    known_ms = max(float(stage_P.max()), float(mean_chain_ms), float(chain_ms_S.max()))
     return Bounds(
-        stage_ms=float(stage_P.max()),
-        mean_chain_ms=float(mean_chain_ms),
         mixed_ms=placed.mixed_ms(np.inf),
         long_ms=placed.long_ms(np.inf),
         chain_ms_S=chain_ms_S,
-        contradicted_ms=placed.largest_contradicted_ms(known_ms),
+        contradicted_ms=placed.largest_contradicted_ms(float(chain_ms_S.max())),
     )
 
 

@@ -41,11 +41,6 @@ class Arrangement:
         cp_sizes_RM = np.full((len(samples), len(nothing)), cp_size)
         return cls(samples=samples, cp_sizes_RM=cp_sizes_RM)
 
-    def same_as(self, other: Arrangement) -> bool:
-        """Whether every sample runs at the same place, shared by as many ranks."""
-        cp_sizes_agree = np.array_equal(self.cp_sizes_RM, other.cp_sizes_RM)
-        return self.samples == other.samples and cp_sizes_agree
-
     @cached_property
     def micro_batch_of_S(self) -> np.ndarray:
         """The place ``rank * M + position`` where every sample's micro-batch begins."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbours of a placement whose micro-batches differ in cp_size, drawn many at a time.
 
-A move makes up to three micro-batches anew, in the place of others and from their samples, or
+A move makes one or two micro-batches anew, in the place of others and from their samples, or
 exchanges two positions of an island.
 
 Shape legend: X moves drawn, J micro-batches of a :class:`.MicroBatchTable`, F contents, S samples,
-Y = 3 micro-batches that a move makes.
+Y = 2 micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OVERDRAWN = 3
 
 
 class Kind(IntEnum):
-    """Kinds of moves of micro-batches a, b, c and samples x of a, y of b."""
+    """Ways in which a move changes micro-batches a and b, and samples x of a and y of b."""
 
     POSITIONS = 0
     """The island of a exchanges the positions of a and b."""
@@ -36,25 +36,12 @@ class Kind(IntEnum):
     """a gives x to b, and takes y where that is a sample."""
     MERGE = 2
     """a and its buddy become one micro-batch."""
-    MERGE_JOIN = 3
-    """a becomes as wide as itself and its buddy, whose samples join c."""
-    MERGE_HALVE = 4
-    """As MERGE_JOIN, but c keeps one half of its ranks, and the samples get the other half."""
-    HALVE_TAKE = 5
-    """a keeps one half of its ranks, and y of b gets the other."""
-    HALVE = 6
-    """a becomes two micro-batches, with every second of its samples by weight."""
+    HALVE = 3
+    """a becomes two micro-batches on half of its ranks each, with every second of its samples by
+    weight."""
 
 
-_SHARES = {
-    Kind.POSITIONS: 0.06,
-    Kind.TRADE: 0.24,
-    Kind.MERGE: 0.06,
-    Kind.MERGE_JOIN: 0.12,
-    Kind.MERGE_HALVE: 0.34,
-    Kind.HALVE_TAKE: 0.10,
-    Kind.HALVE: 0.08,
-}
+_SHARES = {Kind.POSITIONS: 0.14, Kind.TRADE: 0.54, Kind.MERGE: 0.14, Kind.HALVE: 0.18}
 _UNTIL = np.cumsum(list(_SHARES.values()))
 
 
@@ -102,15 +89,14 @@ class Rules:
 class Moves:
     """Moves of a table's micro-batches.
 
-    ``kind_X``, ``micro_batch_3X`` (a, b, c), ``sample_2X`` (x, y or -1), ``swapped_X`` (which half
-    is whose). ``rank_XY``, ``position_XY``, ``cp_size_XY`` (0 for none), ``contents_XYF``: the
-    micro-batches that each makes.
+    ``kind_X``, ``micro_batch_2X`` (a, b), ``sample_2X`` (x, y or -1). ``rank_XY``,
+    ``position_XY``, ``cp_size_XY`` (0 for none), ``contents_XYF``: the micro-batches that each
+    makes.
     """
 
     kind_X: np.ndarray
-    micro_batch_3X: np.ndarray
+    micro_batch_2X: np.ndarray
     sample_2X: np.ndarray
-    swapped_X: np.ndarray
     rank_XY: np.ndarray
     position_XY: np.ndarray
     cp_size_XY: np.ndarray
@@ -120,9 +106,7 @@ class Moves:
         self, move: int, table: MicroBatchTable, weights_S: np.ndarray
     ) -> list[tuple[int, ...]]:
         """Samples of the micro-batches that a move makes."""
-        a, b, c = (
-            table.members[micro_batch] for micro_batch in self.micro_batch_3X[:, move].tolist()
-        )
+        a, b = (table.members[micro_batch] for micro_batch in self.micro_batch_2X[:, move].tolist())
         x, y = self.sample_2X[:, move].tolist()
         match Kind(int(self.kind_X[move])):
             case Kind.TRADE:
@@ -130,13 +114,6 @@ class Moves:
                 return [(*_without(a, x), *taken), (*_without(b, y), x)]
             case Kind.MERGE:
                 return [a + b]
-            case Kind.MERGE_JOIN:
-                return [a, c + b]
-            case Kind.MERGE_HALVE:
-                return [a, b, c] if self.swapped_X[move] else [a, c, b]
-            case Kind.HALVE_TAKE:
-                halves = [(y,), a] if self.swapped_X[move] else [a, (y,)]
-                return [*halves, _without(b, y)]
             case Kind.HALVE:
                 return list(_two_parts(a, weights_S))
             case _:
@@ -164,24 +141,19 @@ def draw_moves(
 ) -> Moves:
     """Draw at most ``count`` allowed moves of the table's micro-batches."""
     drawn = count * _OVERDRAWN
-    micro_batches = len(table.cp_size_J)
     kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
-    micro_batch_3X = numbers.below(micro_batches, 3 * drawn).reshape(3, drawn)
-    merges_X = (kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE)
-    micro_batch_3X[1] = np.where(merges_X, table.buddy_J[micro_batch_3X[0]], micro_batch_3X[1])
-    a, b, c = micro_batch_3X
-    real_X = _possible(table, kind_X, a, b, c)
-    kind_X, micro_batch_3X = kind_X[real_X], micro_batch_3X[:, real_X]
-    a, b, c = micro_batch_3X
+    a, b = numbers.below(len(table.cp_size_J), 2 * drawn).reshape(2, drawn)
+    b = np.where(kind_X == Kind.MERGE, table.buddy_J[a], b)
+    real_X = _possible(table, kind_X, a, b)
+    kind_X, a, b = kind_X[real_X], a[real_X], b[real_X]
     x = table.sample_I[table.first_J[a] + numbers.below(table.size_J[a], len(a))]
     place = numbers.below(table.size_J[b] + (kind_X == Kind.TRADE), len(a))
     y = table.sample_I[table.first_J[b] + np.minimum(place, table.size_J[b] - 1)]
     y = np.where(place < table.size_J[b], y, -1)
-    swapped_X = numbers.below(2, len(a)) == 1
 
     cp_size_J, has_JF = table.cp_size_J, table.contents_JF
-    place_3XY = np.zeros((3, len(a), 3), dtype=np.int64)
-    made_XYF = np.zeros((len(a), 3, has_JF.shape[1]))
+    place_3XY = np.zeros((3, len(a), 2), dtype=np.int64)
+    made_XYF = np.zeros((len(a), 2, has_JF.shape[1]))
 
     def make(
         rows: np.ndarray, y: int, micro_batch: np.ndarray, cp_size: np.ndarray, has: np.ndarray
@@ -197,46 +169,25 @@ def draw_moves(
     make(trade, 0, a[trade], cp_size_J[a[trade]], has_JF[a[trade]] - difference)
     make(trade, 1, b[trade], cp_size_J[b[trade]], has_JF[b[trade]] + difference)
 
-    merges = np.flatnonzero((kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE))
-    first = np.where(table.rank_J[a] < table.rank_J[b], a, b)
-    make(merges, 0, first[merges], 2 * cp_size_J[a[merges]], has_JF[a[merges]])
     merge = np.flatnonzero(kind_X == Kind.MERGE)
-    made_XYF[merge, 0] += has_JF[b[merge]]
-    join = np.flatnonzero(kind_X == Kind.MERGE_JOIN)
-    make(join, 1, c[join], cp_size_J[c[join]], has_JF[c[join]] + has_JF[b[join]])
+    one, other = a[merge], b[merge]
+    first = np.where(table.rank_J[one] < table.rank_J[other], one, other)
+    make(merge, 0, first, 2 * cp_size_J[one], has_JF[one] + has_JF[other])
 
-    def halve(
-        rows: np.ndarray, y: int, micro_batch: np.ndarray, one: np.ndarray, other: np.ndarray
-    ) -> None:
-        turned = swapped_X[rows][:, None]
-        half = cp_size_J[micro_batch] // 2
-        make(rows, y, micro_batch, half, np.where(turned, other, one))
-        make(rows, y + 1, micro_batch, half, np.where(turned, one, other))
-        place_3XY[0, rows, y + 1] += half
-
-    rows = np.flatnonzero(kind_X == Kind.MERGE_HALVE)
-    halve(rows, 1, c[rows], has_JF[c[rows]], has_JF[b[rows]])
-    rows = np.flatnonzero(kind_X == Kind.HALVE_TAKE)
-    taken_XF = contents.of_sample_SF[y[rows]]
-    halve(rows, 0, a[rows], has_JF[a[rows]], taken_XF)
-    make(rows, 2, b[rows], cp_size_J[b[rows]], has_JF[b[rows]] - taken_XF)
-    rows = np.flatnonzero(kind_X == Kind.HALVE)
-    swapped_X[rows] = False
-    if len(rows):
-        part_XF = np.stack(
-            [
-                contents.of(list(_two_parts(table.members[micro_batch], weights_S)[0]))
-                for micro_batch in a[rows]
-            ]
-        )
-        halve(rows, 0, a[rows], part_XF, has_JF[a[rows]] - part_XF)
+    halve = np.flatnonzero(kind_X == Kind.HALVE)
+    halved = a[halve]
+    parts = [_two_parts(table.members[micro_batch], weights_S)[0] for micro_batch in halved]
+    part_XF = np.array([contents.of(list(part)) for part in parts]).reshape(-1, has_JF.shape[1])
+    half = cp_size_J[halved] // 2
+    make(halve, 0, halved, half, part_XF)
+    make(halve, 1, halved, half, has_JF[halved] - part_XF)
+    place_3XY[0, halve, 1] += half
 
     chosen = np.flatnonzero(rules.allow_X(place_3XY[2], made_XYF))[:count]
     return Moves(
         kind_X=kind_X[chosen],
-        micro_batch_3X=micro_batch_3X[:, chosen],
+        micro_batch_2X=np.stack([a, b])[:, chosen],
         sample_2X=np.stack([x, y])[:, chosen],
-        swapped_X=swapped_X[chosen],
         rank_XY=place_3XY[0, chosen],
         position_XY=place_3XY[1, chosen],
         cp_size_XY=place_3XY[2, chosen],
@@ -245,18 +196,13 @@ def draw_moves(
 
 
 def _possible(
-    table: MicroBatchTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
+    table: MicroBatchTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray
 ) -> np.ndarray:
-    """Kinds of moves that these micro-batches can make."""
-    several_J, wide_J = table.size_J > 1, table.cp_size_J > 1
-    buddies_X, apart_X = b >= 0, (c != a) & (c != b)
+    """Which kinds of moves these micro-batches can make."""
     choices = [
         table.position_J[a] != table.position_J[b],
         a != b,
-        buddies_X,
-        buddies_X & apart_X,
-        buddies_X & apart_X & wide_J[c],
-        (a != b) & wide_J[a] & several_J[b],
-        wide_J[a] & several_J[a],
+        b >= 0,
+        (table.cp_size_J[a] > 1) & (table.size_J[a] > 1),
     ]
     return np.choose(kind_X, choices).astype(bool)

@@ -180,7 +180,7 @@ class _CpSizeSearch:
             cp_sizes_XWM[x, w, m] = moves.cp_size_XY[x, y]
         cp_size = self.rules.max_cp_size
         for move in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
-            a, b, _ = moves.micro_batch_3X[:, move]
+            a, b = moves.micro_batch_2X[:, move]
             first = local_R[table.rank_J[a]] // cp_size * cp_size
             part, pair = slice(first, first + cp_size), table.position_J[[a, b]]
             times_XWMF[move, part, pair] = times_XWMF[move, part, pair[::-1]]
@@ -188,9 +188,9 @@ class _CpSizeSearch:
         return times_XWMF, cp_sizes_XWM
 
     def _apply(self, moves: Moves, move: int, table: MicroBatchTable) -> None:
-        micro_batches = moves.micro_batch_3X[:, move]
+        micro_batches = moves.micro_batch_2X[:, move]
         if moves.kind_X[move] == Kind.POSITIONS:
-            one, other = table.position_J[micro_batches[:2]].tolist()
+            one, other = table.position_J[micro_batches].tolist()
             island = int(table.rank_J[micro_batches[0]]) // self.rules.max_cp_size
             self.state.swap_positions(self.islands[island], one, other)
             return

@@ -40,13 +40,11 @@ def improve(
     """Order the micro-batches of every rank, then trade samples with the slowest rank and order
     again.
 
-    Where no trade with another rank helps, the micro-batches of the slowest rank trade with one
-    another. A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys
-    effort.
+    A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys effort.
     """
     search = _Search(placement, costs, sample_2SC, cap_tokens, plan_ms)
     search.order()
-    while search.exchange() or search.rearrange():
+    while search.exchange():
         search.order()
     return tuple(tuple(tuple(sorted(micro_batch)) for micro_batch in rank) for rank in search.ranks)
 
@@ -98,7 +96,7 @@ class _Search:
         """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
         if not self._order_matters:
             return
-        self._take_best_order(self._orders(self.micro_batch_RMC2))
+        self._take_best_order(self._orders())
         if self.costs.job.micro_batches <= _ALL_ORDERS_UNTIL:
             return
         while len(swaps_XM := self._swaps()):
@@ -116,97 +114,46 @@ class _Search:
             row[[i, j]] = j, i
         return orders_XM
 
-    def _orders(self, micro_batch_XMC2: np.ndarray) -> np.ndarray:
-        """[X, O, M]: all orders of each rank where they are few.
+    def _orders(self) -> np.ndarray:
+        """[R, O, M]: all orders of each rank where they are few.
 
         Else ascending, descending, small at both ends, large at both ends.
         """
         positions = self.costs.job.micro_batches
         if positions <= _ALL_ORDERS_UNTIL:
-            every_XM = np.array(list(itertools.permutations(range(positions))))
-            return np.broadcast_to(every_XM, (len(micro_batch_XMC2), *every_XM.shape))
-        up_XM = np.argsort(micro_batch_XMC2.sum(axis=(2, 3)), axis=1, kind="stable")
-        down_XM = up_XM[:, ::-1]
-        shapes = [up_XM, down_XM]
-        for sorted_XM in (up_XM, down_XM):
-            shapes.append(np.concatenate([sorted_XM[:, ::2], sorted_XM[:, 1::2][:, ::-1]], axis=1))
+            every_OM = np.array(list(itertools.permutations(range(positions))))
+            return np.broadcast_to(every_OM, (len(self.ranks), *every_OM.shape))
+        up_RM = np.argsort(self.micro_batch_RMC2.sum(axis=(2, 3)), axis=1, kind="stable")
+        down_RM = up_RM[:, ::-1]
+        shapes = [up_RM, down_RM]
+        for sorted_RM in (up_RM, down_RM):
+            shapes.append(np.concatenate([sorted_RM[:, ::2], sorted_RM[:, 1::2][:, ::-1]], axis=1))
         return np.stack(shapes, axis=1)
 
-    def _simulate_orders(
-        self, micro_batch_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray
-    ) -> np.ndarray:
-        """[X, O] ms."""
-        rows = np.arange(len(micro_batch_XMC2))[:, None, None]
-        ordered = micro_batch_XMC2[rows, orders_XOM]
-        ranks = np.repeat(ranks_X, orders_XOM.shape[1])
-        ms = self._simulate(ordered.reshape(-1, *micro_batch_XMC2.shape[1:]), ranks)
-        return ms.reshape(orders_XOM.shape[:2])
-
-    def _take_best_order(self, orders_RXM: np.ndarray) -> bool:
-        ms_RX = self._simulate_orders(self.micro_batch_RMC2, self.every_R, orders_RXM)
-        best_R = ms_RX.argmin(axis=1)
-        improved = np.flatnonzero(ms_RX[self.every_R, best_R] < self.makespans_R * (1 - _GAIN))
+    def _take_best_order(self, orders_ROM: np.ndarray) -> bool:
+        orders = orders_ROM.shape[1]
+        ordered = self.micro_batch_RMC2[self.every_R[:, None, None], orders_ROM]
+        ordered = ordered.reshape(-1, *self.micro_batch_RMC2.shape[1:])
+        ms_RO = self._simulate(ordered, np.repeat(self.every_R, orders)).reshape(-1, orders)
+        best_R = ms_RO.argmin(axis=1)
+        improved = np.flatnonzero(ms_RO[self.every_R, best_R] < self.makespans_R * (1 - _GAIN))
         for rank in improved.tolist():
-            self._reorder(rank, orders_RXM[rank, best_R[rank]])
-            self.makespans_R[rank] = ms_RX[rank, best_R[rank]]
+            order_M = orders_ROM[rank, best_R[rank]]
+            self.ranks[rank] = [self.ranks[rank][position] for position in order_M.tolist()]
+            self.micro_batch_RMC2[rank] = self.micro_batch_RMC2[rank, order_M]
+            self.used_RM[rank] = self.used_RM[rank, order_M]
+            self.makespans_R[rank] = ms_RO[rank, best_R[rank]]
         return bool(len(improved))
-
-    def _reorder(self, rank: int, order_M: np.ndarray) -> None:
-        self.ranks[rank] = [self.ranks[rank][position] for position in order_M.tolist()]
-        self.micro_batch_RMC2[rank] = self.micro_batch_RMC2[rank, order_M]
-        self.used_RM[rank] = self.used_RM[rank, order_M]
 
     def exchange(self) -> bool:
         """Trade samples between the slowest rank and others while that helps."""
         changed = False
-        while len(self.ranks) > 1 or self.costs.job.micro_batches > 1:
+        while len(self.ranks) > 1:
             moves = self._moves(int(self.makespans_R.argmax()))
             if not len(moves) or not self._take_best_move(moves):
                 break
             changed = True
         return changed
-
-    def rearrange(self) -> bool:
-        """Trade samples between the micro-batches of the slowest rank while that helps."""
-        changed = False
-        while self._order_matters:
-            moves = self._moves_within(int(self.makespans_R.argmax()))
-            if not len(moves) or not self._take_best_move_within(moves):
-                break
-            changed = True
-        return changed
-
-    def _moves_within(self, slow: int) -> np.ndarray:
-        """Moves as those of :meth:`_moves`, whose other rank is the slow one itself.
-
-        Of more than may be simulated, an even choice.
-        """
-        most = self._affordable(1)
-        if not most:
-            return np.empty((0, 6), dtype=np.int64)
-        gives = self._members(slow, nothing=False)
-        takes = self._members(slow, nothing=True)
-        pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
-        moves = np.concatenate([gives[pairs[0]], takes[pairs[1]]], axis=1)
-        _, m, _, _, n, take = moves.T
-        moves = moves[self._legal(slow, moves) & np.where(take >= 0, m < n, m != n)]
-        if len(moves) > most:
-            moves = moves[np.linspace(0, len(moves) - 1, most).astype(np.int64)]
-        return moves
-
-    def _take_best_move_within(self, moves: np.ndarray) -> bool:
-        slow, m, give, _, n, take = moves.T
-        micro_batches, rows = self.micro_batch_RMC2[slow], np.arange(len(moves))
-        difference = self._difference(give, take)
-        micro_batches[rows, m] -= difference
-        micro_batches[rows, n] += difference
-        ms_X = self._simulate(micro_batches, slow)
-        best = int(ms_X.argmin())
-        if ms_X[best] >= self.makespans_R[slow[0]] * (1 - _GAIN):
-            return False
-        self._apply(moves[best].tolist(), micro_batches[best], micro_batches[best])
-        self.makespans_R[slow[0]] = ms_X[best]
-        return True
 
     def _moves(self, slow: int) -> np.ndarray:
         """Moves (slow rank, micro-batch, sample, other rank, micro-batch, sample or -1) that obey
@@ -238,11 +185,6 @@ class _Search:
         )
         return np.asarray(fits & ((take >= 0) | ~alone_M[m]))
 
-    def _difference(self, give: np.ndarray, take: np.ndarray) -> np.ndarray:
-        """Ms that go from one micro-batch to another, [X, C, 2]."""
-        taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
-        return np.asarray(self.sample_SC2[give] - taken)
-
     def _members(self, rank: int, *, nothing: bool) -> np.ndarray:
         """(rank, micro-batch, sample) of a rank's samples, [I, 3]; -1 per micro-batch for nothing.
 
@@ -264,9 +206,9 @@ class _Search:
         return np.concatenate([members_I3, empty_I3])
 
     def _take_best_move(self, moves: np.ndarray) -> bool:
-        """The best move in place; where none helps, the best one with both ranks ordered anew."""
         slow, m, give, other, n, take = moves.T
-        difference = self._difference(give, take)
+        taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
+        difference = self.sample_SC2[give] - taken
         rows = np.arange(len(moves))
         slow_micro_batches, other_micro_batches = (
             self.micro_batch_RMC2[slow],
@@ -276,46 +218,11 @@ class _Search:
         other_micro_batches[rows, n] += difference
         both = np.concatenate([slow_micro_batches, other_micro_batches])
         ms_2X = self._simulate(both, np.concatenate([slow, other])).reshape(2, -1)
-        limit_ms = self.makespans_R[slow[0]] * (1 - _GAIN)
         best = int(ms_2X.max(axis=0).argmin())
-        if ms_2X[:, best].max() < limit_ms:
-            self._apply(moves[best].tolist(), slow_micro_batches[best], other_micro_batches[best])
-            self.makespans_R[[slow[best], other[best]]] = ms_2X[:, best]
-            return True
-        return self._take_best_reordered_move(
-            moves, slow_micro_batches, other_micro_batches, ms_2X, limit_ms
-        )
-
-    def _take_best_reordered_move(
-        self,
-        moves: np.ndarray,
-        slow_micro_batches: np.ndarray,
-        other_micro_batches: np.ndarray,
-        ms_2X: np.ndarray,
-        limit_ms: float,
-    ) -> bool:
-        if not self._order_matters:
+        if ms_2X[:, best].max() >= self.makespans_R[slow[0]] * (1 - _GAIN):
             return False
-        orders = self._orders(slow_micro_batches[:1]).shape[1]
-        promising = np.argsort(ms_2X.max(axis=0), kind="stable")[: self._affordable(2 * orders)]
-        if not len(promising):
-            return False
-        micro_batches = np.concatenate(
-            [slow_micro_batches[promising], other_micro_batches[promising]]
-        )
-        ranks = moves[promising][:, [0, 3]].T.ravel()
-        orders_XOM = self._orders(micro_batches)
-        ms_XO = self._simulate_orders(micro_batches, ranks, orders_XOM)
-        best_ms_2X = ms_XO.min(axis=1).reshape(2, -1)
-        best = int(best_ms_2X.max(axis=0).argmin())
-        if best_ms_2X[:, best].max() >= limit_ms:
-            return False
-        chosen = int(promising[best])
-        move = moves[chosen].tolist()
-        self._apply(move, slow_micro_batches[chosen], other_micro_batches[chosen])
-        for rank, row in ((move[0], best), (move[3], best + len(promising))):
-            self._reorder(rank, orders_XOM[row, ms_XO[row].argmin()])
-            self.makespans_R[rank] = ms_XO[row].min()
+        self._apply(moves[best].tolist(), slow_micro_batches[best], other_micro_batches[best])
+        self.makespans_R[[slow[best], other[best]]] = ms_2X[:, best]
         return True
 
     def _apply(self, move: list[int], slow_MC2: np.ndarray, other_MC2: np.ndarray) -> None:

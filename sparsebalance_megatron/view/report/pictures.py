@@ -16,8 +16,9 @@ from itertools import accumulate
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
+from sparsebalance_megatron.log.records import Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.timeline import Timeline
 
@@ -141,15 +142,6 @@ _WIDTH_PER_BAR = 10.0
 _LARGEST_RATIO_ON_ONE_AXIS = 6.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepView:
-    """A timeline with what its micro-batches held; ``contents`` may be empty."""
-
-    name: str
-    timeline: Timeline
-    contents: Mapping[Place, RankStep]
-
-
 def waterfall(explanation: Explanation) -> Chart:
     """The baseline's mean step, what was taken away and added, this run's mean step."""
     before, after = explanation.baseline, explanation.run
@@ -239,14 +231,18 @@ def _evenly(values: Sequence[int], most: int) -> list[int]:
     return [values[place] for place in places.tolist()]
 
 
-def step_chart(views: Sequence[StepView]) -> Chart:
-    """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
+def step_chart(timelines: Mapping[str, Timeline]) -> Chart:
+    """Stages of ranks as rows, time to the right; what no bar covers is waiting.
+
+    Args:
+        timelines: of one step, by their names.
+    """
+    views = list(timelines.values())
     shown = _shown_places(views)
-    most_bars = max(len(spans) for view in views for spans in view.timeline.spans.values())
-    ends_ms = [max(view.timeline.makespan_ms, 1e-9) for view in views]
+    most_bars = max(len(spans) for view in views for spans in view.spans.values())
+    ends_ms = [max(view.makespan_ms, 1e-9) for view in views]
     remarks = [
-        f"{view.name}: {'; '.join((view.timeline.source, *view.timeline.remarks))}"
-        for view in views
+        f"{name}: {'; '.join((view.source, *view.remarks))}" for name, view in timelines.items()
     ]
     if max(ends_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(ends_ms):
         ends_ms = [max(ends_ms)] * len(ends_ms)
@@ -254,13 +250,13 @@ def step_chart(views: Sequence[StepView]) -> Chart:
         remarks.append("times differ so much that every panel has an axis of its own")
     ranks, drawn = (
         len({rank for rank, _ in places})
-        for places in ([place for view in views for place in view.timeline.spans], shown)
+        for places in ([place for view in views for place in view.spans], shown)
     )
     if drawn < ranks:
         remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
     panels = tuple(
-        Panel(heading=_heading(view), rows=_rows(view, shown), end_ms=end_ms)
-        for view, end_ms in zip(views, ends_ms, strict=True)
+        Panel(heading=_heading(name, view), rows=_rows(name, view, shown), end_ms=end_ms)
+        for (name, view), end_ms in zip(timelines.items(), ends_ms, strict=True)
     )
     return Chart(
         alt=". ".join(panel.heading for panel in panels),
@@ -271,12 +267,12 @@ def step_chart(views: Sequence[StepView]) -> Chart:
     )
 
 
-def _shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
+def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     """All places, or those of ranks evenly chosen from the slowest to the fastest."""
-    places = sorted({place for view in views for place in view.timeline.spans})
+    places = sorted({place for view in views for place in view.spans})
     most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
     end_ms: dict[int, float] = {}
-    for (rank, _), spans in views[0].timeline.spans.items():
+    for (rank, _), spans in views[0].spans.items():
         end_ms[rank] = max(end_ms.get(rank, 0.0), *(span.end_ms for span in spans))
     if len(end_ms) <= most:
         return tuple(places)
@@ -284,32 +280,27 @@ def _shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
     return tuple(place for place in places if place[0] in chosen)
 
 
-def _rows(view: StepView, shown: tuple[Place, ...]) -> tuple[Row, ...]:
+def _rows(name: str, view: Timeline, shown: tuple[Place, ...]) -> tuple[Row, ...]:
     one_stage = len({stage for _, stage in shown}) == 1
     first = dict(reversed(shown))
-    waiting = Piece(kind="waiting", start_ms=0.0, ms=view.timeline.makespan_ms)
+    waiting = Piece(kind="waiting", start_ms=0.0, ms=view.makespan_ms)
     rows = []
     for place in shown:
         rank, stage = place
         label = f"rank {rank}" if one_stage else f"rank {rank}  stage {stage}"
-        step = view.contents.get(place)
-        held = {each.position: each for each in step.micro_batches} if step else {}
-        pieces = [
-            _piece(view, place, span, held.get(span.position))
-            for span in view.timeline.spans.get(place, ())
-        ]
+        pieces = [_piece(name, view, place, span) for span in view.spans.get(place, ())]
         rows.append(
             Row(label=label if first[rank] == stage else str(stage), pieces=(waiting, *pieces))
         )
     return tuple(rows)
 
 
-def _piece(view: StepView, place: Place, span: Span, held: RankMicroBatch | None) -> Piece:
+def _piece(name: str, view: Timeline, place: Place, span: Span) -> Piece:
     """A forward or backward; backwards show the budget of the longest sample."""
     rank, stage = place
-    segment = view.timeline.segment_words(place, span)
+    segment, held = view.segment_words(place, span), view.held(place, span)
     title = (
-        f"{view.name}: rank {rank}, stage {stage}, {span.direction} of micro-batch "
+        f"{name}: rank {rank}, stage {stage}, {span.direction} of micro-batch "
         f"{span.position}{segment}, {span.ms:,.4g} ms"
     )
     text, backward = "", span.direction == "backward"
@@ -330,7 +321,6 @@ def _piece(view: StepView, place: Place, span: Span, held: RankMicroBatch | None
     )
 
 
-def _heading(view: StepView) -> str:
-    ms = view.timeline.makespan_ms
-    length = f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
-    return f"{view.name}: {length} ms, stages wait {1.0 - view.timeline.busy_share:.0%} of it"
+def _heading(name: str, view: Timeline) -> str:
+    waiting = 1.0 - view.busy_share
+    return f"{name}: {shown_ms(view.makespan_ms)} ms, stages wait {waiting:.0%} of it"

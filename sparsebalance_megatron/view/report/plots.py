@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of coverage against budget.
+"""Line plots of a report: coverage against budget, loss over iterations.
 
 Shape legend: L layers, U length buckets, K budgets of the grid.
 """
@@ -12,33 +12,37 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.log.records import CoverageRecord
+from sparsebalance_megatron.log.records import CoverageRecord, StepRecord
 
 _MOST_FRAMES = 6
 _MOST_BUDGETS_NAMED = 5
+_MOST_POINTS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoveragePlot:
-    """Coverage, from 1 at the top to 0 at ``height``, over budgets.
+class Plot:
+    """Lines in units of the plot, by their names; ``y`` runs downwards.
 
-    ``mean``: points of the layers' mean. ``band``: outline of the area of all layers. ``x_ticks``:
-    place and text. ``dotted_x``, ``dashed_y``: places of lines across.
+    ``band``: outline of the area around them. ``x_ticks``, ``y_ticks``: place and text.
+    ``dotted_x``, ``dashed_y``: places of lines across.
     """
 
     title: str
-    mean: str
-    band: str
+    width: float
+    height: float
+    lines: Mapping[str, str]
     x_ticks: Sequence[tuple[float, str]]
-    dotted_x: float | None
-    dashed_y: float | None
-    width: float = 180.0
-    height: float = 100.0
+    y_ticks: Sequence[tuple[float, str]]
+    band: str = ""
+    dotted_x: float | None = None
+    dashed_y: float | None = None
+
+    @property
+    def label_width(self) -> float:
+        return 8.0 + 6.1 * max(len(text) for _, text in self.y_ticks)
 
 
-def coverage_plots(
-    record: CoverageRecord | None, config: Mapping[str, Any]
-) -> tuple[CoveragePlot, ...]:
+def coverage_plots(record: CoverageRecord | None, config: Mapping[str, Any]) -> tuple[Plot, ...]:
     """A plot per length of the longest samples; none where no coverage was observed."""
     if record is None:
         return ()
@@ -48,10 +52,9 @@ def coverage_plots(
     return tuple(_coverage_plot(record, bucket, config) for bucket in buckets[-_MOST_FRAMES:])
 
 
-def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any]) -> CoveragePlot:
+def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any]) -> Plot:
     """The layers' band, their mean, the base budget and the coverage that samples must keep."""
-    width, height = CoveragePlot.width, CoveragePlot.height
-    blocks = record.bucket_blocks[bucket]
+    width, height, blocks = 180.0, 100.0, record.bucket_blocks[bucket]
     budgets_K = np.array([budget for budget in record.grid if budget <= blocks])
     curves_LK = record.curves_LUK[:, bucket, : len(budgets_K)]
     curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
@@ -70,13 +73,63 @@ def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any
             least_y = height * (1.0 - float(np.interp(base, budgets_K, mean_K)) + threshold)
     every = -(-len(budgets_K) // _MOST_BUDGETS_NAMED)
     least = 1 << bucket
-    return CoveragePlot(
+    return Plot(
         title=f"{blocks} blocks" if least >= blocks else f"{least} to {blocks} blocks",
-        mean=" ".join(mean),
+        width=width,
+        height=height,
+        lines={"mean of the layers": " ".join(mean)},
         band=" ".join([*highest, *reversed(lowest)]),
         x_ticks=list(zip(x_K.tolist(), map(str, budgets_K), strict=True))[::every],
+        y_ticks=[(height * (1.0 - share), f"{share:g}") for share in (0.0, 0.5, 1.0)],
         dotted_x=base_x,
         dashed_y=least_y,
+    )
+
+
+def loss_plots(run: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> tuple[Plot, ...]:
+    """Loss of every step, and the run's less the baseline's; none for fewer than two steps."""
+    known = {
+        name: {step.iteration: step.lm_loss for step in steps if step.lm_loss is not None}
+        for name, steps in (("baseline", baseline), ("this run", run))
+    }
+    before, after = known.values()
+    difference = {each: after[each] - before[each] for each in sorted(before.keys() & after.keys())}
+    plots = {
+        "loss": {name: values for name, values in known.items() if len(values) > 1},
+        "this run's loss less the baseline's": {"difference": difference} if difference else {},
+    }
+    return tuple(
+        _loss_plot(title, series)
+        for title, series in plots.items()
+        if any(len(values) > 1 for values in series.values())
+    )
+
+
+def _loss_plot(title: str, series: Mapping[str, Mapping[int, float]]) -> Plot:
+    width, height = 330.0, 90.0
+    values = [value for each in series.values() for value in each.values()]
+    numbers = [number for each in series.values() for number in each]
+    (low, high), (first, last) = ((min(each), max(each)) for each in (values, numbers))
+    if low == high:
+        low, high = low - 1e-3, high + 1e-3
+
+    def y(value: Any) -> Any:
+        return height * (high - value) / (high - low)
+
+    lines = {}
+    for name, each in series.items():
+        taken = np.linspace(0, len(each) - 1, min(len(each), _MOST_POINTS)).round().astype(int)
+        numbers_N, values_N = (np.array([*part])[taken] for part in (each, each.values()))
+        x_N = width * (numbers_N - first) / (last - first)
+        lines[name] = " ".join(_points(x_N, y(values_N)))
+    return Plot(
+        title=title,
+        width=width,
+        height=height,
+        lines=lines,
+        x_ticks=[(0.0, str(first)), (width, str(last))],
+        y_ticks=[(y(value), f"{value:.3g}") for value in (low, high)],
+        dashed_y=y(0.0) if low < 0.0 < high else None,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsebalance_megatron.log.log_directory import rank_folder
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
@@ -25,12 +25,11 @@ from sparsebalance_megatron.view.report.numbers import (
 from sparsebalance_megatron.view.report.pictures import (
     COLOURS,
     Chart,
-    StepView,
     rank_bars,
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.plots import CoveragePlot, coverage_plots
+from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -69,16 +68,17 @@ class Evidence:
         step = next((step for step in self.log.steps if step.iteration == iteration), None)
         if step is None:
             return None
+        contents = self.ranks.steps.get(iteration, {})
         if side == "predicted":
-            return simulated_timeline(step, side, self.log.schedule)
-        contents = self.ranks.steps.get(iteration, {})
-        return measured_timeline(step, contents, self.log.schedule)
+            timeline = simulated_timeline(step, side, self.log.schedule)
+        else:
+            timeline = measured_timeline(step, contents, self.log.schedule)
+        return timeline and replace(timeline, contents=contents)
 
-    def views(self, name: str, side: str, iteration: int) -> list[StepView]:
-        """One view of a step, or none where its times are not known."""
-        timeline = self.timeline(side, iteration)
-        contents = self.ranks.steps.get(iteration, {})
-        return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
+    def timelines(self, iteration: int) -> dict[str, Timeline]:
+        """Those that are known, by side."""
+        found = {side: self.timeline(side, iteration) for side in SIDES}
+        return {side: timeline for side, timeline in found.items() if timeline}
 
 
 def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
@@ -145,11 +145,12 @@ class Report:
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
+    loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
     step: Chart | None
     missing: Sequence[str]
-    coverage: Sequence[CoveragePlot]
+    coverage: Sequence[Plot]
     coverage_iteration: int
     notes: Sequence[str]
 
@@ -188,12 +189,12 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         why = numbers.explanation
         if pairs := paired(log, baseline_log):
             averaged = dict(zip(("baseline", "this run"), zip(*pairs, strict=True), strict=True))
-    views = {name: run.views(name, side, iteration) for run, name, side in wanted}
+    timelines = {name: run.timeline(side, iteration) for run, name, side in wanted}
+    drawn = {name: timeline for name, timeline in timelines.items() if timeline}
     notes = list(dict.fromkeys(problems))
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
     logs = [log] if baseline_log is None else [log, baseline_log]
-    drawn = [view for found in views.values() for view in found]
     return Report(
         # The last two parts of a directory name a run.
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
@@ -204,13 +205,14 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         waterfall=None if why is None else waterfall(why),
         ranks=rank_bars(averaged),
         sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
+        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(drawn) if drawn else None,
         missing=[
             f"{name.capitalize()}: not drawn, not all of its times are logged."
-            for name, found in views.items()
-            if not found
+            for name in timelines
+            if name not in drawn
         ],
         coverage=coverage_plots(log.coverage, log.header.config if log.header else {}),
         coverage_iteration=log.coverage.iteration if log.coverage else 0,
@@ -222,20 +224,20 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
-        ReportError: if jinja2 is not installed, or no step was measured in both.
+        ReportError: if no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
-    views = [
-        view
+    timelines = {
+        name: timeline
         for name, log in named.items()
-        for view in gather(log, {iteration}).views(name, "measured", iteration)
-    ]
-    if len(views) < 2:
+        if (timeline := gather(log, {iteration}).timeline("measured", iteration))
+    }
+    if len(timelines) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, _render("step.svg.j2", chart=step_chart(views))
+    return iteration, _render("step.svg.j2", chart=step_chart(timelines))
 
 
 def render_page(report: Report, refresh_s: float | None = None) -> str:
@@ -243,21 +245,14 @@ def render_page(report: Report, refresh_s: float | None = None) -> str:
 
     Args:
         refresh_s: seconds after which a browser loads the page again; None: it does not.
-
-    Raises:
-        ReportError: jinja2 is not installed.
     """
     return _render("report.html.j2", report=report, refresh_s=refresh_s)
 
 
 def _render(template: str, **values: Any) -> str:
     """A template of this package filled with values."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ReportError(
-            "the report needs jinja2: pip install 'sparsebalance-megatron[tools]'"
-        ) from error
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__),
         autoescape=True,

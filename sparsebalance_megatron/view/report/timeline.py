@@ -8,12 +8,12 @@ U segments, O operations, 2 forward and backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
+from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import Schedule, SegmentedSchedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
@@ -34,13 +34,20 @@ class Timeline:
 
     ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
     ``segments``: of the micro-batches of every rank; none where they run whole. ``remarks``: what
-    is not in it.
+    is not in it. ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
     source: str
     segments: Sequence[Sequence[int]] = ()
     remarks: tuple[str, ...] = ()
+    contents: Mapping[Place, RankStep] = field(default_factory=dict)
+
+    @property
+    def start_unix_s(self) -> float | None:
+        """When the first rank began; None where no rank said so."""
+        starts_s = [step.start_unix_s for step in self.contents.values() if step.spans]
+        return min((start_s for start_s in starts_s if start_s is not None), default=None)
 
     @property
     def makespan_ms(self) -> float:
@@ -59,6 +66,12 @@ class Timeline:
         known = self.segments[place[0]] if place[0] < len(self.segments) else ()
         segments = known[span.position] if span.position < len(known) else 1
         return f" segment {span.segment + 1} of {segments}" if segments > 1 else ""
+
+    def held(self, place: Place, span: Span) -> RankMicroBatch | None:
+        """The micro-batch of a span; None where its rank did not log it."""
+        step = self.contents.get(place)
+        held = step.micro_batches if step else ()
+        return next((each for each in held if each.position == span.position), None)
 
     def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
         """Place, start and end of all time until the step's end in which a stage computes

@@ -11,14 +11,13 @@ and backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, RankStep, StepRecord
+from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance, stage_busy_ms
 from sparsebalance_megatron.view.report.timeline import Timeline
 
@@ -31,21 +30,6 @@ _SET_BACK_NS = 1_000_000_000
 Event = dict[str, Any]
 Thread = tuple[int, int]
 """Numbers of a process and of a thread in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedStep:
-    """One step: its timelines by side where they are known, and what its ranks logged."""
-
-    record: StepRecord
-    timelines: Mapping[str, Timeline]
-    contents: Mapping[Place, RankStep]
-
-    @property
-    def start_unix_s(self) -> float | None:
-        """When the first rank began; None where no rank said so."""
-        starts_s = [step.start_unix_s for step in self.contents.values() if step.spans]
-        return min((start_s for start_s in starts_s if start_s is not None), default=None)
 
 
 class Tracer:
@@ -68,23 +52,26 @@ class Tracer:
         yield _metadata("process_sort_index", _RUN_PROCESS, 0, sort_index=0)
         yield _metadata("thread_name", _RUN_PROCESS, _RUN_PROCESS, name="steps")
 
-    def add(self, traced: TracedStep) -> Iterator[Event]:
-        """The events of one step."""
-        start_ns = self._start(traced.start_unix_s)
+    def add(self, record: StepRecord, timelines: Mapping[str, Timeline]) -> Iterator[Event]:
+        """The events of one step.
+
+        Args:
+            timelines: at least one, by side.
+        """
+        start_ns = self._start(next(iter(timelines.values())).start_unix_s)
         longest_ns = 0
-        for side, timeline in traced.timelines.items():
+        for side, timeline in timelines.items():
             origin_ns = max(start_ns, self._end_ns.get(side, 0))
-            yield from self._side(side, timeline, origin_ns, traced)
+            yield from self._side(side, timeline, origin_ns, record)
             length_ns = _ns(timeline.makespan_ms)
             self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:
                 longest_ns = length_ns
         span_ns = (start_ns, start_ns + longest_ns)
-        name = f"iteration {traced.record.iteration}"
-        yield _complete(
-            name, "step", (_RUN_PROCESS, _RUN_PROCESS), span_ns, _step_arguments(traced)
-        )
-        yield from self._counters(traced.record, start_ns)
+        name = f"iteration {record.iteration}"
+        arguments = _step_arguments(record, timelines)
+        yield _complete(name, "step", (_RUN_PROCESS, _RUN_PROCESS), span_ns, arguments)
+        yield from self._counters(record, start_ns)
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
     def _start(self, start_unix_s: float | None) -> int:
@@ -103,27 +90,26 @@ class Tracer:
         return max(earliest_ns, start_ns)
 
     def _side(
-        self, side: str, timeline: Timeline, origin_ns: int, traced: TracedStep
+        self, side: str, timeline: Timeline, origin_ns: int, record: StepRecord
     ) -> Iterator[Event]:
         """Computing and waiting, as predicted or as measured."""
-        iteration = traced.record.iteration
         for place, spans in timeline.spans.items():
             yield from self._introduce(side, place)
             for span in spans:
-                chunk = f" chunk {span.chunk}" if traced.record.shape[2] > 1 else ""
+                chunk = f" chunk {span.chunk}" if record.shape[2] > 1 else ""
                 yield _complete(
                     f"{span.direction} {span.position}{chunk}{timeline.segment_words(place, span)}",
                     side,
                     self._threads[side, place],
                     (origin_ns + _ns(span.start_ms), origin_ns + _ns(span.end_ms)),
-                    _span_arguments(place, span, traced),
+                    _span_arguments(place, span, record, timeline),
                 )
         for place, from_ms, to_ms in timeline.waiting_ms():
             if _ns(from_ms) < _ns(to_ms):
                 yield _complete(
                     *("waiting", "waiting", self._threads[side, place]),
                     (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
-                    {"iteration": iteration, "ms": round(to_ms - from_ms, 4)},
+                    {"iteration": record.iteration, "ms": round(to_ms - from_ms, 4)},
                 )
 
     def _introduce(self, side: str, place: Place) -> Iterator[Event]:
@@ -170,27 +156,24 @@ def _process(side: str, rank: int) -> int:
     return _RUN_PROCESS + 1 + len(SIDES) * rank + SIDES.index(side)
 
 
-def _span_arguments(place: Place, span: Span, traced: TracedStep) -> Event:
+def _span_arguments(place: Place, span: Span, record: StepRecord, timeline: Timeline) -> Event:
     found: Event = {
-        "iteration": traced.record.iteration,
+        "iteration": record.iteration,
         "micro_batch": span.position,
         "chunk": span.chunk,
         "ms": round(span.ms, 4),
     }
-    if traced.record.segments:
+    if record.segments:
         found["segment"] = span.segment
     index = (*place, span.chunk, span.position)
-    if all(each < size for each, size in zip(index, traced.record.shape, strict=True)):
+    if all(each < size for each, size in zip(index, record.shape, strict=True)):
         # Of the whole micro-batch.
         for side in SIDES:
-            ms = float(getattr(getattr(traced.record, side), f"{span.direction}_ms")[index])
+            ms = float(getattr(getattr(record, side), f"{span.direction}_ms")[index])
             if isfinite(ms):
                 found[f"{side}_ms"] = round(ms, 4)
-    step = traced.contents.get(place)
-    held = {each.position: each for each in step.micro_batches} if step else {}
-    if span.position in held:
-        found |= _held_arguments(held[span.position])
-    return found
+    held = timeline.held(place, span)
+    return found | _held_arguments(held) if held else found
 
 
 def _held_arguments(held: RankMicroBatch) -> Event:
@@ -207,10 +190,9 @@ def _held_arguments(held: RankMicroBatch) -> Event:
     return found
 
 
-def _step_arguments(traced: TracedStep) -> Event:
-    record = traced.record
+def _step_arguments(record: StepRecord, timelines: Mapping[str, Timeline]) -> Event:
     found: Event = {"iteration": record.iteration}
-    for side, timeline in traced.timelines.items():
+    for side, timeline in timelines.items():
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
     values = {name: getattr(record, name) for name in ("iteration_ms", "lm_loss", "tokens")}

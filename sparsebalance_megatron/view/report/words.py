@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsebalance_megatron.log.reader import RankLogs
 from sparsebalance_megatron.log.records import SIDES, RunHeader, StepRecord
+from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
 
 _SIZES = (
@@ -136,10 +137,8 @@ _ROWS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
 
 
 def ms_text(value: float | None) -> str:
-    """A time without its unit. Relative times can be far below a millisecond."""
-    if value is not None and value >= 100.0:
-        return text_of(value, ",.0f")
-    return text_of(value, ".1f" if value is None or value >= 1.0 else ".3g")
+    """A time without its unit."""
+    return "not measured" if value is None else shown_ms(value)
 
 
 def _part(run: RunSummary, name: str) -> str:

@@ -30,36 +30,22 @@ _CHOICE_LEGEND = {
 }
 
 
-def variant_lines(
-    outcomes: Mapping[str, Outcome],
-    columns: int,
-    published: Mapping[str, tuple[float | None, float]] | None = None,
-) -> list[str]:
-    """Lines with one row per variant.
-
-    Args:
-        columns: of the terminal.
-        published: the paper's micro-batch imbalance and speedup; planning time gives way to them.
-    """
-    rows = []
-    for name, outcome in outcomes.items():
-        imbalance, speedup = (published or {}).get(name, (None, None))
-        cells = {
+def variant_lines(outcomes: Mapping[str, Outcome], columns: int) -> list[str]:
+    """Lines with one row per variant, at most so wide."""
+    rows = [
+        {
             "": name,
             "step\nms": shown_ms(outcome.makespan_ms),
             "speedup": f"{outcome.speedup:.2f}",
-            "in\npaper": _known(speedup, ".2f"),
             "bound\nratio": f"{outcome.bound_ratio:.2f}",
             "batch\nimbal": f"{outcome.imbalance_microbatch:.2f}",
-            "in \npaper": _known(imbalance, ".2f"),
             "rank\nimbal": f"{outcome.imbalance_rank:.2f}",
-            "coverage": _known(outcome.coverage_mean, ".3f"),
+            "coverage": "-" if outcome.coverage_mean is None else f"{outcome.coverage_mean:.3f}",
             "work\nratio": f"{outcome.work_ratio:.2f}",
             "plan\nms": f"{outcome.plan_ms:.1f}",
         }
-        for heading in ("in\npaper", "in \npaper") if published is None else ("plan\nms",):
-            del cells[heading]
-        rows.append(cells)
+        for name, outcome in outcomes.items()
+    ]
     return [*text_table(rows, columns=columns), *_legend(_VARIANT_LEGEND, columns)]
 
 
@@ -91,10 +77,6 @@ def _legend(meanings: Mapping[str, str], columns: int) -> list[str]:
         for name, meaning in meanings.items()
         for line in wrapped(f"{name}: {meaning}", columns)
     ]
-
-
-def _known(value: float | None, layout: str) -> str:
-    return "-" if value is None else format(value, layout)
 
 
 def best_fitting(advice: Advice, gpu_memory_gib: float) -> Outlook:

@@ -61,16 +61,6 @@ SETUPS: Mapping[str, Setup] = {
 }
 """Fields in the order of :class:`Setup`."""
 
-PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
-    "baseline": (1.81, 1.00),
-    "+DST": (1.73, 1.08),
-    "+SAB": (1.41, 1.21),
-    "+LBB": (None, 1.23),
-    "LBB+DST": (None, 1.28),
-    "SAB+DST": (1.34, 1.35),
-}
-"""Published micro-batch imbalance (max/mean) and speedup of paper-ablation's rows."""
-
 
 def shared_job(context_parallel_size: int, *, micro_batches: int, **sizes: int) -> Job:
     """A job whose layers are split evenly; sharing leaves each of its ranks more positions.

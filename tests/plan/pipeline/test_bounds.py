@@ -68,15 +68,6 @@ def test_the_chain_of_a_sample_by_hand():
     np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
 
 
-def test_the_mean_chain_by_hand():
-    """Two ranks of three slots, six samples: the mean of the chain bound over all of them."""
-    forward = np.array([4.0, 1.0, 2.0, 3.0, 1.0, 1.0])
-    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
-    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(2, 3, 2), 6))
-    chains, beside = 6.0 * forward.sum(), forward.sum()
-    assert bounds.mean_chain_ms == pytest.approx((chains + 2 * beside) / 6)
-
-
 def test_long_samples_by_hand():
     """Three long samples and five that take no time: how those fill the pipeline does not help.
 
@@ -87,7 +78,6 @@ def test_long_samples_by_hand():
     sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
     bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 8, 4), 8))
     assert bounds.long_ms == pytest.approx(3 * 15.0 + 3 * 4.0 + 3 * 8.0, rel=1e-5)
-    assert bounds.stage_ms == pytest.approx(3 * 15.0, rel=1e-5)
     best = min(
         makespans_ms(flat(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]]))[
             0
@@ -126,7 +116,7 @@ def test_unhideable_samples_are_named():
         makespans_ms(flat(np.stack([giant[..., order], 2 * giant[..., order]]))).max()
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
-    assert best >= bounds.bound_ms > bounds.stage_ms
+    assert best >= bounds.bound_ms > bounds.mixed_ms
 
 
 def profile(stages: int, virtual_stages: int, heavy: float) -> np.ndarray:

@@ -15,7 +15,6 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.pictures import (
     Panel,
-    StepView,
     rank_bars,
     step_chart,
     waterfall,
@@ -64,7 +63,7 @@ def test_ticks_are_round(end_ms: float, ticks_ms: list[float] | None) -> None:
     assert found == ticks_ms if ticks_ms else found[-1] == pytest.approx(0.05)
 
 
-def view(width: int) -> StepView:
+def view(width: int) -> Timeline:
     """Two ranks share position 1 where ``width`` is 2."""
     spans = [
         Span(way, 0, m, at, at + 1.0)
@@ -86,26 +85,25 @@ def view(width: int) -> StepView:
         )
         for rank in (0, 1)
     }
-    timeline = Timeline(spans={(0, 0): spans, (1, 0): spans}, source=MEASURED)
-    return StepView(name="measured", timeline=timeline, contents=contents)
+    return Timeline(spans={(0, 0): spans, (1, 0): spans}, source=MEASURED, contents=contents)
 
 
 def test_a_step_shows_waiting_budgets_and_shared_packed_sequences() -> None:
-    (panel,) = step_chart([view(2)]).panels
+    (panel,) = step_chart({"measured": view(2)}).panels
     for row in panel.rows:
         kinds = [piece.kind for piece in row.pieces]
         assert kinds == ["waiting", "forward", "computing", "forward", "computing"]
         assert [piece.text for piece in row.pieces] == ["", "", "7", "", "7"]
         assert [piece.marked for piece in row.pieces] == [False, False, False, True, True]
         assert "500 tokens" in row.pieces[1].title and "250 tokens" in row.pieces[3].title
-    (narrow,) = step_chart([view(1)]).panels
+    (narrow,) = step_chart({"measured": view(1)}).panels
     assert not any(piece.marked for row in narrow.rows for piece in row.pieces)
 
 
 def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
     spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
     timeline = Timeline(spans=spans, source=MEASURED)
-    chart = step_chart([StepView(name="measured", timeline=timeline, contents={})])
+    chart = step_chart({"measured": timeline})
     labels = [row.label for row in chart.panels[0].rows]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
     assert any("16 of 40 ranks" in remark for remark in chart.remarks)
@@ -114,5 +112,5 @@ def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
 def test_relative_times_have_an_axis_of_their_own() -> None:
     spans = {(0, 0): [Span("forward", 0, 0, 0.0, 0.01)]}
     timeline = Timeline(spans=spans, source=MEASURED)
-    relative = StepView(name="predicted", timeline=timeline, contents={})
-    assert [panel.end_ms for panel in step_chart([relative, view(1)]).panels] == [0.01, 4.0]
+    chart = step_chart({"predicted": timeline, "measured": view(1)})
+    assert [panel.end_ms for panel in chart.panels] == [0.01, 4.0]

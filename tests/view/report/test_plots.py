@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of coverage: of the layers, and the least that budgets may leave."""
+"""Plots: coverage of the layers and the least of it, losses of two runs and their difference."""
 
 from __future__ import annotations
 
 import pytest
+from record_cases import step_record
 
-from sparsebalance_megatron.log.records import CoverageRecord
-from sparsebalance_megatron.view.report.plots import coverage_plots
+from sparsebalance_megatron.log.records import CoverageRecord, StepRecord
+from sparsebalance_megatron.view.report.plots import coverage_plots, loss_plots
 
 
 def test_coverage_of_the_layers_and_the_least() -> None:
@@ -16,8 +17,30 @@ def test_coverage_of_the_layers_and_the_least() -> None:
     assert plot.title == "4 blocks"
     assert plot.dotted_x == plot.width / 2
     assert plot.dashed_y == pytest.approx(plot.height * (1 - 0.5 + 0.1))
-    assert plot.mean == "0.0,70.0 90.0,50.0 180.0,10.0"
+    assert [*plot.lines.values()] == ["0.0,70.0 90.0,50.0 180.0,10.0"]
     assert plot.band.startswith("0.0,60.0") and plot.band.endswith("0.0,80.0")
     assert coverage_plots(None, {}) == ()
     (bare,) = coverage_plots(record, {})
     assert bare.dotted_x is None and bare.dashed_y is None
+
+
+def steps(*losses: float | None) -> list[StepRecord]:
+    return [step_record(number, lm_loss=loss) for number, loss in enumerate(losses, start=1)]
+
+
+def test_both_losses_and_their_difference() -> None:
+    loss, difference = loss_plots(steps(4.5, 2.5, None, 2.0), steps(4.0, 3.0, 2.0))
+    assert list(loss.lines) == ["baseline", "this run"]
+    first, *_, last = loss.lines["this run"].split()
+    assert first == "0.0,0.0" and last == f"{loss.width},{loss.height}"
+    assert difference.lines == {"difference": f"0.0,0.0 {loss.width},{loss.height}"}
+    assert [text for _, text in difference.y_ticks] == ["-0.5", "0.5"]
+    assert difference.dashed_y == loss.height / 2
+    assert [text for _, text in difference.x_ticks] == ["1", "2"]
+
+
+def test_less_is_known() -> None:
+    assert loss_plots(steps(1.0), ()) == ()
+    assert len(loss_plots(steps(1.0, 1.0), ())) == 1
+    same = loss_plots(steps(1.0, 1.0), steps(1.0, 1.0))
+    assert same[1].dashed_y == same[1].height / 2

@@ -14,7 +14,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
-from sparsebalance_megatron.run.micro_batches import RowPacking
+from sparsebalance_megatron.run.micro_batches import SequencePacking
 
 BLOCK_TOKENS = 4
 NO_GROUP: Any = None
@@ -58,11 +58,11 @@ def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, P
     """Every member's slice and row, on ranks that begin at twice the width."""
     found = []
     for rank in range(2 * cp_size, 3 * cp_size):
-        packing = RowPacking(
+        packing = SequencePacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
         plan = micro_batch(lengths, rank=2 * cp_size, cp_size=cp_size)
-        found.append((packing.slice(plan), packing.row(plan, samples(lengths))))
+        found.append((packing.slice(plan), packing.packed(plan, samples(lengths))))
     return found
 
 
@@ -92,12 +92,14 @@ def test_members_compute_the_row_once_and_padding_that_counts(
         found += real
     assert len(found) == len(expected)
     assert set(found) == expected
-    packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8))
+    packing = SequencePacking(
+        block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8)
+    )
     assert packing.padded_tokens(micro_batch(lengths, cp_size=cp_size)) == padded
 
 
 def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
-    packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
+    packing = SequencePacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
     plan = micro_batch([5], cp_size=4)
     assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
     assert packing.padded_tokens(plan) == 2
@@ -105,15 +107,15 @@ def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
 
 
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
-    packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
+    packing = SequencePacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
     plan = micro_batch([5, 2])
     assert packing.slice(plan) is None
     assert packing.cu_seqlens(plan) == (0, 5, 7, 8)
-    assert packing.row(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert packing.packed(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("rank", "cp_size"), [(0, 8), (1, 2)])
 def test_a_micro_batch_of_ranks_without_a_group_is_refused(rank: int, cp_size: int) -> None:
-    packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
+    packing = SequencePacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
     with pytest.raises(PlanError, match=f"ranks {rank} to {rank + cp_size - 1}: groups of 1, 2"):
         packing.slice(micro_batch([40], rank=rank, cp_size=cp_size))

@@ -18,7 +18,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 
 WAIT_S = 30
 
@@ -45,7 +45,7 @@ def planner() -> Iterator[Executor]:
         yield executor
 
 
-PACKING = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=16)
+PACKING = SequencePacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=16)
 
 
 def iterator_of(
@@ -86,12 +86,12 @@ def test_every_row_is_that_of_its_micro_batch(
             for micro_batch in planned.plan.for_rank(1).micro_batches:
                 read = next(micro_batches)
                 assert (read.step, read.plan) == (step, micro_batch)
-                assert_holds(read.row, index, planned, micro_batch)
-                assert read.cu_seqlens[-1] == len(read.row.tokens)
+                assert_holds(read.packed, index, planned, micro_batch)
+                assert read.cu_seqlens[-1] == len(read.packed.tokens)
                 schedule.plan_following(step)
 
 
-def test_the_next_steps_rows_are_read_before_they_are_asked_for(
+def test_the_next_steps_samples_are_read_before_they_are_asked_for(
     index: SampleIndex, planner: Executor
 ) -> None:
     schedule, worker = scheduler(index, planner), CountingExecutor()
@@ -113,7 +113,7 @@ def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -
     assert not schedule._followers
 
 
-def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
+def test_samples_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     schedule, worker = scheduler(index, None), CountingExecutor()
     reader = iterator_of(schedule, index, worker)
     for step in range(5):
@@ -121,7 +121,7 @@ def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
         reader.read_ahead(schedule.planned(step))
     micro_batches = len(schedule.planned(4).plan.for_rank(1).micro_batches)
     assert worker.submitted == 5 * micro_batches
-    assert len(reader._rows) == 2 * micro_batches
+    assert len(reader._packed) == 2 * micro_batches
 
 
 def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
@@ -129,7 +129,7 @@ def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
     planned = schedule.planned(0)
     reader = iterator_of(schedule, index, CountingExecutor())
     reader.read_ahead(planned)
-    first, again = reader.row(planned, 0), reader.row(planned, 0)
+    first, again = reader.packed(planned, 0), reader.packed(planned, 0)
     assert first is not again
     assert np.array_equal(first.tokens, again.tokens)
 
@@ -144,7 +144,7 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
         monkeypatch.setattr(index, "read", _fail)
         reader.read_ahead(planned)
         with pytest.raises(OSError, match="stale file handle"):
-            reader.row(planned, 0)
+            reader.packed(planned, 0)
 
 
 def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
@@ -155,7 +155,7 @@ def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
     reader = iterator_of(schedule, index, worker)
     reader.read_ahead(planned)
     micro_batch = planned.plan.for_rank(1).micro_batches[0]
-    assert_holds(reader.row(planned, 0), index, planned, micro_batch)
+    assert_holds(reader.packed(planned, 0), index, planned, micro_batch)
 
 
 def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
@@ -173,7 +173,7 @@ def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
-    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).row is None
+    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).packed is None
 
 
 def _fail(_: int) -> Any:
