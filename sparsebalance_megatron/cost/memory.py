@@ -102,6 +102,13 @@ class MemoryModel:
             return kept
         return kept + statistics_and_lists
 
+    @property
+    def keys_and_values_per_token(self) -> float:
+        """Numbers of one layer's keys and values on one tensor-parallel rank."""
+        shape = self.shape
+        head_dims = shape.head_dim + shape.value_dim
+        return head_dims * shape.num_query_groups / shape.tensor_parallel_size
+
     def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
         """Chunk forwards whose backward is still to come, at most.
 
@@ -118,10 +125,12 @@ class MemoryModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentTokens:
-    """Tokens of the rank that holds most: in flight on every stage, and in one segment."""
+    """Tokens of the rank that holds most: in flight on every stage, in one segment, and in one
+    micro-batch of several segments."""
 
     in_flight_P: tuple[float, ...]
     largest: float
+    longest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +171,12 @@ def stage_memory(
         if segments is not None:
             tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
         activations = tokens_in_flight * layers * per_layer
+        if segments is not None:
+            # Float32 sums of what later segments send; keys and values, which otherwise are
+            # computed again.
+            kept_tokens = _FLOAT * segments.longest
+            kept_tokens += _HALF * tokens_in_flight if model.recompute_all else 0.0
+            activations += kept_tokens * layers * model.keys_and_values_per_token
         if model.recompute_all:
             # One layer at a time is computed again, and then held whole.
             activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()

@@ -219,4 +219,5 @@ def _tokens_held(
             for stage in range(stages)
         ),
         largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
+        longest=float(max(each.tokens for each in plan.micro_batches if each.segments > 1)),
     )

@@ -117,8 +117,14 @@ def run_segments(
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     stage = _Stage(segment_tokens, forward_step_func, data_iterator, model, config)
-    with _GradientSync(model, config, stage.is_first) as sync:
-        stage.run(before_last_backward=sync.begin_with_backward)
+    # Gradients are reduced as the last backward makes them ready. With a grad_sync_func only the
+    # first stage does so; others reduce all of them after it, in the pipeline's idle time.
+    late = config.grad_sync_func is not None and not stage.is_first
+    with contextlib.ExitStack() as no_sync:
+        no_sync.enter_context((config.no_sync_func or contextlib.nullcontext)())
+        stage.run(before_last_backward=(lambda: None) if late else no_sync.close)
+    if late:
+        config.grad_sync_func(model.parameters())
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             [model],
@@ -155,7 +161,7 @@ class _Stage:
         schedule = SegmentedSchedule(tuple(map(len, segment_tokens)))
         order = schedule(self._ranks.total_stages, len(segment_tokens), 1)
         self._order = order.by_stage[self._ranks.current_stage]
-        self._awaiting_backward: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._awaiting_backward: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._forwards_run = 0
         self.loss_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self.reports: list[dict[str, Any]] = []
@@ -195,13 +201,13 @@ class _Stage:
             received = self._ranks.recv_forward(shape, self.is_first)
         else:
             received = self._ranks.send_forward_recv_backward(output, shape, self._is_last)
-        self._awaiting_backward[_place(operation)] = input_, output
+        self._awaiting_backward[operation[1:]] = input_, output
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
         return received
 
     def _backward(self, operation: Operation, gradient: Any, following: Operation | None) -> Any:
         """Run a backward; return what the following operation takes."""
-        tensors = self._awaiting_backward.pop(_place(operation))
+        tensors = self._awaiting_backward.pop(operation[1:])
         input_gradient = backward_step(*tensors, gradient, self._config)
         if following is not None and following.direction is Direction.FORWARD:
             return self._ranks.send_backward_recv_forward(
@@ -218,42 +224,6 @@ class _Stage:
         if self._config.sequence_parallel:
             tokens //= self._config.tensor_model_parallel_size
         return tokens, 1, self._config.hidden_size
-
-
-class _GradientSync:
-    """Gradients are reduced with the last backward of a step, or after it: Megatron's ``no_sync``.
-
-    With a ``grad_sync_func`` only the first stage reduces within its last backward; other stages
-    reduce in the pipeline's idle time.
-    """
-
-    def __init__(self, model: torch.nn.Module, config: Any, is_first_stage: bool) -> None:
-        self._model, self._config, self._is_first_stage = model, config, is_first_stage
-        self._off = contextlib.ExitStack()
-        self._begun = False
-
-    def __enter__(self) -> _GradientSync:
-        self._off.enter_context((self._config.no_sync_func or contextlib.nullcontext)())
-        return self
-
-    def begin_with_backward(self) -> None:
-        """Reduce as gradients of the next backward become ready, where that is asked for."""
-        if self._config.grad_sync_func is None or self._is_first_stage:
-            self._begin()
-
-    def __exit__(self, *exception: Any) -> None:
-        if not self._begun:
-            self._begin()
-            if self._config.grad_sync_func is not None and exception[0] is None:
-                self._config.grad_sync_func(self._model.parameters())
-
-    def _begin(self) -> None:
-        self._off.close()
-        self._begun = True
-
-
-def _place(operation: Operation) -> tuple[int, int]:
-    return operation.micro_batch, operation.segment
 
 
 def _only(one_or_list: Any) -> Any:

@@ -248,6 +248,8 @@ SEGMENTS = {
     "--fp4-format": _UNTESTED,
     "--defer-embedding-wgrad-compute": _UNTESTED,
     "--delay-wgrad-compute": _UNTESTED,
+    "--fine-grained-activation-offloading": _UNTESTED,
+    "--moe-paged-stash": _UNTESTED,
 }
 """Flag or field that is refused where micro-batches may have several segments -> the reason and the
 remedy."""

@@ -138,10 +138,9 @@ class SequencePacking:
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
-        if micro_batch.segments > 1:
-            return sum(held.padding_tokens for held in self.segments(micro_batch))
         if micro_batch.cp_size == 1:
-            return padding_tokens(micro_batch.tokens, self.pad_to_multiple_of)
+            tokens_U = micro_batch.segment_tokens(self.block_size).tolist()
+            return sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U)
         held = self._slice(micro_batch, SequenceGroup(members=micro_batch.cp_size))
         padding = held.cu_seqlens[-1] - micro_batch.tokens
         return padding + sum(
@@ -240,13 +239,14 @@ class MicroBatchIterator:
 
     def segment_tokens(self) -> list[list[int]] | None:
         """See :meth:`.segmented_schedule.SegmentIterator.segment_tokens`."""
-        planned = self._schedule.planned(self._step)
+        planned, packing = self._schedule.planned(self._step), self._packing
         if not planned.in_segments:
             return None
         return [
-            [len(held.tokens_T) + held.padding_tokens for held in self._packing.segments(plan)]
-            if plan.segments > 1
-            else [self._packing.cu_seqlens(plan)[-1]]
+            [
+                tokens + padding_tokens(tokens, packing.pad_to_multiple_of)
+                for tokens in plan.segment_tokens(packing.block_size).tolist()
+            ]
             for plan in self._micro_batches(planned)
         ]
 

@@ -163,6 +163,8 @@ SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "--fp4-format": {"fp4": "e2m1"},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
+    "--moe-paged-stash": {"moe_paged_stash": True},
 }
 SEGMENTS_REFUSED_HERE: dict[str, dict[str, Any]] = {
     "--sparse-balance-max-context-parallel": {"max_context_parallel": 2},

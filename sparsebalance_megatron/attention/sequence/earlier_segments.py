@@ -98,8 +98,9 @@ class EarlierSegments:
         Raises:
             ValueError: an earlier segment has not run.
         """
-        # Without their graph, which would keep the activations behind them.
-        own = [k_TGD.detach(), v_TGF.detach()]
+        # Without their graph, which would keep the activations behind them. Where a layer will be
+        # recomputed there is none, and they may be views of all that the layer projected.
+        own = [x.detach() if x.requires_grad else x.clone() for x in (k_TGD, v_TGF)]
         k_all_TGD, v_all_TGF = _with_earlier(self._keys_and_values, own, sequence)
         yield Part(k_TGD=k_all_TGD, v_TGF=v_all_TGF, selection=selection)
 

@@ -3,7 +3,7 @@
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
 R data-parallel ranks or candidate pipelines, X columns of R in :attr:`.Members.order`,
-O operations, I forwards and backwards of whole micro-batches; a leading 2: forward and backward.
+O operations; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 class PipelineGraph:
     """The operations of all stages, numbered by direction, stage, chunk, micro-batch, segment.
 
-    ``operations`` and ``micro_batch_O`` follow these numbers. ``first_segment_I``: the first
-    operation of each forward and backward of a micro-batch, in the order of [2, P, V, M].
+    ``operations`` and ``micro_batch_O`` follow these numbers.
 
     The simulator runs operation ``run_O[i]`` as its i-th. Wave w is the slice
     ``wave_edges[w] : wave_edges[w + 1]`` of that order, in which all other arrays are:
@@ -44,7 +43,6 @@ class PipelineGraph:
     shape_2PVM: tuple[int, int, int, int]
     operations: tuple[StageOperation, ...]
     micro_batch_O: np.ndarray
-    first_segment_I: np.ndarray
     run_O: np.ndarray
     before_O: np.ndarray
     after_O: np.ndarray
@@ -114,13 +112,11 @@ def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -
     running = sorted(wave_of, key=wave_of.__getitem__)
     numbered = sorted(wave_of, key=_place)
     number = {node: index for index, node in enumerate(numbered)}
-    *whole_4O, _ = np.array(list(map(_place, numbered))).T
     shape = (2, stages, chunks, micro_batches)
-    whole_O = np.ravel_multi_index(whole_4O, shape)
-    present_I, first_segment_I = np.unique(whole_O, return_index=True)
-    if len(present_I) != math.prod(shape):
+    whole = {_place(node)[:-1] for node in numbered}
+    if len(whole) != math.prod(shape):
         raise PlanError(
-            f"schedule has {len(present_I)} forwards and backwards of micro-batches, "
+            f"schedule has {len(whole)} forwards and backwards of micro-batches, "
             f"times are of {math.prod(shape)}"
         )
     runs_as = {node: index for index, node in enumerate(running)}
@@ -137,8 +133,7 @@ def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -
     return PipelineGraph(
         shape_2PVM=shape,
         operations=tuple(numbered),
-        micro_batch_O=whole_4O[3],
-        first_segment_I=first_segment_I,
+        micro_batch_O=np.array([operation.micro_batch for _, operation in numbered]),
         run_O=np.array([number[node] for node in running]),
         before_O=before_O,
         after_O=after_O[:-1],
@@ -238,10 +233,8 @@ class OperationTimes:
 
     @cached_property
     def by_micro_batch_2RPVM(self) -> np.ndarray:
-        """[2, R, P, V, M] ms of every micro-batch: the sum of its segments; read-only."""
-        graph = self.graph
-        ms_OR = np.add.reduceat(self.ms_OR, graph.first_segment_I, axis=0)
-        ms_2PVMR = ms_OR.reshape(*graph.shape_2PVM, -1)
+        """[2, R, P, V, M] ms of every micro-batch that passes in one piece; read-only."""
+        ms_2PVMR = self.ms_OR.reshape(*self.graph.shape_2PVM, -1)
         ms_2RMPV = np.ascontiguousarray(ms_2PVMR.transpose(0, 4, 3, 1, 2))
         ms_2RMPV.flags.writeable = False
         return ms_2RMPV.transpose(0, 1, 3, 4, 2)

@@ -67,11 +67,9 @@ def longest_through_ms(times: OperationTimes) -> np.ndarray:
         tail[start:stop] += after
     through = np.empty_like(finish)
     through[graph.run_O] = finish + rest
-    if len(graph.first_segment_I) < len(through):
-        through = np.maximum.reduceat(through, graph.first_segment_I, axis=0)
     forwards = len(through) // 2
-    both_IX = np.maximum(through[:forwards], through[forwards:])
-    return members.back_in_order(both_IX).T.reshape(-1, stages, chunks, micro_batches)
+    both_OX = np.maximum(through[:forwards], through[forwards:])
+    return members.back_in_order(both_OX).T.reshape(-1, stages, chunks, micro_batches)
 
 
 def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:

@@ -204,6 +204,18 @@ def test_nothing_is_kept_after_the_last_backward() -> None:
     assert not any(vars(run.segments).values())
 
 
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_what_a_recomputed_layer_projected_is_not_kept(recomputed: bool) -> None:
+    """Keys and values are views of it. Where a graph holds it anyway, nothing is copied."""
+    held, segments = segment_slice(CU_SEQLENS, [0, 5], 0, block_size=BLOCK), EarlierSegments()
+    projected = torch.ones(len(held.tokens_T), 4, 8, requires_grad=not recomputed)
+    k_TGD, v_TGF = projected.split(2, dim=1)
+    list(segments.parts(k_TGD, v_TGF, None, held))  # type: ignore[arg-type]
+    (kept,) = vars(segments)["_keys_and_values"]
+    shares = [x.untyped_storage().data_ptr() == projected.data_ptr() for x in kept]
+    assert shares == [not recomputed] * 2
+
+
 def test_segments_out_of_order_are_refused() -> None:
     run = Segmented(_case(), CAUSAL["previous-block"], [0, 5, 9])
     with pytest.raises(ValueError, match="forward of segment 1 before that of segment 0"):

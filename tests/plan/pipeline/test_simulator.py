@@ -191,25 +191,3 @@ def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
         }
         assert found == pytest.approx(ends)
         assert makespans_ms(times)[rank] == pytest.approx(max(ends.values()))
-    assert longest_through_ms(times).max(axis=(1, 2, 3)) == pytest.approx(makespans_ms(times))
-    whole_2RPVM = times.by_micro_batch_2RPVM
-    assert whole_2RPVM.sum() == pytest.approx(ms_OR.sum())
-    of_first = [
-        number
-        for number, (stage, operation) in enumerate(graph.operations)
-        if (stage, operation.direction, operation.micro_batch) == (1, Direction.BACKWARD, 0)
-    ]
-    np.testing.assert_allclose(ms_OR[of_first].sum(axis=0), whole_2RPVM[1, :, 1, 0, 0])
-
-
-def test_a_shared_micro_batch_is_shared_in_every_segment():
-    """Both ranks take as long then, the one with little before waits for the other."""
-    graph = graph_of(SegmentedSchedule(SEGMENTS), 2, 1, len(SEGMENTS))
-    ms_OR = np.ones((len(graph.operations), 2))
-    segment_O = np.array([operation.segment for _, operation in graph.operations])
-    ms_OR[(graph.micro_batch_O == 0) & (segment_O == 0), 1] = 4.0
-    cp_sizes_RM = unshared(2, len(SEGMENTS))
-    apart = makespans_ms(OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM))
-    cp_sizes_RM[:, 3] = 2
-    together = makespans_ms(OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM))
-    assert apart[0] < apart[1] == together[1] == together[0]
