@@ -75,7 +75,7 @@ class Calibration:
         shifted_W2PV = np.concatenate([self._history_W2PV[1:], ratio_2PV[None]])
         self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)
         steps_2PV = np.isfinite(self._history_W2PV).sum(axis=0)
-        median_2PV = _median_over_known(self._history_W2PV)
+        median_2PV = np.nanmedian(np.where(steps_2PV, self._history_W2PV, 0.0), axis=0)
         smooth_2PV = _DECAY * self._scales_2PV + (1.0 - _DECAY) * median_2PV
         self._scales_2PV = np.select(
             [
@@ -120,16 +120,6 @@ def _weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     reached = np.cumsum(weights, axis=0)
     middle = (reached >= 0.5 * reached[-1]).argmax(axis=0)
     return np.take_along_axis(values, middle[None], axis=0)[0]
-
-
-def _median_over_known(values: np.ndarray) -> np.ndarray:
-    """Median over the first axis of what is not NaN; NaN where nothing is known."""
-    known = np.isfinite(values).sum(axis=0, keepdims=True)
-    # NaN sorts last. numpy's nanmedian goes through masked arrays, and this runs in every step.
-    rising = np.sort(values, axis=0)
-    middle = [np.maximum(known - 1, 0) // 2, known // 2]
-    middle = np.minimum(np.concatenate(middle), len(values) - 1)
-    return np.take_along_axis(rising, middle, axis=0).mean(axis=0)
 
 
 class DeviceSlowness:

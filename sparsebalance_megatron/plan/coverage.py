@@ -165,21 +165,11 @@ def least_feasible_budget(
     """
     blocks_S = np.asarray(blocks_S)
     base_LS = np.minimum(base_L[:, None], blocks_S)
-    observed_LS = curves.observed_LS(blocks_S)
-    target_LS = np.nan_to_num(curves.coverage_LS(blocks_S, base_LS)) - threshold
-    curves_LSK = curves.curves_LSK(blocks_S)
-    grid = np.asarray(curves.grid)
-    right_LS = np.minimum((curves_LSK < target_LS[..., None]).sum(axis=-1), len(grid) - 1)
-    left_LS = np.maximum(right_LS - 1, 0)
-    mean_LSK = curves.mean_LUK[:, length_bucket(blocks_S)]
-    low_LS, high_LS = (
-        np.take_along_axis(mean_LSK, at_LS[..., None], -1)[..., 0] for at_LS in (left_LS, right_LS)
-    )
-    rise_LS = np.where(high_LS > low_LS, high_LS - low_LS, 1.0)
-    fraction_LS = np.clip((target_LS - low_LS) / rise_LS, 0.0, 1.0)
-    fraction_LS = np.where(high_LS < target_LS, 1.0, fraction_LS)
-    steps_LS = np.ceil(fraction_LS * (grid[right_LS] - grid[left_LS]))
-    floor_LS = np.clip(grid[left_LS] + steps_LS.astype(np.int64), 1, base_LS)
-    floor_LS = np.where(observed_LS, floor_LS, base_LS)
-    short_LS = curves.coverage_LS(blocks_S, floor_LS) < target_LS
-    return np.minimum(floor_LS + short_LS, base_LS)
+    target_LS = curves.coverage_LS(blocks_S, base_LS) - threshold
+    low_LS, high_LS = np.ones_like(base_LS), base_LS
+    while (low_LS < high_LS).any():
+        middle_LS = (low_LS + high_LS) // 2
+        short_LS = curves.coverage_LS(blocks_S, middle_LS) < target_LS
+        low_LS = np.where(short_LS, np.minimum(middle_LS + 1, high_LS), low_LS)
+        high_LS = np.where(short_LS, high_LS, middle_LS)
+    return np.where(curves.observed_LS(blocks_S), low_LS, base_LS)

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
 from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import Calibration, _median_over_known
+from sparsebalance_megatron.learn.calibration import Calibration
 
 SHAPE_RPVM = (2, 3, 2, 4)
 STAGES, CHUNKS = SHAPE_RPVM[1:3]
@@ -161,17 +159,3 @@ def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:
     with pytest.raises(KeyError, match="history_W2PV"):
         calibration.load_state_dict({"scales_2PV": before["scales_2PV"]})
     assert calibration.state_dict() == before
-
-
-@given(
-    arrays(
-        np.float64,
-        st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 2)),
-        elements=st.one_of(st.just(np.nan), st.floats(0.1, 10.0)),
-    )
-)
-def test_median_leaves_out_what_is_not_known(values: np.ndarray) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where nothing is known
-        expected = np.nanmedian(values, axis=0)
-    np.testing.assert_array_equal(_median_over_known(values), expected)
