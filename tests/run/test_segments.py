@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import PROGRAMS, TrainingRun, train, write_documents
 
-from sparsebalance_megatron.log.reader import read_log_tail
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.timeline import simulated_timeline
 
 pytestmark = pytest.mark.distributed
@@ -39,7 +39,7 @@ def test_planned_segments_train(tmp_path: Path) -> None:
         [step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS
     )
     assert all(max(map(max, step["segments"])) > 1 for step in four.steps)
-    for step in read_log_tail(tmp_path / "4").steps:
+    for step in read_run_log(tmp_path / "4").steps:
         predicted, found = step.predicted, simulated_timeline(step, "predicted")
         assert found is not None
         assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
