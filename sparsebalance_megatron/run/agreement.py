@@ -112,18 +112,13 @@ def _gathered_objects(own: Any) -> list[Any]:
     return everyone
 
 
-def check_ranks_agree(fingerprint: Mapping[str, str], circumstances: Mapping[str, str]) -> None:
+def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:
     """Compare every rank's fingerprint with rank 0's; collective.
-
-    ``circumstances`` may differ, and may be why the fingerprint does.
 
     Raises:
         RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
     """
-    everyone = _gathered_objects((dict(fingerprint), dict(circumstances)))
-    differences = _differences([entries for entries, _ in everyone])
-    if differences:
-        differences += _differences([entries for _, entries in everyone])
+    if differences := _differences(_gathered_objects(dict(fingerprint))):
         raise RankDisagreementError(
             f"{'; '.join(differences)}; start every rank with the same flags, data and software"
         )

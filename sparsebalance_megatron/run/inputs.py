@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import platform
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -156,12 +154,3 @@ def source_record(source: SourceFacts) -> str:
     """Identity of a blend's source: its share to as many digits as weights have."""
     name, samples = Path(source.prefix).name, source.digest[:16]
     return f"{name}, weight {source.weight:.9g}, samples {samples}"
-
-
-def processor() -> str:
-    """The model of this host's processor, as the system names it; else its architecture."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -20,7 +20,7 @@ from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryE
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
-from sparsebalance_megatron.run.inputs import Inputs, fingerprint, processor
+from sparsebalance_megatron.run.inputs import Inputs, fingerprint
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
@@ -107,7 +107,7 @@ class Session:
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
-        check_ranks_agree(fingerprint(inputs), {"processor": processor()})
+        check_ranks_agree(fingerprint(inputs))
         settings = inputs.settings
         what = inputs.config, settings.shape, settings.dtype, self.device
         (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)

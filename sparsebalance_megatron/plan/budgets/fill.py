@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
-from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.search_effort import SearchEffort
@@ -110,16 +110,12 @@ class Filling:
     def _unit_ms_EU(self) -> np.ndarray:
         """Forward and backward ms that a block pair of each unit takes, on each of its ranks."""
         costs = self.costs
-        slowness_RC = np.repeat(costs.slowness_RP, costs.job.virtual_stages, axis=1)
-        ms_RMC = np.repeat(
-            (costs.pair_ms_C * slowness_RC)[:, None], costs.job.micro_batches, axis=1
+        ranks_R = np.arange(costs.job.data_parallel_size)
+        pair_2RMC = np.broadcast_to(
+            costs.pair_2C[:, None, None], (2, *self._cp_sizes_RM.shape, costs.chunks)
         )
-        members = Members(self._cp_sizes_RM.T)
-        for chunk in range(costs.chunks):
-            ms_MR = np.ascontiguousarray(members.in_order(ms_RMC[:, :, chunk].T))
-            members.maximum(ms_MR)
-            ms_RMC[:, :, chunk] = members.back_in_order(ms_MR).T
-        ms_RMC = ms_RMC * costs.share_W[self._cp_sizes_RM][..., None]
+        ms_2RMC = costs.on_devices(pair_2RMC, ranks_R, self._cp_sizes_RM)
+        ms_RMC = (ms_2RMC[0] + ms_2RMC[1]) * costs.share_W[self._cp_sizes_RM][..., None]
         return ms_RMC.reshape(self._growth_EUQ.shape[:2])
 
     @cached_property
