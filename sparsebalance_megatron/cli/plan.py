@@ -22,6 +22,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
+    print_legend,
 )
 from sparsebalance_megatron.config import Batching, SparseBalanceConfig, Tuning
 from sparsebalance_megatron.cost.fit import measured_cost_model
@@ -94,6 +95,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print_json(found | {"costs": planned.cost.source})
     else:
+        print_legend()
         print_wrapped([f"costs: {planned.cost.source}"])
     return 0
 

@@ -20,6 +20,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
+    print_legend,
 )
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.prediction import Workload
@@ -108,6 +109,8 @@ def run(arguments: Namespace) -> int:
         )
     if arguments.json:
         print_json({"setup": arguments.setup, "data": found})
+    else:
+        print_legend()
     return 0
 
 

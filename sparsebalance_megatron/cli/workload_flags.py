@@ -20,7 +20,7 @@ from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.view.simulate.models import MODELS
-from sparsebalance_megatron.view.simulate.tables import variant_lines
+from sparsebalance_megatron.view.simulate.tables import variant_legend, variant_lines
 from sparsebalance_megatron.view.simulate.variants import (
     RANKS_PER_NODE,
     Variant,
@@ -214,13 +214,18 @@ def check_seq_length_splits(arguments: Namespace) -> None:
         raise WorkloadError("--seq-length splits stored documents; add --data-path, or drop it")
 
 
+def print_legend() -> None:
+    """Explain the columns of the tables that :func:`planned_outcomes` prints."""
+    print(*variant_legend(terminal_columns()), sep="\n")
+
+
 def planned_outcomes(
     heading: str,
     workload: Workload,
     variants: Mapping[str, Variant],
     as_json: bool,
 ) -> dict[str, Any]:
-    """Plan and predict every variant, and print a table unless JSON is asked for.
+    """Plan and predict every variant, and print a table without legend unless JSON is asked for.
 
     Returns:
         The part of the JSON that ``plan`` and ``simulate`` have in common.

@@ -181,9 +181,10 @@ def stage_memory(
             # One layer at a time is computed again, and then held whole.
             activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
         if stage == model.stages - 1:
-            # The logits in bfloat16 and their softmax in float32.
+            # The logits in bfloat16 and their softmax in float32; of all segments in flight.
             vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
-            activations += most_tokens * (_HALF + _FLOAT) * vocabulary_rows
+            with_logits = most_tokens if segments is None else tokens_in_flight
+            activations += with_logits * (_HALF + _FLOAT) * vocabulary_rows
         found.append(
             StageMemory(
                 weights_bytes=model.weights_bytes(stage),

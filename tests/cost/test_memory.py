@@ -152,17 +152,18 @@ def test_recomputation_of_all_holds_one_whole_layer() -> None:
     assert memory.activations_bytes == pytest.approx(expected)
 
 
-def test_segments_keep_keys_and_values_and_float32_sums() -> None:
+def test_segments_keep_keys_and_values_float32_sums_and_logits() -> None:
     held = SegmentTokens(in_flight_P=(100.0, 60.0), largest=20.0, longest=80.0)
     keys_and_values = 2 * 2 * 16 / 2
     for recompute_all in (False, True):
         shape = model(recompute_all=recompute_all)
-        first, _ = stage_memory(shape, np.array([[80.0, 40.0]]), held)
-        per_token = shape.layer_bytes_per_token()
-        expected = 3 * (100 * per_token + 4 * 80 * keys_and_values)
-        if recompute_all:
-            expected += 3 * 2 * 100 * keys_and_values + 20 * model().layer_bytes_per_token()
-        assert first.activations_bytes == pytest.approx(expected)
+        stages = stage_memory(shape, np.array([[80.0, 40.0]]), held)
+        for memory, tokens, logits in zip(stages, held.in_flight_P, (0, 6 * 1000 / 2), strict=True):
+            per_layer = tokens * shape.layer_bytes_per_token() + 4 * 80 * keys_and_values
+            expected = 3 * per_layer + tokens * logits
+            if recompute_all:
+                expected += 3 * 2 * tokens * keys_and_values + 20 * model().layer_bytes_per_token()
+            assert memory.activations_bytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,12 @@ def variant_lines(outcomes: Mapping[str, Outcome], columns: int) -> list[str]:
         }
         for name, outcome in outcomes.items()
     ]
-    return [*text_table(rows, columns=columns), *_legend(_VARIANT_LEGEND, columns)]
+    return text_table(rows, columns=columns)
+
+
+def variant_legend(columns: int) -> list[str]:
+    """The columns of :func:`variant_lines`, explained."""
+    return _legend(_VARIANT_LEGEND, columns)
 
 
 def choice_lines(advice: Advice, gpu_memory_gib: float, columns: int) -> list[str]:
