@@ -208,20 +208,11 @@ class OperationTimes:
         """Times of micro-batches that pass the pipeline in one piece.
 
         Raises:
-            PlanError: the times have another shape, or the schedule does not exist for it.
+            PlanError: the schedule does not exist for their shape.
         """
-        if times_2RPVM.ndim != 5 or len(times_2RPVM) != 2:
-            raise PlanError(
-                f"times have shape {times_2RPVM.shape}, expected "
-                "[2, ranks, stages, chunks, micro-batches]"
-            )
         _, ranks, stages, chunks, micro_batches = times_2RPVM.shape
         graph = graph_of(schedule, stages, chunks, micro_batches)
         flat_OR = times_2RPVM.transpose(0, 2, 3, 4, 1).reshape(-1, ranks)
-        if len(flat_OR) != len(graph.operations):
-            raise PlanError(
-                f"schedule has {len(graph.operations)} operations, times are of {len(flat_OR)}"
-            )
         return cls(graph=graph, ms_OR=np.ascontiguousarray(flat_OR), cp_sizes_RM=cp_sizes_RM)
 
     @cached_property

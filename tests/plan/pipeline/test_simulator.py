@@ -156,8 +156,6 @@ def test_bad_times():
     for bad in (np.nan, -1.0):
         with pytest.raises(PlanError, match="negative or not finite"):
             simulate(flat(np.full((2, 1, 2, 1, 3), bad)))
-    with pytest.raises(PlanError, match=r"\(2, 2, 3\), expected \[2, ranks"):
-        OperationTimes.of_micro_batches(np.ones((2, 2, 3)), unshared(1, 3))
 
 
 SEGMENTS = (3, 1, 2, 1)
