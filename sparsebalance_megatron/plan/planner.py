@@ -76,9 +76,9 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
     if problem.plans_segments:
         return _best_with_segments(problem)
     if not problem.plans_cp_sizes:
-        batching, placement, tuned = _best_of_groups(problem.of_groups)
-        cp_size = problem.job.context_parallel_size
-        return batching, Arrangement.of_groups(placement, cp_size), tuned
+        batching, placement = _best_placement(problem.of_groups)
+        where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+        return batching, where, problem.of_groups.tuned(placement)
     try:
         batching, placement = _best_placement(problem.of_groups)
     except PlanError:  # the cap may ask for wider micro-batches
@@ -124,38 +124,21 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
     return arrangement, problem.of_groups.tuned(placement)
 
 
-def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
-    """Only the winner is tuned, except where tuning towards an anchor decides who wins."""
-    if not problem.budget_policy.compares_tuned:
-        batching, placement = _best_placement(problem)
-        return batching, placement, problem.tuned(placement)
-    placements = _candidates(problem)
-    tuned = {name: problem.tuned(where) for name, where in placements.items()}
-    batching = min(
-        placements,
-        key=lambda name: _key(
-            problem, placements[name], problem.costs.sample_ms(tuned[name].budgets_LS)
-        ),
-    )
-    return batching, placements[batching], tuned[batching]
-
-
 def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:
     """The fastest placement at the expected budgets."""
     placements = _candidates(problem)
     if len(placements) == 1:
         ((batching, placement),) = placements.items()
         return batching, placement
-    batching = min(
-        placements, key=lambda name: _key(problem, placements[name], problem.expected_2SC)
-    )
+
+    def key(name: Batching) -> tuple[float, float]:
+        """Least makespan first, then least sum of the ranks' makespans, then the simplest."""
+        where = Arrangement.of_groups(placements[name])
+        ms_R = problem.makespans_ms(where, problem.expected_2SC)
+        return rounded_ms(ms_R.max()), rounded_ms(ms_R.sum())
+
+    batching = min(placements, key=key)
     return batching, placements[batching]
-
-
-def _key(problem: StepProblem, placement: Placement, sample_2SC: np.ndarray) -> tuple[float, float]:
-    """Least makespan first, then least sum of the ranks' makespans, then the simplest."""
-    ms_R = problem.makespans_ms(Arrangement.of_groups(placement), sample_2SC)
-    return rounded_ms(ms_R.max()), rounded_ms(ms_R.sum())
 
 
 def _candidates(problem: StepProblem) -> dict[Batching, Placement]:

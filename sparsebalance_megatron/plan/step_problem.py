@@ -144,7 +144,7 @@ class StepProblem:
             policy.context_parallel == "dynamic"
             and policy.max_context_parallel > 1
             and policy.batching == "makespan"
-            and not self.budget_policy.compares_tuned
+            and not self.budget_policy.by_latency
         )
 
     @property
@@ -154,7 +154,7 @@ class StepProblem:
         return (
             policy.max_segments > 1
             and policy.batching == "makespan"
-            and not self.budget_policy.compares_tuned
+            and not self.budget_policy.by_latency
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
             and job.context_parallel_size == 1

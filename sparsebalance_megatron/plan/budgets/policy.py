@@ -61,10 +61,11 @@ class TunedBudgets:
 class BudgetPolicy:
     """Chooses budgets; this one keeps every sample's base budget.
 
-    ``compares_tuned``: only tuned budgets tell which of several placements is faster.
+    ``by_latency``: budgets follow the latency of micro-batches as they are, so that neither
+    cp_sizes nor segments are planned.
     """
 
-    compares_tuned = False
+    by_latency = False
 
     def looks_ahead(self, policy: PlanPolicy) -> bool:
         """Whether a plan depends on the samples of later steps."""
@@ -110,7 +111,7 @@ class AnchorPolicy(BudgetPolicy):
     base budgets stands for the paper's average over recent steps.
     """
 
-    compares_tuned = True
+    by_latency = True
 
     def allowed(
         self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
