@@ -77,6 +77,7 @@ def makespan_ms(
 
 
 def most_tokens(plan: StepPlan, stages: int, block_size: int) -> int:
+    """On the fullest rank's stage that is the first of the last ``stages``."""
     return max(
         most_tokens_in_flight(
             [each.segment_tokens(block_size) for each in plan.for_rank(rank).micro_batches], stages
@@ -103,11 +104,15 @@ def case(
             factors = drawn(np.random.default_rng(number), len(workload.batches[number]))
             operations = np.random.default_rng(1000 + number)
             wrong_ms[name] += makespan_ms(workload, step.plan, factors, operations)
-    stages, block_size = workload.job.pipeline_stages, workload.policy.block_size
-    held, held_whole = (
-        np.array([most_tokens(step.plan, stages, block_size) for step in planned[name]])
-        for name in ("ours-segments", "one piece")
-    )
+    block_size = workload.policy.block_size
+
+    def held(name: str, stages: int) -> np.ndarray:
+        return np.array([most_tokens(step.plan, stages, block_size) for step in planned[name]])
+
+    over_one_piece = {
+        name: held("ours-segments", stages) / held("one piece", stages)
+        for name, stages in (("first stage", workload.job.pipeline_stages), ("last stage", 1))
+    }
     return {
         "setup": setup,
         "data": data,
@@ -115,8 +120,8 @@ def case(
         "speedup": {name: total_ms[BASELINE] / ms for name, ms in total_ms.items()},
         "speedup_with_errors": {name: wrong_ms[BASELINE] / ms for name, ms in wrong_ms.items()},
         "tokens_in_flight_over_one_piece": {
-            "mean": float((held / held_whole).mean()),
-            "largest": float((held / held_whole).max()),
+            name: {"mean": float(ratios.mean()), "largest": float(ratios.max())}
+            for name, ratios in over_one_piece.items()
         },
         "plan_cpu_ms_median": float(np.median([step.plan_ms for step in planned["ours-segments"]])),
     }
