@@ -167,20 +167,17 @@ class StepProblem:
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
-        """Budgets to place by, those expected after tuning.
+        """Budgets to place by, those expected after tuning."""
+        return self.budget_policy.expected_LS(
+            self.budgets, self.pricing, self._tuned_when_balanced_LS
+        )
 
-        Where they follow a micro-batch's latency, those that tuning gives samples placed by their
-        latency at base budgets.
-        """
-        base_LS = self.budgets.allowed.base_LS
-        if self.pricing is not None:
-            return self.pricing.expected_LS
-        if not self.budget_policy.by_latency:
-            return base_LS
+    def _tuned_when_balanced_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Budgets of samples placed by their latency; those given where there is no placement."""
         try:
-            placement = self.balanced_by(base_LS)
+            placement = self.balanced_by(budgets_LS)
         except PlanError:
-            return base_LS
+            return budgets_LS
         return self.tuned(placement).budgets_LS
 
     @cached_property

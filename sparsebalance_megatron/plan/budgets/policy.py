@@ -77,6 +77,19 @@ class BudgetPolicy:
         """Price of coverage in a step, for policies that trade by a price."""
         return None
 
+    def expected_LS(
+        self,
+        problem: BudgetProblem,
+        pricing: Pricing | None,
+        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        """Budgets to place samples by, those expected after tuning.
+
+        Args:
+            tuned_when_balanced: tuned budgets of samples placed by their latency at given budgets.
+        """
+        return problem.allowed.base_LS
+
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -93,6 +106,14 @@ class AnchorPolicy(BudgetPolicy):
 
     tunes = True
     by_latency = True
+
+    def expected_LS(
+        self,
+        problem: BudgetProblem,
+        pricing: Pricing | None,
+        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        return tuned_when_balanced(problem.allowed.base_LS)
 
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
@@ -148,6 +169,14 @@ class MakespanPolicy(BudgetPolicy):
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
     ) -> Pricing | None:
         return price(horizon, own_samples, coverage_deficit)
+
+    def expected_LS(
+        self,
+        problem: BudgetProblem,
+        pricing: Pricing | None,
+        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        return (pricing or price(problem)).expected_LS
 
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
