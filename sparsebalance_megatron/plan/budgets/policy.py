@@ -22,6 +22,7 @@ from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
     BudgetRange,
+    base_budgets_LS,
     feasible_range,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -60,16 +61,22 @@ class TunedBudgets:
 class BudgetPolicy:
     """Chooses budgets; this one keeps every sample's base budget.
 
-    ``tunes``: whether any other budgets may be chosen. ``by_latency``: budgets follow the latency
-    of micro-batches as they are, so that neither cp_sizes nor segments are planned.
+    ``by_latency``: budgets follow the latency of micro-batches as they are, so that neither
+    cp_sizes nor segments are planned.
     """
 
-    tunes = False
     by_latency = False
 
     def looks_ahead(self, policy: PlanPolicy) -> bool:
         """Whether a plan depends on the samples of later steps."""
         return False
+
+    def allowed(
+        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+    ) -> BudgetRange:
+        """Budgets that may be chosen."""
+        base_LS = base_budgets_LS(costs, coverage, policy)
+        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
@@ -104,8 +111,12 @@ class AnchorPolicy(BudgetPolicy):
     base budgets stands for the paper's average over recent steps.
     """
 
-    tunes = True
     by_latency = True
+
+    def allowed(
+        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+    ) -> BudgetRange:
+        return feasible_range(costs, coverage, policy)
 
     def expected_LS(
         self,
@@ -160,10 +171,13 @@ def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrange
 class MakespanPolicy(BudgetPolicy):
     """The least step time that coverage allows, then the most coverage in that time."""
 
-    tunes = True
-
     def looks_ahead(self, policy: PlanPolicy) -> bool:
         return policy.coverage_target == "base"
+
+    def allowed(
+        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+    ) -> BudgetRange:
+        return feasible_range(costs, coverage, policy)
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
@@ -256,10 +270,7 @@ def budget_problem(
     Args:
         pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
     """
-    allowed = feasible_range(costs, coverage, policy)
-    if not budget_policy(policy).tunes:
-        base_LS = allowed.base_LS
-        allowed = BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
+    allowed = budget_policy(policy).allowed(costs, coverage, policy)
     lengths_S = costs.lengths_tokens_S
     by_tokens = policy.coverage_mean_over == "tokens"
     return BudgetProblem(

@@ -50,7 +50,7 @@ class BudgetRange:
 
 def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> BudgetRange:
     """Budgets that keep coverage within the policy's threshold of the base budget's."""
-    base_LS = np.minimum(policy.base_L(coverage.layers)[:, None], costs.blocks_S)
+    base_LS = base_budgets_LS(costs, coverage, policy)
     blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
         coverage, blocks_Z, policy.base_L(coverage.layers), policy.coverage_threshold
@@ -59,6 +59,11 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
+
+
+def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> np.ndarray:
+    """Base budgets, no more than a sample has blocks."""
+    return np.minimum(policy.base_L(coverage.layers)[:, None], costs.blocks_S)
 
 
 @dataclass(frozen=True, kw_only=True)
