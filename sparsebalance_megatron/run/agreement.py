@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 DIGEST_BYTES = 6
 """Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
-_SHOWN_CHARACTERS = 80
 _SHOWN_RANKS = 8
 
 
@@ -125,24 +124,14 @@ def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:
 
 
 def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
-    """Entries that differ between ranks, one phrase each; of long texts a part."""
+    """Entries that differ between ranks, one phrase each."""
     found = []
     for name in sorted(set().union(*gathered)):
         values = [other.get(name, "absent") for other in gathered]
         differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
-            pair = values[0], values[differing[0]]
-            places = enumerate(zip(*pair, strict=False))
-            first = next((place for place, (one, other) in places if one != other), 0)
-            start = max(0, first - _SHOWN_CHARACTERS // 2)
-            ours, theirs = (
-                text
-                if max(map(len, pair)) <= _SHOWN_CHARACTERS
-                else text[start : start + _SHOWN_CHARACTERS]
-                for text in pair
-            )
             found.append(
-                f"{name}: rank 0 has {ours!r}, rank {differing[0]} has {theirs!r} (ranks that "
-                f"differ: {differing})"
+                f"{name}: rank 0 has {values[0]!r}, rank {differing[0]} has "
+                f"{values[differing[0]]!r} (ranks that differ: {differing})"
             )
     return found

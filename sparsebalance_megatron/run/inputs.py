@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,9 @@ from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.selector_registry import source_of
+
+_LONGEST_VALUE = 80
+"""Characters of a value in fingerprints; a longer one stands there as its digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +137,23 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         f"source {number}": source_record(source)
         for number, source in enumerate(inputs.train.sources, start=1)
     }
-    return (
-        flags
-        | sources
-        | {
-            "job shape": str(inputs.job),
-            "ranks that may share a micro-batch": str(inputs.policy.max_context_parallel),
-            "training samples": inputs.train.digest(),
-            "cost model": str(inputs.cost),
-            "selector of another package": source_of(inputs.config.selection) or "none",
-            "megatron-core": megatron_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-            "scipy": version("scipy"),
-        }
-    )
+    others = {
+        "job shape": str(inputs.job),
+        "ranks that may share a micro-batch": str(inputs.policy.max_context_parallel),
+        "training samples": inputs.train.digest(),
+        "cost model": str(inputs.cost),
+        "selector of another package": source_of(inputs.config.selection) or "none",
+        "megatron-core": megatron_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "scipy": version("scipy"),
+    }
+    return {
+        name: value
+        if len(value) <= _LONGEST_VALUE
+        else f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
+        for name, value in (flags | sources | others).items()
+    }
 
 
 def source_record(source: SourceFacts) -> str:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ _WHAT_SAMPLES_FOLLOW = (
     "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
 )
 _SHOWN_CHARACTERS = 80
-"""Longest text of errors and of values in checkpoints; a longer value is kept as its digest."""
+"""Longest text of an error."""
 
 SchedulerMaker = Callable[[Inputs], Scheduler]
 
@@ -107,7 +106,8 @@ class Session:
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
-        check_ranks_agree(fingerprint(inputs))
+        self._record = fingerprint(inputs)
+        check_ranks_agree(self._record)
         settings = inputs.settings
         what = inputs.config, settings.shape, settings.dtype, self.device
         (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
@@ -115,7 +115,6 @@ class Session:
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
-        self._record = run_record(inputs)
         scheduler = self._make_scheduler(inputs)
         if self._loaded_state is not None:
             _take_over(self._loaded_state, scheduler, self._record)
@@ -182,14 +181,6 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
 
 
-def run_record(inputs: Inputs) -> dict[str, str]:
-    """Facts that plans depend on, as text: flag, file or software -> value or digest."""
-    return {
-        name: value if len(value) <= _SHOWN_CHARACTERS else _digest(value)
-        for name, value in fingerprint(inputs).items()
-    }
-
-
 def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
     """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
 
@@ -210,10 +201,6 @@ def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str,
             "these from the checkpoint's weights with --finetune"
         )
     return changes
-
-
-def _digest(value: str) -> str:
-    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:

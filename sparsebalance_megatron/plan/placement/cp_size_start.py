@@ -150,26 +150,22 @@ class _OpenMicroBatches:
         Raises:
             PlanError: no micro-batch may become wider, and places are left.
         """
-        enough: list[tuple[float, int]] = []
-        padded: list[tuple[float, int]] = []
+        heap: list[tuple[bool, float, int]] = []
 
         def offer(micro_batch: int) -> None:
-            heap = (
-                enough if self.blocks_J[micro_batch] >= 2 * self.cp_size_J[micro_batch] else padded
-            )
-            heapq.heappush(heap, (-self._weight_per_rank(micro_batch), micro_batch))
+            padded = self.blocks_J[micro_batch] < 2 * self.cp_size_J[micro_batch]
+            heapq.heappush(heap, (padded, -self._weight_per_rank(micro_batch), micro_batch))
 
         for micro_batch in range(len(self.members)):
             offer(micro_batch)
         while places:
-            heap = enough or padded
             if not heap:
                 raise PlanError(
                     f"{len(self.weights_S)} samples cannot fill every position of every rank with "
                     f"micro-batches of up to {self.rules.max_cp_size} ranks; raise "
                     "--micro-batch-size or lower --context-parallel-size"
                 )
-            micro_batch = heapq.heappop(heap)[1]
+            *_, micro_batch = heapq.heappop(heap)
             cp_size = self.cp_size_J[micro_batch]
             # Neither becomes possible later: places only become fewer.
             if 2 * cp_size <= self.rules.max_cp_size and cp_size <= places:
