@@ -48,9 +48,10 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import (
 )
 
 MATRIX_OPERATIONS_PER_CYCLE = 4096
-"""Of one multiprocessor, dense bf16: the datasheet's 989 TFLOP/s over 132 of them at 1.83 GHz."""
+"""Rate of one multiprocessor, dense bf16: the datasheet's 989 TFLOP/s over 132 of them at 1.83
+GHz."""
 SCHEDULERS = 4
-"""Of one multiprocessor; each issues one instruction a cycle."""
+"""Schedulers of one multiprocessor; each issues one instruction a cycle."""
 
 KERNELS = {
     "forward": query_block_kernel._query_block_kernel,
@@ -98,7 +99,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Of one kernel. ``loop_*``: of a warp, in one turn of the hot loop.
+    """Resources of one kernel. ``loop_*``: of a warp, in one turn of the hot loop.
 
     ``loop_groups_in_flight``: groups of copies that the loop does not wait for at its head; 0 where
     it waits for all, hence for those it started last.

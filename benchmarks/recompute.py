@@ -146,7 +146,7 @@ class Step:
         self.kept_bytes = 0
 
     def gradients(self, how: str) -> list[torch.Tensor]:
-        """Of all weights, after one forward and backward."""
+        """Gradients of all weights, after one forward and backward."""
         from sparsebalance_megatron.megatron.packed_seq_params import (
             micro_batch_context,
             packed_params,

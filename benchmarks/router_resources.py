@@ -42,7 +42,8 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankingResources:
-    """Of one program: ``rows`` rows of ``columns`` keys, of which ``taken`` are sorted."""
+    """Resources of one program: ``rows`` rows of ``columns`` keys, of which ``taken`` are
+    sorted."""
 
     rows: int
     columns: int

@@ -161,7 +161,7 @@ def _begin_process(directory: Path) -> None:
 
 
 _copy = Path()
-"""Of the repository, in which this process makes changes."""
+"""Copy of the repository, in which this process makes changes."""
 
 
 def _judged(
@@ -201,7 +201,7 @@ def _key(mutant: dict[str, Any]) -> tuple[str, int, int, str]:
 
 
 def files(rooms: Iterable[str]) -> list[str]:
-    """Of the rooms, relative to the package."""
+    """Files of packages, relative to the package."""
     root = REPOSITORY / PACKAGE
     found = [
         path.relative_to(root).as_posix() for room in rooms for path in (root / room).rglob("*.py")

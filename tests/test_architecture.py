@@ -109,7 +109,7 @@ IMPORT_RULES = {
     "supported.py": ImportRule(outside=("packaging",)),
     "__init__.py": ImportRule(),
 }
-"""By the beginning of a path; the first that fits counts."""
+"""Keys are beginnings of paths; the first that fits counts."""
 
 
 def rule_of(path: str) -> str:

@@ -217,7 +217,7 @@ def test_flags_are_accepted_and_make_the_public_model(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:
-    """The same samples, rates, budgets and policy give the same time and memory."""
+    """Equal samples, rates, budgets and policy give equal time and memory."""
     variables = one_process(COST_TABLE="", DATA="small", BLEND="small", SEQ_LENGTH="512")
     budget, context = ("64", "4") if name == "cluster_8b_128k.sh" else ("32", "1")
     ranks = "64" if name in CLUSTER else "32"

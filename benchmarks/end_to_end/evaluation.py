@@ -156,7 +156,7 @@ GOALS: Mapping[str, Sequence[Goal]] = {
         for layout, at_least in (("pp2-deep-2", 1.15), ("pp2-deep-4", 1.08))
     },
 }
-"""Of the variant that keeps the coverage of the base budgets, with rows on several ranks where
+"""Goals of the variant that keeps the coverage of base budgets, with rows on several ranks where
 there are any."""
 
 

@@ -118,7 +118,7 @@ class PairedHooks(TrainingHooks):
 
 
 def over_ranks(job: Any, ranks: int) -> Any:
-    """The same slots as the job's, dealt to ``ranks`` times as many data-parallel ranks."""
+    """The job's micro-batches, divided over ``ranks`` times as many data-parallel ranks."""
     return replace(
         job,
         data_parallel_size=job.data_parallel_size * ranks,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARM_UP_BATCHES = 4
-"""Of every variant. Planned ahead, a batch knows what was observed up to the last but one: budgets
-are tuned from the third on, costs corrected from the fifth on."""
+"""Warm-up of every variant. Planned ahead, a batch knows what was observed up to the last but one:
+budgets are tuned from the third on, costs corrected from the fifth on."""
 
 
 @dataclass(frozen=True, kw_only=True)

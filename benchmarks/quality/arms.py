@@ -49,7 +49,7 @@ class Arm:
         return step >= self.dense_from * steps
 
     def flags(self, study_budget: int, layers: int) -> list[str]:
-        """Of the plugin."""
+        """Flags of the plugin."""
         prefix = "--sparse-balance"
         dense = f"dense:{layers - self.dense_last_layers}-{layers - 1}"
         return [
@@ -146,7 +146,8 @@ ARMS: Mapping[str, Arm] = {
         ),
     )
 }
-"""By name, in the order in which they run: what every other arm is compared with comes first."""
+"""Arms by name, in the order in which they run: what every other arm is compared with comes
+first."""
 
 
 def reference_of(name: str) -> str:

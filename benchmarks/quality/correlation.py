@@ -38,7 +38,7 @@ class Proxy:
 
 
 def proxy_of(probe: Probe) -> Proxy:
-    """Of one model."""
+    """Correlations of one model."""
     points = np.array(probe["points"])
     _, layer, budget, coverage, mass = points[points[:, 3] < _ALL].T
     pairs = covered_losses(probe)

@@ -32,7 +32,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of values that are alike but for the seed.
+    """Mean and interval of values that are alike but for the seed.
 
     Raises:
         ValueError: there are none.
@@ -47,7 +47,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def of_arm(arm: Mapping[str, Any], figure: str) -> Interval | None:
-    """Of an arm's figure over its seeds; None where it has none."""
+    """Interval of an arm's figure over its seeds; None where it has none."""
     known = [value for value in arm[figure] if value is not None]
     return interval(known) if known else None
 

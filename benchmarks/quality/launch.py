@@ -19,7 +19,7 @@ from sparsebalance_megatron.log.reader import read_run_log
 
 TIMEOUT_S = 3600
 _LAST_SHARE = 0.1
-"""Of the steps, over which the coverage of a run is averaged."""
+"""Share of the steps, the last ones, over which coverage is averaged."""
 _TAIL_CHARACTERS = 4000
 
 

@@ -22,7 +22,7 @@ from quality.run_spec import RANKS, RunSpec
 from quality.tasks import held_out_documents
 
 PROBED_DOCUMENTS = 24
-"""Of every rank and task."""
+"""Documents of every rank and task that are probed."""
 
 
 def main(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ _OF_RUN = (
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
 )
 _SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe", "keep")
-"""Of a run: what decides whether a finished one is what is asked for."""
+"""Settings that a finished run must share with the one asked for."""
 _NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")
 """A list of numbers in JSON, over several lines."""
 
@@ -87,7 +87,7 @@ def assemble(
 
 
 def seeds_of(table: Mapping[str, Any]) -> dict[tuple[str, str], set[int]]:
-    """Of every study and arm, the seeds that all tasks of the study have in the table."""
+    """Seeds that all tasks of a study have in the table, by study and arm."""
     found: dict[tuple[str, str], set[int]] = {}
     for name, arms in table.items():
         for arm, figures in arms.items():

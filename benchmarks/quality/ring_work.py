@@ -20,7 +20,7 @@ from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 
 LEAST_BLOCKS = 32
-"""Of documents that are kept."""
+"""Least blocks of documents that are kept."""
 
 
 class WorkProbe:

@@ -20,7 +20,7 @@ SEQUENTIAL = Lookup(stacked=False, keys=32, values=32, pairs=4, longest_tokens=1
 TEXT_TOKENS = (128, 1024)
 """Inputs of the shortest and of the longest document of text."""
 _NEEDLE_SHARE = 0.25
-"""Of the documents that a lookup model is trained on."""
+"""Share of needles among the documents that a lookup model is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Study:
 
 
 def generator_of(study: Study, purpose: str, seed: int) -> np.random.Generator:
-    """The same stream for the same study, purpose and seed, whatever else is drawn."""
+    """A stream that depends on study, purpose and seed alone, whatever else is drawn."""
     return np.random.default_rng([seed, zlib.crc32(f"{study.name}/{purpose}".encode())])
 
 

@@ -14,7 +14,7 @@ from quality.documents import Document, log_uniform_length
 
 VOCABULARY = 256
 HELD_OUT_EVERY = 10
-"""Of the files in alphabetical order, every so many is never trained on."""
+"""One in so many files, in alphabetical order, is never trained on."""
 
 
 @cache

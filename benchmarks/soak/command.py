@@ -91,7 +91,8 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _leaves_nothing(attempt: Attempt, ranks: int) -> bool:
-    """Of a rank that is killed, the process stays with which Megatron's checkpoint writers talk."""
+    """Tell whether no process is left but the one that a killed rank's checkpoint writers talk
+    to."""
     return attempt.orphans <= (0 if attempt.ended == "finished" else ranks)
 
 
@@ -179,7 +180,7 @@ def _growth(attempt: Attempt) -> dict[str, float]:
 
 
 def _is_flat(growth: Mapping[str, float], attempt: Attempt) -> bool:
-    """Of a run with too few steps to tell, nothing is said against it."""
+    """Tell whether memory stays flat; a run with too few steps to tell passes."""
     if not growth:
         return True
     memory = growth["resident_megabytes"] / attempt.usage[0].resident_megabytes

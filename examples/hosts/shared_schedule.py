@@ -123,7 +123,7 @@ def cp_phases(config: SparseBalanceConfig, job: integration.HostJob) -> Callable
         assert atomic_groups is None, "sparse balance: samples are placed one by one, not in pairs"
 
         def multiple(cp_size: int) -> int:
-            """Of every sample's tokens: NeMo-RL cuts each in two chunks per rank."""
+            """Divisor of every sample's tokens: NeMo-RL cuts each in two chunks per rank."""
             chunks = 2 * cp_size if cp_size > 1 else 1
             return math.lcm(user_pad_multiple, chunks * sequence_parallel_size * token_alignment)
 

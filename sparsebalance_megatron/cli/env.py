@@ -22,7 +22,7 @@ PACKAGES = (
 _BLOCK_SIZE = 64
 HEAD_DIMS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192": (192, 192)}
 HEAD_DIMS |= {"192/128": (192, 128), "256": (256, 256)}
-"""Of keys and of values, where they differ."""
+"""Head dims that are checked: one of keys and values, or one of each."""
 _WHOSE_REASON = r'^(block_sparse_attention: )?(implementation|router) "\w+" '
 
 Facts = dict[str, Any]

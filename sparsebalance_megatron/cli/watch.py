@@ -23,7 +23,7 @@ from sparsebalance_megatron.view.report.words import ms_text, text_of
 
 _SLOWEST_INTERVAL_S = 3600.0
 _TAIL_BYTES = 4 << 20
-"""Of the log, at each look."""
+"""Bytes at the end of the log that each look reads."""
 
 
 def add_flags(parser: ArgumentParser) -> None:

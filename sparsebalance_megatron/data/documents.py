@@ -34,7 +34,7 @@ _SUPPORTED_VERSION = 1
 _SEQUENCE_BYTES = 4 + 8
 _BOUNDARY_BYTES = 8
 _TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""By code of Megatron's ``indexed_dataset.DType``; integer types only."""
+"""Dtypes by the code of Megatron's ``indexed_dataset.DType``; integer types only."""
 _REWRITE = "write the data set again (`sparse-balance prepare-data` or Megatron's preprocess_data)"
 _PLACES = 64
 _PLACE_BYTES = 2**18

@@ -147,7 +147,7 @@ class _Earlier:
 
 
 _earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
-"""By layer, where the queries of earlier tokens take part in the choice; a cache has their keys."""
+"""State of each layer whose choice needs the queries of earlier tokens; a cache has their keys."""
 
 
 def needs_whole_documents(selector: Selector[Any, Any]) -> bool:

@@ -263,7 +263,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     @property
     def predicted_rank_ms(self) -> tuple[float, ...] | None:
-        """The same as predicted."""
+        """Predicted computing time of each rank's busiest stage; None where one is unknown."""
         return _all_or_none(self.predicted.rank_busy_ms)
 
 

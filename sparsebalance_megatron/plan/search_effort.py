@@ -11,8 +11,8 @@ SHARE_OF_STEP = 0.02
 """Share of a step's time that searching its placement may take, during the step before."""
 
 SHARE_OF_STEP_FOR_PACKED = 0.07
-"""The same for what follows where micro-batches of a pipeline hold several samples: the search of
-the best moves ends early there, with 5 to 7 % left to gain."""
+"""Share of a step for the second search where micro-batches of a pipeline hold several samples: the
+search of the best moves ends early there, with 5 to 7 % left to gain."""
 
 SHARE_OF_STEP_FOR_CP_SIZES = 0.10
 """Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait

@@ -147,7 +147,7 @@ class Case:
         )
 
     def exact(self) -> tuple[Tensor, ...]:
-        """By loops over single queries: for few tokens."""
+        """Compute by loops over single queries: for few tokens."""
         return self.run(
             lambda q, k, v: oracle.loop_attention(q, k, v, self.mask_HTT, SCALE), torch.float64
         )
@@ -203,7 +203,7 @@ def reselected(case: Case) -> Case:
 
 
 def assert_exact(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    """The same out, lse, dq, dk and dv to float64's rounding."""
+    """Assert equal out, lse, dq, dk and dv to float64's rounding."""
     for name, x, y in zip(NAMES, a, b, strict=True):
         torch.testing.assert_close(
             x, y, atol=1e-12, rtol=1e-12, msg=lambda message, n=name: f"{n}: {message}"
@@ -211,7 +211,7 @@ def assert_exact(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 
 
 def assert_identical(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    """The same bits in out, lse, dq, dk and dv."""
+    """Assert equal bits of out, lse, dq, dk and dv."""
     for name, x, y in zip(NAMES, a, b, strict=True):
         assert torch.equal(x, y), name
 
@@ -270,7 +270,7 @@ def on_device(selection: Selection, device: str) -> Selection:
 
 
 def with_heads_far_apart(x_THD: Tensor, file: Path) -> Tensor:
-    """The same values, the third head more than 2^31 elements behind the first.
+    """A copy, the third head more than 2^31 elements behind the first.
 
     In a file of which only these values take space.
     """

@@ -24,7 +24,7 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import (  # noqa: E40
 )
 
 TENSOR_MEMORY_COLUMNS = 512
-"""Of a Blackwell GPU (PTX ISA, "Tensor Memory")."""
+"""Columns of a Blackwell GPU (PTX ISA, "Tensor Memory")."""
 COPIES_IN_FLIGHT = 2
 BY_TOKEN = [name for name in resources.KERNELS if name.startswith(resources.BY_TOKEN)]
 WITH_COLUMNS = [name for name in resources.KERNELS if name.startswith(resources.WITH_COLUMNS)]

@@ -43,7 +43,7 @@ DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
 """Stored tokens; together they are one global batch."""
 FEW_ROUNDINGS = 8 * 2.0**-23
 TOLERANCE = 1e-4
-"""Of logits; their size is about 7."""
+"""Largest difference of logits, whose size is about 7."""
 
 TRAINED = {
     # Untied, scaled RoPE, padded vocabulary, split by tensors.

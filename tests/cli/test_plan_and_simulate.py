@@ -95,7 +95,7 @@ def test_rows_of_shared_micro_batches(lengths, capsys):
 
 
 def test_stored_documents_are_planned_in_the_order_of_training(tmp_path, capsys):
-    """Of a blend, without .bin files: as a file with the lengths of its order plans them."""
+    """A blend without .bin files is planned as a file with the lengths of its order."""
     from sparsebalance_megatron.data.blend import parse_blend
     from sparsebalance_megatron.data.samples import open_samples
 

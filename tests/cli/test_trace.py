@@ -28,7 +28,7 @@ from sparsebalance_megatron.view.report.trace import Tracer
 
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
 SLICES = 2 * RUN.virtual_stages * RUN.micro_batches
-"""Of one stage in one step."""
+"""Slices of one stage in one step."""
 
 Event = dict[str, Any]
 

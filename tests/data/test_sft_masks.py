@@ -61,7 +61,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By layout, a byte-level BPE of merges over role names, blanks and line ends."""
+    """For each layout, a byte-level BPE of merges over role names, blanks and line ends."""
     from tokenizers import normalizers
     from transformers import AutoTokenizer
 

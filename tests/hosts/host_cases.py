@@ -23,7 +23,7 @@ def load(name: str) -> ModuleType:
 
 
 def load_beside(monkeypatch: pytest.MonkeyPatch, name: str, stubs: dict[str, Any]) -> ModuleType:
-    """The same where frameworks are stubs: "package.module" -> what it holds."""
+    """Load an adapter with frameworks as stubs: "package.module" -> what it holds."""
     schedule = load("planned_schedule")
     held = {"hosts.planned_schedule": vars(schedule), **stubs}
     for path, values in held.items():

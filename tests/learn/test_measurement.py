@@ -97,6 +97,6 @@ def in_step(work_2RPVM: np.ndarray, slowness_RP: np.ndarray, shared_RPVM: np.nda
 
 
 def pairs(values_2RPVM: np.ndarray, reduce: np.ufunc) -> np.ndarray:
-    """Of each pair of neighbouring ranks, for both of them."""
+    """Reduce over each pair of neighbouring ranks, for both of them."""
     by_pair = values_2RPVM.reshape(2, SHAPE_RPVM[0] // 2, 2, *SHAPE_RPVM[1:])
     return np.repeat(reduce(by_pair, axis=2), 2, axis=1)

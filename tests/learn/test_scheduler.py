@@ -38,7 +38,7 @@ class LateExecutor(Executor):
 
 
 def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> StepMeasurement:
-    """Of step ``rise`` or another one: higher curves with ``rise``; stage 1 is twice as slow."""
+    """Measurement of step ``rise`` or another; ``rise`` raises curves; stage 1 is twice as slow."""
     expectation = schedule.planned(rise if step is None else step).plan.expectation
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.coverage.grid, dtype=np.float64)

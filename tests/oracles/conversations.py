@@ -20,7 +20,7 @@ class Layout:
     strips_content: bool = False
 
     def jinja(self) -> str:
-        """The same as a chat template for transformers."""
+        """This layout as a chat template for transformers."""
         content = "m.content | trim" if self.strips_content else "m.content"
         before, after = (text.replace("\n", "\\n") for text in (self.opening, self.closing))
         before = before.replace("ROLE", "' + m.role + '")

@@ -105,7 +105,7 @@ def planned(step=0, **inputs):
 
 
 def costs_without_constants(job, samples):
-    """Of samples that cost what a test says: micro-batches and sequences cost nothing."""
+    """Costs of samples alone: micro-batches and sequences cost nothing."""
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs([1] * samples, job, cost_model(), scales)
     nothing_2C = np.zeros((2, costs.chunks))

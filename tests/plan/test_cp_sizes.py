@@ -343,7 +343,7 @@ def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
 
 
 def test_the_search_knows_how_long_its_placement_takes():
-    """Of every kind of move, slots that change their positions among them."""
+    """Moves are of every kind; some change the positions of micro-batches."""
     given_ = arguments((4, 4, 2, 1), 1, size=2)
     problem = StepProblem.of(PlanInputs(**given_))
     costs, sample_2SC = problem.costs, problem.expected_2SC

@@ -46,7 +46,7 @@ BROKEN = slice(2, 30)
 """Tokens of the document that is NaN in the case "broken"."""
 TIMEOUT_S = 60
 STALLED_TIMEOUT_S, STALL_S = 5, 12
-"""Of the process group, where a member is to stop; and for how long it does."""
+"""Timeout of the process group where a member is to stop, and how long the member stops."""
 
 CASES = {
     "dealt": ("previous-block", "blocks", None),

@@ -59,7 +59,7 @@ def load_trainer(path: Path) -> Any:
 
 
 def initial_weights(weights: torch.Tensor, scale: float = 0.05) -> torch.Tensor:
-    """The same for a shape on every layout, in every layer."""
+    """Fill weights with values that depend on their shape alone: alike on every layout."""
     generator = torch.Generator().manual_seed(weights.numel() + weights.shape[0])
     return weights.data.copy_(torch.randn(weights.shape, generator=generator) * scale)
 

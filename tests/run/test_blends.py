@@ -23,7 +23,8 @@ pytestmark = pytest.mark.distributed
 
 STEPS, SAVED = 4, 2
 DOCUMENTS = {"web": 6, "books": 5, "chat": 20}
-"""Of the first, two steps take 8 samples: the checkpoint lies in the middle of its second epoch."""
+"""Documents of each source. Two steps take 8 samples of the first: the checkpoint lies in the
+middle of its second epoch."""
 WEIGHTS = {"web": 0.5, "books": 0.3, "chat": 0.2}
 
 

@@ -33,7 +33,7 @@ MARK = "SPARSE_BALANCE_DRILL"
 LEFT_WITHIN_S = 10
 
 FAULT_STEP = 2
-"""Of a run without checkpoints; two steps are whole before it."""
+"""Step at which a run without checkpoints fails, after two whole ones."""
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ FEW_ROUNDINGS = 8 * 2.0**-23
 BFLOAT16_ROUNDING = 2.0**-8
 """A sum in another order may round a weight to its neighbour."""
 LAST_PRINTED_DIGIT = 1.01e-3
-"""Of gradient norms."""
+"""One unit in the last printed digit of gradient norms, and rounding."""
 
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")

@@ -165,7 +165,7 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
 
 
 def test_another_global_batch_size_goes_on_learning(index: SampleIndex) -> None:
-    """The same samples have been consumed in more steps than the resumed run counts."""
+    """As many samples have been consumed in more steps than the resumed run counts."""
     resumed = scheduler(index, global_batch_size=16)
     assert resumed.load_state_dict(learnt(index, 48)) == ()
     assert resumed._finished_step == 2

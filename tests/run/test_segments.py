@@ -15,7 +15,7 @@ from sparsebalance_megatron.view.report.timeline import simulated_timeline
 pytestmark = pytest.mark.distributed
 
 FEW_LOGGED_DIGITS_MS = 4e-6
-"""Of a chain of segments: each one's ms have six digits."""
+"""Rounding of a chain of segments, each logged in ms with six digits."""
 FEW_ROUNDINGS = 1e-5
 """Relative; weights follow sums of float32 in another order for four steps."""
 

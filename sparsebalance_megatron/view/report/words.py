@@ -180,7 +180,7 @@ def worst_table(steps: Iterable[StepRecord], ranks: RankLogs) -> Table:
 
 
 def _worst_row(record: StepRecord, ranks: RankLogs) -> tuple[float, tuple[str, ...]]:
-    """Of the micro-batch: ms above its prediction, and the cells of its row."""
+    """Milliseconds of the worst micro-batch above its prediction, and the cells of its row."""
     predicted_RPM, measured_RPM = (record.times_2RPVM(side).sum(axis=(0, 3)) for side in SIDES)
     scale = float(measured_RPM.sum() / predicted_RPM.sum()) if predicted_RPM.sum() > 0.0 else 1.0
     excess_RPM = measured_RPM - scale * predicted_RPM

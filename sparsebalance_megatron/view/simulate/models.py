@@ -90,8 +90,8 @@ _EXPERTS = {
     "glm-4.5": (92, 5120, (8 + 1) * 1536, 96, 8, 128, 151552),
     "gpt-oss-120b": (36, 2880, 4 * 2880, 64, 8, 64, 201088),
 }
-"""The same, with the routed and shared experts of a token for the MLP. First layers that are dense,
-and gpt-oss's sliding windows, are taken for the others."""
+"""A model as above, with the routed and shared experts of a token for the MLP. First layers that
+are dense, and gpt-oss's sliding windows, are taken for the others."""
 _QUERY_RANKS = {"deepseek-v2-lite": None, "kimi-k2": 1536}
 """Rank of the compressed queries of models with multi-latent attention."""
 

@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
-    """Of one sequence, every head its own KV head; what was there before does not count."""
+    """Peak bytes of selecting for one sequence, every head its own KV head, above those before."""
     generator = torch.Generator().manual_seed(0)
     q_THD, k_TGD = (
         torch.randn(tokens, heads, HEAD_DIM, generator=generator).bfloat16() for _ in range(2)

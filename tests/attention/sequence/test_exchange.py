@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 EXCHANGES = ("all-gather", "ring", "hierarchical-ring")
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
-"""By the number of members: inner groups of the hierarchical ring."""
+"""Members of an inner group of the hierarchical ring, by the number of members."""
 every_size = pytest.mark.parametrize(
     "members", [2, 4, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 6))]
 )
@@ -102,7 +102,7 @@ def test_summaries_are_those_of_the_sequence(members: int) -> None:
     ],
 )
 def test_a_member_that_stops_ends_the_others(exchange: str, how: str, tmp_path: Path) -> None:
-    """By an error of their own: at once, or when the process group's time is up."""
+    """The others end by an error: at once, or when the process group's time is up."""
     _run(4, tmp_path, exchange, how, timeout_s=120.0)
     found = [(tmp_path / f"rank{rank}.told").read_text() for rank in (0, 2, 3)]
     assert all(found)

@@ -30,7 +30,7 @@ def _case(cu_seqlens: list[int], budgets: list[int], **settings) -> ColumnCase:
 
 
 def _with_none(case: ColumnCase) -> Case:
-    """The same without columns."""
+    """A copy of the case without columns."""
     selection = dataclasses.replace(case.selection, columns=None)
     return dataclasses.replace(case, selection=selection)
 

@@ -15,7 +15,7 @@ BLOCKS = [5, 9, 9, 4, 3, 9]
 
 
 def problem(pinned_S):
-    """Of samples of so many blocks, with one pinned budget in all layers; 0 is free."""
+    """A problem of samples of BLOCKS blocks, with one pinned budget in all layers; 0 is free."""
     lengths = [64 * blocks for blocks in BLOCKS]
     costs = step_costs(lengths, JOB, cost_model(), StageScales.ones(1))
     pinned_LS = np.tile(np.array(pinned_S), (JOB.layers, 1))

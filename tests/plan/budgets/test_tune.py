@@ -103,7 +103,7 @@ def test_anchor_moves_nobody_away(seed, shape, anchor):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_micro_batches_end_within_a_step_of_the_anchor(seed):
-    """Of budgets, in some layer and sample; those whose limits allow it."""
+    """The step is one of budgets, in some layer and sample whose limits allow it."""
     lengths = [9000 + 300 * micro_batch for micro_batch in range(8)]
     case = Case(seed, "anchor", lengths=lengths, coverage_threshold=1.0)
     target = case.latencies(case.allowed.base_LS).mean()

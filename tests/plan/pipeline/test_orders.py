@@ -151,7 +151,7 @@ def test_ten_thousand_segmented_pipelines_neither_deadlock_nor_change_order():
 
 
 def _run_as_in_a_longer_1f1b(stages, segments_M):
-    """By direction and place in the list of forwards, or of backwards."""
+    """Operations by direction and place in the list of forwards, or of backwards."""
     order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1)
     longer = megatron_order(stages + max(segments_M), sum(segments_M), 1)
     for operations, expected in zip(order.by_stage, longer.by_stage[1:], strict=False):

@@ -34,7 +34,8 @@ PUBLISHED_BILLIONS = {
     "glm-4.5": 32,
     "gpt-oss-120b": 5.1,
 }
-"""Of the model cards (Qwen, activated parameters of experts) and safetensors indices (Llama)."""
+"""Sizes from the model cards (Qwen, activated parameters of experts) and safetensors indices
+(Llama)."""
 AS_PUBLISHED = 0.03
 """Cards round to two or three digits; biases and norms are left out here."""
 
