@@ -226,3 +226,19 @@ def test_letters_of_shapes_mean_one_thing() -> None:
     ]
     assert found == []
     assert sum(map(len, legends.values())) > 200
+
+
+def test_docstrings_begin_as_sentences() -> None:
+    """A reader who starts at a docstring needs nothing before it."""
+    folders = ("sparsebalance_megatron", "tests", "benchmarks", "scripts", "examples")
+    begin = re.compile(r"(Of|By|The same)\b")
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for folder in folders
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and begin.match(str(node.value.value).lstrip())
+    ]
+    assert not found
