@@ -150,11 +150,11 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
         size_S=size_S.reshape(-1),
         first_Z=first_Z,
         blocks_Z=blocks_Z,
-        budgets_QLZ=_budgets_by_level(steps),
+        budgets_QLZ=budgets_by_level(steps),
     )
 
 
-def _budgets_by_level(steps: BudgetSteps) -> np.ndarray:
+def budgets_by_level(steps: BudgetSteps) -> np.ndarray:
     """The budget of each sequence once all its steps up to a level are taken, [Q, ...].
 
     The slope of a sequence never rises, so neither do its levels fall: a step's point may simply be
@@ -245,11 +245,11 @@ def budget_steps(
         low_LS=low_LS,
         points_LSK=points_LSK,
         pairs_LSK=pairs_LSK,
-        slope_LSK=_envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
+        slope_LSK=envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
     )
 
 
-def _envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
+def envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
     """Slopes of the concave envelope of each sequence; -inf for steps that are none."""
     slope_LSK = np.where(real_LSK, gain_LSK / np.maximum(ms_LSK, _LEAST_MS), -np.inf)
     lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)

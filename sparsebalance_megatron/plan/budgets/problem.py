@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
+from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -119,4 +120,6 @@ class BudgetProblem:
 
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
+        if self.costs.job.lockstep_ranks > 1:
+            return group_times(self.costs, budgets_LS, where)
         return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)

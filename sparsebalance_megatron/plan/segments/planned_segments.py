@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.fill import unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tuned_budgets
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.units import unit_growth_JCQ
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
