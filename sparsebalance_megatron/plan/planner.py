@@ -16,6 +16,7 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
+from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
@@ -40,6 +41,9 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
+    Where ranks run in lockstep, batching ``makespan`` then puts every rank's micro-batches in the
+    order that :func:`.lockstep.in_lockstep_order` finds.
+
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
     Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
@@ -52,6 +56,11 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """
     problem = StepProblem.of(inputs)
     batching, arrangement, tuned = _best_candidate(problem)
+    if problem.orders_for_lockstep and not arrangement.first_blocks:
+        tuned_2SC = problem.costs.sample_ms(tuned.budgets_LS)
+        ordered = in_lockstep_order(arrangement, problem.costs, tuned_2SC)
+        if ordered is not arrangement:
+            batching, arrangement = "makespan", ordered
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,

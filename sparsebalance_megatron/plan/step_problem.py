@@ -162,6 +162,15 @@ class StepProblem:
         )
 
     @property
+    def orders_for_lockstep(self) -> bool:
+        """Whether the plan may choose the order of micro-batches that ranks in lockstep run."""
+        return (
+            self.job.lockstep_ranks > 1
+            and self.policy.batching == "makespan"
+            and self.placement is None
+        )
+
+    @property
     def costs(self) -> StepCosts:
         return self.budgets.costs
 
