@@ -20,6 +20,7 @@ from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
+from sparsebalance_megatron.plan.planned_rows import best_rows
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -55,7 +56,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    batching, arrangement, tuned = _best_candidate(problem)
+    problem, batching, arrangement, tuned = _best_of_positions(problem)
     if problem.orders_for_lockstep and not arrangement.first_blocks:
         tuned_2SC = problem.costs.sample_ms(tuned.budgets_LS)
         ordered = in_lockstep_order(arrangement, problem.costs, tuned_2SC)
@@ -73,10 +74,30 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         cap_tokens = max(cap_tokens, *(micro_batch.tokens for micro_batch in plan.micro_batches))
     plan.validate(
         inputs.lengths_tokens,
-        inputs.job,
+        problem.job,
         replace(inputs.policy, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
+
+
+def _best_of_positions(
+    problem: StepProblem,
+) -> tuple[StepProblem, Batching, Arrangement, TunedBudgets]:
+    """The best plan, with the problem that it solves: a step may have fewer positions."""
+    if not problem.plans_rows:
+        return problem, *_best_candidate(problem)
+    of_groups = problem.of_groups
+    try:
+        blind = _best_placement(of_groups)[1]
+    except PlanError:
+        blind = None
+    found = best_rows(of_groups, blind)
+    if found is None:
+        return problem, *_best_candidate(problem)
+    solved, arrangement, tuned = found
+    cp_size = problem.job.context_parallel_size
+    where = Arrangement.of_groups(arrangement.samples, cp_size)
+    return problem.with_positions(solved.job.micro_batches), "makespan", where, tuned
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:

@@ -61,6 +61,7 @@ class PlanPolicy:
     max_segments: int = 1
     segment_tokens: int = 1
     layer_budgets: str | None = None
+    plans_positions: bool = False
 
     def base_L(self, layers: int) -> np.ndarray:
         """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.

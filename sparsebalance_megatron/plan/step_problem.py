@@ -162,6 +162,27 @@ class StepProblem:
         )
 
     @property
+    def plans_rows(self) -> bool:
+        """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
+        return self.orders_for_lockstep and not self.budget_policy.by_latency
+
+    @property
+    def plans_positions(self) -> bool:
+        """Whether a step may have fewer positions than the job: fuller rows are more equal."""
+        return (
+            self.policy.plans_positions
+            and self.job.lockstep_ranks > 1
+            and self.job.pipeline_stages == 1
+        )
+
+    def with_positions(self, positions: int) -> StepProblem:
+        """This problem with so many micro-batches on every rank."""
+        if positions == self.job.micro_batches:
+            return self
+        job = replace(self.job, micro_batches=positions)
+        return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
+
+    @property
     def orders_for_lockstep(self) -> bool:
         """Whether the plan may choose the order of micro-batches that ranks in lockstep run."""
         return (

@@ -28,7 +28,6 @@ from sparsebalance_megatron.plan.budgets.problem import (
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -39,7 +38,7 @@ _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
     "min": np.min,
     "max": np.max,
 }
-_TARGET_HALVINGS = 4
+_TARGET_HALVINGS = 8
 """How often the step time is halved between too little coverage and enough."""
 
 
@@ -204,7 +203,7 @@ class MakespanPolicy(BudgetPolicy):
         pricing = pricing or price(problem)
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
         micro_batch_of_S = where.micro_batch_of_S
-        floor_ms_R = makespans_ms(problem.micro_batch_ms(allowed.floor_LS, where))
+        floor_ms_R = problem.makespans_ms(allowed.floor_LS, where)
         least_ms = floor_ms_R.max() * ROUNDING
         units = units_of(problem, ladder, where)
         filling = Filling(
@@ -218,7 +217,7 @@ class MakespanPolicy(BudgetPolicy):
             return units.budgets_LS(filling.levels_JC(limit_ms))
 
         def step_ms(budgets_LS: np.ndarray) -> float:
-            return float(makespans_ms(problem.micro_batch_ms(budgets_LS, where)).max())
+            return float(problem.makespans_ms(budgets_LS, where).max())
 
         tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
         if not problem.covers(tuned_LS, wanted):

@@ -14,6 +14,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.lockstep import lockstep_makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -123,3 +124,8 @@ class BudgetProblem:
         if self.costs.job.lockstep_ranks > 1:
             return group_times(self.costs, budgets_LS, where)
         return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)
+
+    def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+        """[R] ms until the last operation of each rank, or of its lockstep group, ends."""
+        times = self.micro_batch_ms(budgets_LS, where)
+        return lockstep_makespans_ms(times, self.costs.job.lockstep_ranks)
