@@ -38,7 +38,7 @@ _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
     "min": np.min,
     "max": np.max,
 }
-_TARGET_HALVINGS = 8
+_TARGET_HALVINGS = 4
 """How often the step time is halved between too little coverage and enough."""
 
 
