@@ -108,7 +108,6 @@ def _growth_JXQ(
 def _row_units(problem: BudgetProblem, ladder: Ladder, where: Arrangement) -> Units:
     costs = problem.costs
     heights = _Heights.over(problem, ladder, where)
-    layers, pair_ms_C = costs.layers, costs.pair_ms_C
     groups = costs.job.data_parallel_size // costs.job.lockstep_ranks
     job = replace(costs.job, data_parallel_size=groups, lockstep_ranks=1)
     of_groups = replace(
@@ -122,9 +121,9 @@ def _row_units(problem: BudgetProblem, ladder: Ladder, where: Arrangement) -> Un
     )
     growth_XLQ = heights.ms_XLQ - heights.ms_XLQ[..., :1]
     growth_XCQ = np.zeros((job.places, costs.chunks, LEVELS + 1))
-    for layer, chunk in enumerate(layers.chunk_of_layer_L.tolist()):
+    for layer, chunk in enumerate(costs.chunk_of_layer_L.tolist()):
         growth_XCQ[:, chunk] += growth_XLQ[:, layer]
-    growth_XCQ /= np.maximum(pair_ms_C, _LEAST_MS)[:, None]
+    growth_XCQ /= np.maximum(costs.pair_ms_C, _LEAST_MS)[:, None]
     return Units(
         costs=of_groups,
         floor_times=floor_times,
@@ -180,14 +179,9 @@ class _Heights:
         low_XL = ms_XLWQ[..., 0].max(axis=2)
         high_XL = np.maximum(ms_XLWQ[..., -1].max(axis=2), low_XL * ROUNDING)
         share_K = np.arange(_HEIGHTS) / (_HEIGHTS - 1)
-        tried_XLK = low_XL[..., None] * (high_XL / np.maximum(low_XL, _LEAST_MS))[..., None] ** share_K
-        member_XLWK = np.stack(
-            [
-                (ms_XLWQ <= tried_XL[..., None, None] * ROUNDING).sum(axis=3) - 1
-                for tried_XL in np.moveaxis(tried_XLK, -1, 0)
-            ],
-            axis=-1,
-        )
+        growth_XL1 = (high_XL / np.maximum(low_XL, _LEAST_MS))[..., None]
+        tried_XLK = low_XL[..., None] * growth_XL1**share_K
+        member_XLWK = _last_within(ms_XLWQ, tried_XLK * ROUNDING)
         reached_XLK = np.take_along_axis(ms_XLWQ, member_XLWK, axis=3).max(axis=2)
         covered_XLK = np.take_along_axis(covered_XLWQ, member_XLWK, axis=3).sum(axis=2)
         more_ms, more_coverage = np.diff(reached_XLK), np.diff(covered_XLK)
@@ -218,13 +212,27 @@ class _Heights:
         )
 
 
+def _last_within(ms_XLWQ: np.ndarray, limits_XLK: np.ndarray) -> np.ndarray:
+    """[X, L, W, K] the last level whose ms are within each limit; level 0 always is.
+
+    All searches are one: ms and limits of a layer are moved where no other layer's are.
+    """
+    shape, levels = ms_XLWQ.shape[:3], ms_XLWQ.shape[3]
+    far = 2.0 * max(float(ms_XLWQ.max()), float(limits_XLK.max()), _LEAST_MS)
+    shift = far * np.arange(np.prod(shape), dtype=np.float64).reshape(*shape, 1)
+    below = np.searchsorted(
+        (ms_XLWQ + shift).ravel(), (limits_XLK[:, :, None] + shift).ravel(), side="right"
+    ).reshape(*shape, -1)
+    first = levels * np.arange(np.prod(shape)).reshape(*shape, 1)
+    return np.asarray(np.clip(below - first - 1, 0, levels - 1))
+
+
 def _coverage_JLQ(problem: BudgetProblem, ladder: Ladder, place_S: np.ndarray) -> np.ndarray:
     """Coverage by weight, summed over the samples of micro-batches whose curves are known."""
-    coverage_QLZ = np.nan_to_num(
-        problem.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
-    )
-    covered_ZLQ = np.ascontiguousarray(coverage_QLZ.transpose(2, 1, 0))
-    covered_JLQ = np.zeros((problem.costs.job.places, *covered_ZLQ.shape[1:]))
-    weighted = problem.weight_S[:, None, None] * covered_ZLQ[ladder.size_S]
-    np.add.at(covered_JLQ, place_S, weighted)
+    order_S = np.argsort(place_S, kind="stable")
+    filled_J, first_J = np.unique(place_S[order_S], return_index=True)
+    covered_SLQ = ladder.coverage_ZLQ[ladder.size_S[order_S]]
+    covered_SLQ *= problem.weight_S[order_S, None, None]
+    covered_JLQ = np.zeros((problem.costs.job.places, *covered_SLQ.shape[1:]))
+    covered_JLQ[filled_J] = np.add.reduceat(covered_SLQ, first_J)
     return covered_JLQ

@@ -173,12 +173,9 @@ class _StageLevels:
         covered_RPQ = np.zeros_like(growth_RPQ)
         weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
         np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
-        coverage_QLZ = np.nan_to_num(
-            budgets.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
-        )
         for stage in range(stages):
-            of_stage_QZ = coverage_QLZ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
-            covered_RPQ[:, stage] = (weight_RZ[:, None] * of_stage_QZ).sum(axis=2)
+            of_stage_ZQ = ladder.coverage_ZLQ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
+            covered_RPQ[:, stage] = (weight_RZ[..., None] * of_stage_ZQ).sum(axis=1)
         return cls(
             pricing=pricing,
             stage_of_L=costs.chunk_of_layer_L,
