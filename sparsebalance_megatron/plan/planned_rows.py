@@ -34,7 +34,7 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _MAX_NUMBERS_OF_POSITIONS = 3
 """Numbers of positions whose rows are improved and placed."""
-_MAX_TUNED = 3
+_MAX_TUNED = 2
 """Placements whose budgets are tuned."""
 _MAX_TUNING_REVERSAL = 1.10
 """Tuning changes which of two placements is faster only within this ratio of their times."""

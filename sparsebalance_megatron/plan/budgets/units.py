@@ -40,6 +40,8 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
+_MEMBER_LEVELS = slice(0, None, 4)
+"""Price levels of the ladder that members of a row may have, of 0 to LEVELS."""
 _LEAST_MS = 1e-12
 
 
@@ -83,9 +85,13 @@ def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarr
 
 
 def _growth_JXQ(
-    costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarray, layers_XL: np.ndarray
+    costs: StepCosts,
+    ladder: Ladder,
+    micro_batch_of_S: np.ndarray,
+    layers_XL: np.ndarray,
+    levels: slice = slice(None),
 ) -> np.ndarray:
-    """Block pairs that micro-batches add in sets of layers.
+    """Block pairs that micro-batches add in sets of layers at some price levels.
 
     They are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the layers of the terms
     of :meth:`.WorkModel.growth`.
@@ -93,9 +99,10 @@ def _growth_JXQ(
     order_S = np.argsort(micro_batch_of_S, kind="stable")
     filled_J, first_J = np.unique(micro_batch_of_S[order_S], return_index=True)
     length_S1, size_S = costs.length_blocks_S[order_S, None], ladder.size_S[order_S]
-    growth_JXQ = np.zeros((costs.job.places, len(layers_XL), LEVELS + 1))
+    budgets_QLZ = ladder.budgets_QLZ[levels]
+    growth_JXQ = np.zeros((costs.job.places, len(layers_XL), len(budgets_QLZ)))
     for column, layers_L in enumerate(layers_XL):
-        terms = costs.work.growth(ladder.budgets_QLZ[:, layers_L])
+        terms = costs.work.growth(budgets_QLZ[:, layers_L])
         a_ZQ, b_ZQ = (term_QLZ.sum(axis=1).T for term_QLZ in terms)
         a_ZQ, b_ZQ = a_ZQ - a_ZQ[:, :1], b_ZQ - b_ZQ[:, :1]
         # Rows of sizes are taken whole, which is several times as fast as single entries.
@@ -158,7 +165,8 @@ class _Heights:
         rank_S, position_S = np.divmod(place_S, job.micro_batches)
         group_S, member_S = np.divmod(rank_S, job.lockstep_ranks)
         row_S = group_S * job.micro_batches + position_S
-        shape = -1, job.lockstep_ranks, job.micro_batches, job.layers, LEVELS + 1
+        levels = len(range(LEVELS + 1)[_MEMBER_LEVELS])
+        shape = -1, job.lockstep_ranks, job.micro_batches, job.layers, levels
 
         def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
             rows = values_JLQ.reshape(shape).transpose(0, 2, 3, 1, 4)
@@ -169,7 +177,8 @@ class _Heights:
         own_2SL = layers.own_2SL(costs.block_pairs(ladder.common_LS(0)))
         np.add.at(floor_JL, place_S, own_2SL.sum(axis=0))
         every_L = np.eye(job.layers, dtype=bool)
-        ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L) * pair_ms_L[:, None]
+        ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS)
+        ms_JLQ *= pair_ms_L[:, None]
         ms_JLQ += floor_JL[..., None]
         slowness_RL = costs.slowness_RP[:, layers.chunk_of_layer_L // job.virtual_stages]
         ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
@@ -207,9 +216,8 @@ class _Heights:
         level_XL = level_XC[:, self.chunk_of_layer_L]
         height_XL = np.take_along_axis(self.height_XLQ, level_XL[..., None], axis=2)[..., 0]
         row_1S, member_1S, layer_L1 = self.row_S[None], self.member_S[None], layer_L[:, None]
-        return np.asarray(
-            self.member_XLWK[row_1S, layer_L1, member_1S, height_XL[row_1S, layer_L1]]
-        )
+        member_LS = self.member_XLWK[row_1S, layer_L1, member_1S, height_XL[row_1S, layer_L1]]
+        return np.arange(LEVELS + 1)[_MEMBER_LEVELS][member_LS]
 
 
 def _last_within(ms_XLWQ: np.ndarray, limits_XLK: np.ndarray) -> np.ndarray:
@@ -231,7 +239,7 @@ def _coverage_JLQ(problem: BudgetProblem, ladder: Ladder, place_S: np.ndarray) -
     """Coverage by weight, summed over the samples of micro-batches whose curves are known."""
     order_S = np.argsort(place_S, kind="stable")
     filled_J, first_J = np.unique(place_S[order_S], return_index=True)
-    covered_SLQ = ladder.coverage_ZLQ[ladder.size_S[order_S]]
+    covered_SLQ = ladder.coverage_ZLQ[..., _MEMBER_LEVELS][ladder.size_S[order_S]]
     covered_SLQ *= problem.weight_S[order_S, None, None]
     covered_JLQ = np.zeros((problem.costs.job.places, *covered_SLQ.shape[1:]))
     covered_JLQ[filled_J] = np.add.reduceat(covered_SLQ, first_J)
