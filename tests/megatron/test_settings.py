@@ -48,8 +48,8 @@ def test_only_groups_of_virtual_stages_that_differ_from_the_pipeline_are_named(
 def test_an_expert_group_is_neighbouring_data_parallel_ranks(
     experts: int | None, expert_parallel: int, expert_tensor: int | None, tensor: int, ranks: int
 ) -> None:
-    """Of 6 expert-parallel ranks over 4 tensor-parallel ones, 3 data-parallel ranks hang together:
-    the groups are ranks 0 to 5 and 6 to 11, and ranks 4 to 7 are one data-parallel rank."""
+    """In the last case groups are ranks 0 to 5 and 6 to 11, while ranks 4 to 7 are tensor-parallel:
+    3 data-parallel ranks hang together."""
     transformer_config = SimpleNamespace(
         num_moe_experts=experts,
         expert_model_parallel_size=expert_parallel,
