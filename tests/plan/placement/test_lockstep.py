@@ -170,7 +170,7 @@ def test_the_order_is_never_longer_in_lockstep(shape, seed, lockstep_ranks, wide
 
 @given(SHAPES, SEEDS, st.sampled_from([1, 2, 4]))
 def test_plans_differ_from_others_in_the_order_alone(shape, seed, lockstep_ranks):
-    """The same micro-batches with the same budgets; bit-identical where no rank waits."""
+    """Micro-batches and budgets are equal; where no rank waits, plans are bit-identical."""
     lockstep_ranks = min(lockstep_ranks, shape[0])
     alone = planned(**arguments(shape, seed, 1))
     given_ = arguments(shape, seed, lockstep_ranks)
