@@ -57,7 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/placement/shared_micro_batches": (CP_SIZES,),
     "plan/planned_cp_sizes": (CP_SIZES,),
     "plan/step_costs": (CP_SIZES,),
-    "plan/placement/arrangement": (CP_SIZES,),
+    "plan/arrangement": (CP_SIZES,),
     "plan/pipeline/step_bounds": (CP_SIZES, "tests/plan/pipeline/test_bounds.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),

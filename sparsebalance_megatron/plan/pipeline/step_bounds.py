@@ -15,7 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
+from sparsebalance_megatron.plan.pipeline.graph import graph_of
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import longest_chain
 from sparsebalance_megatron.plan.step_costs import StepCosts
