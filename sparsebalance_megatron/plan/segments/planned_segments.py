@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.fill import unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tuned_budgets
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.segments.cuts import cut_at
 from sparsebalance_megatron.plan.segments.search import SegmentSearch

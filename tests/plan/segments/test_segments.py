@@ -14,13 +14,13 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, pol
 
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import planned_segments
-from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
 from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at, makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
