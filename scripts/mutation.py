@@ -59,6 +59,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/step_costs": (CP_SIZES,),
     "plan/arrangement": (CP_SIZES,),
     "plan/bounds/step_bounds": (CP_SIZES, "tests/plan/bounds/test_step_bounds.py"),
+    "plan/bounds/chain_mixture": ("tests/plan/bounds/test_chain_mixture.py",),
     "plan/bounds/segmented_bound": ("tests/plan/segments/test_segments.py",),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),

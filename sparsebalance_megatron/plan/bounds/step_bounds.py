@@ -130,9 +130,9 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     )
 
 
-def _ways(first_2XP: np.ndarray) -> np.ndarray:
+def _ways(first_2SP: np.ndarray) -> np.ndarray:
     """What passing the stages before each takes, from the ms of the first chunk of every stage."""
-    return np.asarray(np.cumsum(first_2XP, axis=-1) - first_2XP)
+    return np.asarray(np.cumsum(first_2SP, axis=-1) - first_2SP)
 
 
 def _least_mixed_ms(sample_2SC: np.ndarray, mixture_2CM: np.ndarray) -> np.ndarray:

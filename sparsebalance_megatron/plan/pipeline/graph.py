@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a schedule in waves: all operations of a wave can be simulated at once.
 
-Shape legend: R pipelines, P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
-O operations, X columns of times; a leading 2: forward and backward.
+Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
+(chunks per stage), M micro-batches, O operations, X columns of times; a leading 2: forward and
+backward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -50,30 +51,27 @@ class PipelineGraph:
     @cached_property
     def waves(self) -> list[slice]:
         """The operations of each wave."""
-        return [slice(*edges) for edges in pairwise(self.wave_edges)]
+        return list(starmap(slice, pairwise(self.wave_edges)))
 
     @cached_property
     def micro_batch_O(self) -> np.ndarray:
         """The micro-batch of each operation."""
         segments_M = self.order.segments_M
-        micro_batch_U = np.repeat(np.arange(len(segments_M)), segments_M)
-        return np.asarray(micro_batch_U[self.run_O % len(micro_batch_U)])
+        of_segments = np.repeat(np.arange(len(segments_M)), segments_M)
+        return np.asarray(of_segments[self.run_O % len(of_segments)])
 
     @cached_property
     def followers(self) -> tuple[np.ndarray, ...]:
         """Arrays that each hold one operation that waits for every operation."""
         none = len(self.run_O)
-        source_E, follower_E = (
-            np.concatenate(each)
-            for each in ((self.before_O, *self.inputs), [np.arange(none)] * (1 + len(self.inputs)))
-        )
-        order_E = np.argsort(source_E, kind="stable")
-        source_E, follower_E = source_E[order_E], follower_E[order_E]
-        of_some = slice(int(np.searchsorted(source_E, none)))
-        source_E, follower_E = source_E[of_some], follower_E[of_some]
-        number_E = np.arange(len(source_E)) - np.searchsorted(source_E, source_E)
-        followers = np.full((int(number_E.max(initial=-1)) + 1, none), none)
-        followers[number_E, source_E] = follower_E
+        waited_for = np.concatenate([self.before_O, *self.inputs])
+        sorted_by_it = np.argsort(waited_for, kind="stable")
+        known = sorted_by_it[: np.count_nonzero(waited_for < none)]
+        waited_for = waited_for[known]
+        # Counted among those that wait for the same operation.
+        number = np.arange(len(known)) - np.searchsorted(waited_for, waited_for)
+        followers = np.full((number.max(initial=0) + 1, none), none)
+        followers[number, waited_for] = known % none
         return tuple(followers)
 
     def durations_OX(self, ms_OX: np.ndarray) -> np.ndarray:
@@ -100,12 +98,12 @@ class PipelineGraph:
         return finish_OX
 
     @cached_property
-    def _waited_for(self) -> list[tuple[slice, np.ndarray, list[np.ndarray]]]:
+    def _waited_for(self) -> list[tuple[slice, np.ndarray, tuple[np.ndarray, ...]]]:
         """The slice of every wave, with what it waits for."""
-        return [
-            (wave, self.before_O[wave], [input_O[wave] for input_O in self.inputs])
-            for wave in self.waves
-        ]
+        before, *inputs = (
+            map(waited_O.__getitem__, self.waves) for waited_O in (self.before_O, *self.inputs)
+        )
+        return list(zip(self.waves, before, zip(*inputs, strict=True), strict=True))
 
     def start_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
         """When operations begin: their inputs have ended, on all ranks that share them."""

@@ -6,8 +6,9 @@ everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 ``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``,
 ``get_schedule_table``).
 
-Shape legend: R pipelines, P pipeline stages, V virtual stages (chunks per stage), M micro-batches
-of all pipelines, U segments of all micro-batches, O operations; a leading 2: forward and backward.
+Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
+(chunks per stage), M micro-batches of all pipelines, U segments of all micro-batches,
+O operations; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -202,8 +203,9 @@ class SegmentedSchedule:
 def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> PipelineOrder:
     """The order of :class:`SegmentedSchedule` in several pipelines at once.
 
-    A step in which an operation would run if all took one step is known: 1F1B over so many stages
-    runs operations at fixed distances.
+    With w the most segments of a micro-batch less one, the last stage runs w forwards first, then
+    forward and backward in turn. If all operations took one step, it would do so without a pause,
+    and its neighbours one step earlier or later: so a step is known for every operation.
 
     Args:
         segments_RM: segments of each micro-batch, at least 1; pipelines may differ in all of it.
@@ -213,12 +215,12 @@ def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> Pipeli
     first_micro_batch_R = np.cumsum(micro_batches_R) - micro_batches_R
     segments_R = np.add.reduceat(segments_M, first_micro_batch_R)
     first_R = np.cumsum(segments_R) - segments_R
-    ahead_R = np.maximum.reduceat(segments_M, first_micro_batch_R) + stages - 2
+    further_R = np.maximum.reduceat(segments_M, first_micro_batch_R) - 1
     unit_U = np.arange(segments_R.sum())
     number_U = unit_U - np.repeat(first_R, segments_R)
     stage_P1 = np.arange(stages)[:, None]
-    ahead_U = np.repeat(ahead_R, segments_R)
-    ahead_PU = ahead_U - stage_P1
+    further_U = np.repeat(further_R, segments_R)
+    ahead_PU = further_U + stages - 1 - stage_P1
     end_M = np.cumsum(segments_M)
     # The segments of each micro-batch in the opposite order.
     reversed_U = np.repeat(2 * end_M - segments_M - 1, segments_M) - unit_U
@@ -226,8 +228,8 @@ def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> Pipeli
     places_2PU += 2 * (unit_U - number_U)
     step_2PU = np.stack(
         [
-            np.where(number_U <= ahead_PU, number_U, 2 * number_U) + stage_P1,
-            (2 * (number_U + ahead_U) + 1)[reversed_U] - stage_P1,
+            np.where(number_U <= ahead_PU, number_U, 2 * number_U - further_U) + stage_P1,
+            (2 * (number_U + stages) - 1 + further_U)[reversed_U] - stage_P1,
         ]
     )
     return PipelineOrder(

@@ -6,9 +6,9 @@ of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are tho
 those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
 in numpy.
 
-Shape legend: S samples of a global batch, L layers, R candidates, P pipeline stages,
-M micro-batches, U segments of a micro-batch or of all, I samples of all micro-batches, E pieces
-(parts of samples), X places; a leading 2: forward and backward.
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates,
+P pipeline stages, M micro-batches, U segments of a micro-batch or of all, I samples of all
+micro-batches, E pieces (parts of samples), X places; a leading 2: forward and backward.
 """
 
 from __future__ import annotations

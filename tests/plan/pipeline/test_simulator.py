@@ -259,7 +259,7 @@ def test_ranks_of_a_lockstep_group_begin_and_end_together(sizes, shape, seed):
 def test_a_rank_of_a_lockstep_group_may_grow_until_its_longest_chain_is_the_step(
     sizes, shape, seed
 ):
-    """By less than that no rank is delayed, by more one is."""
+    """No rank is delayed by less than that, and one is by more."""
     times, _ = waiting_times(sizes, shape, seed)
     step_ms = makespans_ms(times).max()
     through_RPVM = longest_through_ms(times)
