@@ -24,9 +24,9 @@ from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 from sparsebalance_megatron.learn.coverage_account import CoverageAccount
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs

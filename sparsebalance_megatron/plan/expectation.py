@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
 from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem

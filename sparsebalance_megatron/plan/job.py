@@ -9,7 +9,7 @@ from functools import cached_property
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.pipeline.operation_times import PipelineGraph, graph_of
+from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
 
 _DEFAULT_MAX_CP_SIZE = 8

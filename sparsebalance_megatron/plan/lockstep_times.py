@@ -12,12 +12,14 @@ group; a leading 2: forward and backward.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 
@@ -31,7 +33,8 @@ def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) ->
     for layer, chunk in enumerate(layers.chunk_of_layer_L.tolist()):
         ms_2EMC[..., chunk] += slowest_2EML[..., layer]
     ms_2RMC = np.repeat(ms_2EMC, costs.job.lockstep_ranks, axis=1)
-    return costs.flat(ms_2RMC, where.cp_sizes_RM)
+    times = costs.flat(ms_2RMC, where.cp_sizes_RM)
+    return replace(times, lockstep_ranks=costs.job.lockstep_ranks)
 
 
 def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.rows import Rows, packed_rows

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.packed_search import improve_packed

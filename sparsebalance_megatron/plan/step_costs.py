@@ -25,11 +25,11 @@ from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)

@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     BudgetPolicy,
     TunedBudgets,
@@ -27,7 +28,6 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor, Tuning
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.fill import Filling
 from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price
 from sparsebalance_megatron.plan.budgets.problem import (
@@ -28,7 +29,6 @@ from sparsebalance_megatron.plan.budgets.problem import (
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy

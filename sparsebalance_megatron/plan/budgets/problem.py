@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.lockstep import lockstep_makespans_ms
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -127,5 +127,4 @@ class BudgetProblem:
 
     def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
         """[R] ms until the last operation of each rank, or of its lockstep group, ends."""
-        times = self.micro_batch_ms(budgets_LS, where)
-        return lockstep_makespans_ms(times, self.costs.job.lockstep_ranks)
+        return makespans_ms(self.micro_batch_ms(budgets_LS, where))

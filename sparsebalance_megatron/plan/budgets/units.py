@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.price import (
     LEVELS,
     BudgetSteps,
@@ -35,7 +36,6 @@ from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HEIGHTS = 32

@@ -12,36 +12,14 @@ leading 2: forward and backward.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
-
-
-def lockstep_makespans_ms(times: OperationTimes, lockstep_ranks: int) -> np.ndarray:
-    """[R] ms until the last operation of each rank's lockstep group ends."""
-    if lockstep_ranks == 1:
-        return makespans_ms(times)
-    cp_sizes_RM = times.cp_sizes_RM
-    positions = cp_sizes_RM.shape[1]
-    size = lockstep_ranks
-    if not is_power_of_two(size):
-        # Groups and ranks that share a micro-batch may overlap: all that are connected wait.
-        size = math.lcm(size, int(cp_sizes_RM.max()))
-    operations = len(times.ms_OR)
-    group_times = OperationTimes(
-        graph=times.graph,
-        ms_OR=times.ms_OR.reshape(operations, -1, size).max(axis=2),
-        cp_sizes_RM=np.maximum(cp_sizes_RM.reshape(-1, size, positions).max(axis=1) // size, 1),
-    )
-    return np.repeat(makespans_ms(group_times), size)
 
 
 def in_lockstep_order(
@@ -67,7 +45,7 @@ def in_lockstep_order(
         cp_sizes_RM=np.take_along_axis(arrangement.cp_sizes_RM, order_RM, axis=1),
     )
     before_ms, falling_ms = (
-        rounded_ms(lockstep_makespans_ms(each, costs.job.lockstep_ranks).max())
+        rounded_ms(makespans_ms(replace(each, lockstep_ranks=costs.job.lockstep_ranks)).max())
         for each in (times, costs.micro_batch_ms(sample_2SC, falling))
     )
     return falling if falling_ms <= before_ms else arrangement
