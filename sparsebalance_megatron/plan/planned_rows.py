@@ -9,8 +9,8 @@ pipeline whose micro-batches are rows (:mod:`.placement.rows`).
    prediction. The numbers of positions whose sums of heights are least go on.
 2. *Groups.* Rows are placed on groups, ordered and traded between them by the search that places
    samples on ranks (:mod:`.placement.search`): a row is a sample there, and a group a rank.
-3. *Budgets.* The placements with the shortest step at the expected budgets, and the best one that
-   knows nothing of rows, are tuned; the shortest step wins.
+3. *Budgets.* Of these and of the placements that know nothing of rows, those with the shortest
+   steps at the expected budgets are tuned; the shortest step wins.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, M micro-batches, C
 chunks, X rows, W members of a group; a leading 2: forward and backward.
@@ -18,6 +18,7 @@ chunks, X rows, W members of a group; a leading 2: forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,13 +56,13 @@ class PlacedRows:
 
 
 def best_rows(
-    problem: StepProblem, blind: Placement | None
+    problem: StepProblem, blind: Iterable[Placement]
 ) -> tuple[StepProblem, Arrangement, TunedBudgets] | None:
     """The shortest step of ranks in lockstep, and the problem with its number of positions.
 
     Args:
         problem: of ranks that share no micro-batch.
-        blind: the best placement of ranks that wait for nobody; None where there is none.
+        blind: placements for ranks that wait for nobody, which compete in their lockstep order.
 
     Returns:
         None where no placement is found.
@@ -70,9 +71,9 @@ def best_rows(
         PlacedRows.at_expected_budgets(of_positions, _placed(of_positions, rows))
         for of_positions, rows in _candidate_rows(problem)
     ]
-    if blind is not None:
+    for placement in blind:
         ordered = in_lockstep_order(
-            Arrangement.of_groups(blind), problem.costs, problem.expected_2SC
+            Arrangement.of_groups(placement), problem.costs, problem.expected_2SC
         )
         found.append(PlacedRows.at_expected_budgets(problem, ordered))
     if not found:
@@ -83,17 +84,10 @@ def best_rows(
     for placed in found[:_MAX_TUNED]:
         if placed.makespan_ms <= limit_ms:
             budgets = placed.problem.tuned_where(placed.arrangement)
-            makespans_R = placed.problem.budgets.makespans_ms(
-                _as_read(placed.problem, budgets), placed.arrangement
-            )
-            tuned.append((rounded_ms(makespans_R.max()), placed, budgets))
+            ms_R = placed.problem.budgets.makespans_ms(budgets.budgets_LS, placed.arrangement)
+            tuned.append((rounded_ms(ms_R.max()), placed, budgets))
     _, placed, budgets = min(tuned, key=lambda each: each[0])
     return placed.problem, placed.arrangement, budgets
-
-
-def _as_read(problem: StepProblem, tuned: TunedBudgets) -> np.ndarray:
-    """Tuned budgets, no more than samples have blocks."""
-    return np.minimum(tuned.budgets_LS, problem.costs.blocks_S)
 
 
 def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:

@@ -42,8 +42,8 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
-    Where ranks run in lockstep, batching ``makespan`` then puts every rank's micro-batches in the
-    order that :func:`.lockstep.in_lockstep_order` finds.
+    Where ranks run in lockstep, batching ``makespan`` places samples in rows
+    (:mod:`.planned_rows`), and the step may have fewer micro-batches on every rank than the job.
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
@@ -56,12 +56,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    problem, batching, arrangement, tuned = _best_of_positions(problem)
-    if problem.orders_for_lockstep and not arrangement.first_blocks:
-        tuned_2SC = problem.costs.sample_ms(tuned.budgets_LS)
-        ordered = in_lockstep_order(arrangement, problem.costs, tuned_2SC)
-        if ordered is not arrangement:
-            batching, arrangement = "makespan", ordered
+    if problem.plans_rows:
+        problem, batching, arrangement, tuned = _best_in_lockstep(problem)
+    else:
+        batching, arrangement, tuned = _best_candidate(problem)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
@@ -80,24 +78,32 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     return plan
 
 
-def _best_of_positions(
+def _best_in_lockstep(
     problem: StepProblem,
 ) -> tuple[StepProblem, Batching, Arrangement, TunedBudgets]:
-    """The best plan, with the problem that it solves: a step may have fewer positions."""
-    if not problem.plans_rows:
-        return problem, *_best_candidate(problem)
-    of_groups = problem.of_groups
+    """The shortest plan of ranks that wait for one another in every layer, with the problem that
+    it solves: a step may have fewer positions than the job."""
+    of_groups, cp_size = problem.of_groups, problem.job.context_parallel_size
     try:
-        blind = _best_placement(of_groups)[1]
+        blind = _candidates(of_groups)
     except PlanError:
-        blind = None
-    found = best_rows(of_groups, blind)
-    if found is None:
-        return problem, *_best_candidate(problem)
-    solved, arrangement, tuned = found
-    cp_size = problem.job.context_parallel_size
-    where = Arrangement.of_groups(arrangement.samples, cp_size)
-    return problem.with_positions(solved.job.micro_batches), "makespan", where, tuned
+        blind = {}
+    found = []
+    if rows := best_rows(of_groups, blind.values()):
+        solved, of_group, tuned = rows
+        where = Arrangement.of_groups(of_group.samples, cp_size)
+        found.append((problem.with_positions(solved.job.micro_batches), where, tuned))
+    if problem.plans_cp_sizes or not found:
+        _, where, _ = _best_candidate(problem)
+        where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
+        found.append((problem, where, problem.tuned_where(where)))
+
+    def makespan_ms(plan: tuple[StepProblem, Arrangement, TunedBudgets]) -> float:
+        solved, where, tuned = plan
+        return rounded_ms(solved.budgets.makespans_ms(tuned.budgets_LS, where).max())
+
+    solved, where, tuned = min(found, key=makespan_ms)
+    return solved, "makespan", where, tuned
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:

@@ -164,7 +164,11 @@ class StepProblem:
     @property
     def plans_rows(self) -> bool:
         """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
-        return self.orders_for_lockstep and not self.budget_policy.by_latency
+        return (
+            self.job.lockstep_ranks > 1
+            and self.policy.batching == "makespan"
+            and self.placement is None
+        )
 
     @property
     def plans_positions(self) -> bool:
@@ -181,15 +185,6 @@ class StepProblem:
             return self
         job = replace(self.job, micro_batches=positions)
         return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
-
-    @property
-    def orders_for_lockstep(self) -> bool:
-        """Whether the plan may choose the order of micro-batches that ranks in lockstep run."""
-        return (
-            self.job.lockstep_ranks > 1
-            and self.policy.batching == "makespan"
-            and self.placement is None
-        )
 
     @property
     def costs(self) -> StepCosts:

@@ -12,7 +12,7 @@ one chunk of a row (the micro-batches of a group at one position), and its budge
    envelope of coverage over height gives every step from height to height a slope.
 3. A level takes the steps whose slopes are at least its price, as levels of micro-batches do.
 
-Shape legend: S samples, L layers, Q price levels, K heights, Z sizes (samples of as many blocks),
+Shape legend: S samples, L layers, Q price levels, I heights, Z sizes (samples of as many blocks),
 R data-parallel ranks, M micro-batches, C chunks, J = R x M micro-batches, E groups, W ranks of a
 group, X = E x M rows; a leading 2: forward and backward.
 """
@@ -90,8 +90,10 @@ def _growth_JXQ(
     micro_batch_of_S: np.ndarray,
     layers_XL: np.ndarray,
     levels: slice = slice(None),
+    share_S: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Block pairs that micro-batches add in sets of layers at some price levels.
+    """Block pairs that micro-batches add in sets of layers at some price levels: a share of each
+    sample's where one is given.
 
     They are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the layers of the terms
     of :meth:`.WorkModel.growth`.
@@ -108,6 +110,8 @@ def _growth_JXQ(
         # Rows of sizes are taken whole, which is several times as fast as single entries.
         pairs_SQ = length_S1 * np.ascontiguousarray(a_ZQ)[size_S]
         pairs_SQ -= np.ascontiguousarray(b_ZQ)[size_S]
+        if share_S is not None:
+            pairs_SQ *= share_S[order_S, None]
         growth_JXQ[filled_J, column] = np.add.reduceat(pairs_SQ, first_J)
     return growth_JXQ
 
@@ -147,14 +151,14 @@ class _Heights:
         chunk_of_layer_L: the chunk of each layer.
         ms_XLQ: height at each price level.
         height_XLQ: its number among the heights that were tried.
-        member_XLWK: the level of every member's ladder within each height that was tried.
+        member_XLWI: the level of every member's ladder within each height that was tried.
         row_S, member_S: of every sample.
     """
 
     chunk_of_layer_L: np.ndarray
     ms_XLQ: np.ndarray
     height_XLQ: np.ndarray
-    member_XLWK: np.ndarray
+    member_XLWI: np.ndarray
     row_S: np.ndarray
     member_S: np.ndarray
 
@@ -177,7 +181,7 @@ class _Heights:
         own_2SL = layers.own_2SL(costs.block_pairs(ladder.common_LS(0)))
         np.add.at(floor_JL, place_S, own_2SL.sum(axis=0))
         every_L = np.eye(job.layers, dtype=bool)
-        ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS)
+        ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS, layers.pair_share_S)
         ms_JLQ *= pair_ms_L[:, None]
         ms_JLQ += floor_JL[..., None]
         slowness_RL = costs.slowness_RP[:, layers.chunk_of_layer_L // job.virtual_stages]
@@ -187,13 +191,13 @@ class _Heights:
 
         low_XL = ms_XLWQ[..., 0].max(axis=2)
         high_XL = np.maximum(ms_XLWQ[..., -1].max(axis=2), low_XL * ROUNDING)
-        share_K = np.arange(_HEIGHTS) / (_HEIGHTS - 1)
+        share_I = np.arange(_HEIGHTS) / (_HEIGHTS - 1)
         growth_XL1 = (high_XL / np.maximum(low_XL, _LEAST_MS))[..., None]
-        tried_XLK = low_XL[..., None] * growth_XL1**share_K
-        member_XLWK = _last_within(ms_XLWQ, tried_XLK * ROUNDING)
-        reached_XLK = np.take_along_axis(ms_XLWQ, member_XLWK, axis=3).max(axis=2)
-        covered_XLK = np.take_along_axis(covered_XLWQ, member_XLWK, axis=3).sum(axis=2)
-        more_ms, more_coverage = np.diff(reached_XLK), np.diff(covered_XLK)
+        tried_XLI = low_XL[..., None] * growth_XL1**share_I
+        member_XLWI = _last_within(ms_XLWQ, tried_XLI * ROUNDING)
+        reached_XLI = np.take_along_axis(ms_XLWQ, member_XLWI, axis=3).max(axis=2)
+        covered_XLI = np.take_along_axis(covered_XLWQ, member_XLWI, axis=3).sum(axis=2)
+        more_ms, more_coverage = np.diff(reached_XLI), np.diff(covered_XLI)
         steps = BudgetSteps(
             low_LS=np.zeros(low_XL.shape, dtype=np.int64),
             points_LSK=np.broadcast_to(np.arange(1, _HEIGHTS), more_ms.shape),
@@ -203,9 +207,9 @@ class _Heights:
         height_XLQ = np.moveaxis(budgets_by_level(steps), 0, -1)
         return cls(
             chunk_of_layer_L=layers.chunk_of_layer_L,
-            ms_XLQ=np.take_along_axis(reached_XLK, height_XLQ, axis=2),
+            ms_XLQ=np.take_along_axis(reached_XLI, height_XLQ, axis=2),
             height_XLQ=height_XLQ,
-            member_XLWK=member_XLWK,
+            member_XLWI=member_XLWI,
             row_S=row_S,
             member_S=member_S,
         )
@@ -216,20 +220,20 @@ class _Heights:
         level_XL = level_XC[:, self.chunk_of_layer_L]
         height_XL = np.take_along_axis(self.height_XLQ, level_XL[..., None], axis=2)[..., 0]
         row_1S, member_1S, layer_L1 = self.row_S[None], self.member_S[None], layer_L[:, None]
-        member_LS = self.member_XLWK[row_1S, layer_L1, member_1S, height_XL[row_1S, layer_L1]]
+        member_LS = self.member_XLWI[row_1S, layer_L1, member_1S, height_XL[row_1S, layer_L1]]
         return np.arange(LEVELS + 1)[_MEMBER_LEVELS][member_LS]
 
 
-def _last_within(ms_XLWQ: np.ndarray, limits_XLK: np.ndarray) -> np.ndarray:
-    """[X, L, W, K] the last level whose ms are within each limit; level 0 always is.
+def _last_within(ms_XLWQ: np.ndarray, limits_XLI: np.ndarray) -> np.ndarray:
+    """[X, L, W, I] the last level whose ms are within each limit; level 0 always is.
 
     All searches are one: ms and limits of a layer are moved where no other layer's are.
     """
     shape, levels = ms_XLWQ.shape[:3], ms_XLWQ.shape[3]
-    far = 2.0 * max(float(ms_XLWQ.max()), float(limits_XLK.max()), _LEAST_MS)
+    far = 2.0 * max(float(ms_XLWQ.max()), float(limits_XLI.max()), _LEAST_MS)
     shift = far * np.arange(np.prod(shape), dtype=np.float64).reshape(*shape, 1)
     below = np.searchsorted(
-        (ms_XLWQ + shift).ravel(), (limits_XLK[:, :, None] + shift).ravel(), side="right"
+        (ms_XLWQ + shift).ravel(), (limits_XLI[:, :, None] + shift).ravel(), side="right"
     ).reshape(*shape, -1)
     first = levels * np.arange(np.prod(shape)).reshape(*shape, 1)
     return np.asarray(np.clip(below - first - 1, 0, levels - 1))

@@ -29,18 +29,17 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.lockstep import (
-    falling_order_RM,
-    in_lockstep_order,
-    lockstep_makespans_ms,
-)
+from sparsebalance_megatron.plan.placement.lockstep import falling_order_RM, in_lockstep_order
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 4, 2, 1), (8, 4, 2, 2), (2, 5, 4, 1), (4, 1, 1, 1)])
 """Ranks, positions, stages and chunks."""
+
+
+def lockstep_makespans_ms(times, lockstep_ranks):
+    return makespans_ms(replace(times, lockstep_ranks=lockstep_ranks))
 
 
 def group_times(times_2RPVM, ranks):
@@ -79,11 +78,6 @@ def test_groups_need_not_be_powers_of_two(ranks):
     expected_G = makespans_ms(flat(group_times(times_2RPVM, ranks)))
     found_R = lockstep_makespans_ms(flat(times_2RPVM), ranks)
     assert found_R.tolist() == pytest.approx(np.repeat(expected_G, ranks).tolist(), rel=1e-12)
-    pairs_RM = np.full((6, 4), 2)
-    all_wait_R = lockstep_makespans_ms(
-        flat(shared_times((6, 4, 1, 1), pairs_RM, 5), cp_sizes_RM=pairs_RM), 3
-    )
-    assert len(set(all_wait_R)) == 1
 
 
 @given(SEEDS, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
@@ -169,34 +163,18 @@ def test_the_order_is_never_longer_in_lockstep(shape, seed, lockstep_ranks, wide
 
 
 @given(SHAPES, SEEDS, st.sampled_from([1, 2, 4]))
-def test_plans_differ_from_others_in_the_order_alone(shape, seed, lockstep_ranks):
-    """Micro-batches and budgets are equal; where no rank waits, plans are bit-identical."""
+def test_plans_of_groups_are_no_longer_than_the_order_of_arrival(shape, seed, lockstep_ranks):
     lockstep_ranks = min(lockstep_ranks, shape[0])
-    alone = planned(**arguments(shape, seed, 1))
     given_ = arguments(shape, seed, lockstep_ranks)
     plan = planned(**given_)
     plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
-
-    def contents(of):
-        return [
-            sorted(
-                (each.samples, each.budgets_LS.tolist()) for each in of.for_rank(rank).micro_batches
-            )
-            for rank in range(shape[0])
-        ]
-
-    assert contents(plan) == contents(alone)
-    expected, blind = plan.expectation, alone.expectation
-    lockstep_R = lockstep_makespans_ms(flat(expected.times_2RPVM), lockstep_ranks)
-    before_R = lockstep_makespans_ms(flat(blind.times_2RPVM), lockstep_ranks)
-    assert expected.rank_makespan_ms == pytest.approx(lockstep_R.tolist(), rel=1e-12)
+    expected = plan.expectation
     assert expected.makespan_ms == max(expected.rank_makespan_ms)
-    assert expected.imbalance_makespans == pytest.approx(imbalance(lockstep_R), rel=1e-12)
-    assert expected.makespan_ms <= before_R.max() * (1 + 1e-8)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
-    if lockstep_ranks == 1:
-        assert plan.digest() == alone.digest()
-        assert plan.batching == alone.batching
+    arrival = planned(**arguments(shape, seed, lockstep_ranks, batching="arrival", tuning="off"))
+    assert expected.makespan_ms <= arrival.expectation.makespan_ms * (1 + 1e-8)
+    for ranks in np.split(np.array(expected.rank_makespan_ms), shape[0] // lockstep_ranks):
+        assert len(set(ranks)) == 1
 
 
 def test_without_a_pipeline_every_rank_runs_its_longest_micro_batch_first():
@@ -209,17 +187,20 @@ def test_without_a_pipeline_every_rank_runs_its_longest_micro_batch_first():
 def test_an_order_that_was_asked_for_or_given_stays():
     for batching in ("arrival", "length", "latency"):
         plans = [
-            planned(**arguments((4, 6, 1, 1), 1, ranks, batching=batching)) for ranks in (1, 4)
+            planned(**arguments((4, 6, 1, 1), 1, ranks, batching=batching, tuning="off"))
+            for ranks in (1, 4)
         ]
         assert plans[0].digest() == plans[1].digest()
         blind_ms, lockstep_ms = (plan.expectation.makespan_ms for plan in plans)
         assert lockstep_ms > blind_ms
     placement = tuple(tuple((6 * rank + m,) for m in range(6)) for rank in range(4))
-    plans = [
-        planned(**arguments((4, 6, 1, 1), 1, ranks, size=1), placement=placement)
-        for ranks in (1, 4)
-    ]
-    assert plans[0].digest() == plans[1].digest()
+    plan = planned(**arguments((4, 6, 1, 1), 1, 4, size=1), placement=placement)
+    assert (
+        tuple(
+            tuple(each.samples for each in plan.for_rank(rank).micro_batches) for rank in range(4)
+        )
+        == placement
+    )
 
 
 @pytest.mark.parametrize(
