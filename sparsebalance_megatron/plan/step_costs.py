@@ -41,15 +41,21 @@ _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    ``constant_2C``: ms of a micro-batch whatever it holds. ``sequence_2C``: of every sample in it,
-    on every rank that shares it. ``fixed_2SC``: ms of a sample whatever its budgets, on a rank by
-    itself, attention of dense layers included; ``token_2C`` of it per token and ``visible_2C`` per
-    visible block pair. ``pair_2C``: ms of a block pair in one sparse layer of the chunk.
-    ``dense_L``: which layers are dense. ``exchange_2SC``: ms of
-    receiving all of a sample's keys and values. ``exchange``: how ranks share. ``segments``: what
-    passing the pipeline in segments costs. ``slowness_RP``:
-    factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
-    ``layers``: the same layer by layer, where ranks wait for one another in every layer.
+    Attributes:
+        work: how block pairs follow from budgets.
+        constant_2C: ms of a micro-batch whatever it holds.
+        sequence_2C: ms of every sample in it, on every rank that shares it.
+        fixed_2SC: ms of a sample whatever its budgets, on a rank by itself, attention of dense
+            layers included.
+        token_2C: its part of ``fixed_2SC`` per token.
+        visible_2C: its part of ``fixed_2SC`` per visible block pair.
+        pair_2C: ms of a block pair in one sparse layer of the chunk.
+        exchange_2SC: ms of receiving all of a sample's keys and values.
+        exchange: how ranks share.
+        segments: what passing the pipeline in segments costs.
+        dense_L: which layers are dense.
+        slowness_RP: factors on all times of a rank in a stage.
+        layers: costs layer by layer, where ranks wait for one another in every layer.
     """
 
     job: Job
