@@ -337,8 +337,7 @@ class Layer:
             segment_slice,
         )
         from sparsebalance_megatron.megatron.packed_seq_params import (
-            micro_batch_context,
-            packed_params,
+            LocalMicroBatch,
         )
         from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -358,7 +357,7 @@ class Layer:
             held = kept and segment_slice(
                 (0, workload.tokens), first_blocks, segment, block_size=workload.block_size
             )
-            context = micro_batch_context(
+            context = LocalMicroBatch.of(
                 plan,
                 held.cu_seqlens if held else (0, workload.tokens),
                 block_size=workload.block_size,
@@ -367,9 +366,7 @@ class Layer:
                 sequence=held,
                 segments=kept,
             )
-            params = packed_params(
-                context, max_seqlen_tokens=workload.tokens, device=workload.device
-            )
+            params = context.params(workload.tokens)
             tokens_T = slice(held.tokens_T[0], held.tokens_T[-1] + 1) if held else slice(None)
             hidden_T1h = self._hidden_T1h[tokens_T].clone().requires_grad_()
             operations.append((params, tokens_T, hidden_T1h))

@@ -44,13 +44,13 @@ def planned(
     """A plan of so many ranks under a cap on what each holds of a micro-batch."""
     job = replace(
         job,
-        data_parallel_size=ranks,
+        layout=replace(job.layout, data_parallel_size=ranks),
         max_sample_tokens=max(lengths),
         global_batch_size=len(lengths),
         **changes,
     )
     config = replace(config, max_tokens_per_micro_batch=cap_tokens, max_context_parallel=largest)
-    return integration.planner(config, job).plan(lengths)
+    return integration.HostPlanner(config, job).plan(lengths)
 
 
 class Scheduler:

@@ -47,7 +47,7 @@ from sparsebalance_megatron.megatron.latent_attention import with_true_positions
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
-    MicroBatchContext,
+    LocalMicroBatch,
 )
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -191,10 +191,10 @@ class BudgetedCoreAttention(MegatronModule):
         out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device), None)
         return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
-    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
+    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> LocalMicroBatch:
         samples = len(cu_seqlens) - 1
         base = self._base_budget
-        return MicroBatchContext(
+        return LocalMicroBatch(
             layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
@@ -208,7 +208,7 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGF: Tensor,
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         kept: KeptAttention | None,
     ) -> Tensor:
         how: dict[str, Any] = {
@@ -242,7 +242,7 @@ class BudgetedCoreAttention(MegatronModule):
         return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None
 
     @torch.no_grad()
-    def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
         options, sequence = self._options, context.sequence
         if self._base_budget == DENSE:
@@ -266,7 +266,7 @@ class BudgetedCoreAttention(MegatronModule):
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
-    def _everything(self, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def _everything(self, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """All blocks that may be read, unranked. A dense layer covers everything at any budget."""
         if context.observe:
             all_S = k_TGD.new_ones(context.layout.documents, dtype=torch.float32)
@@ -281,7 +281,7 @@ class BudgetedCoreAttention(MegatronModule):
         return Selection.of_everything(layouts, k_TGD.shape[1])
 
     def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 

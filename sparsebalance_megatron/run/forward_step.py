@@ -7,6 +7,7 @@ Shape legend: T tokens of the packed sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,8 @@ from sparsebalance_megatron.megatron.hooks import (
     use_true_positions,
     validate_loss,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import (
-    MicroBatchContext,
-    micro_batch_context,
-    packed_params,
-)
-from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.micro_batches import LocalMicroBatch
+from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.run.run import Run
 
 Batch = dict[str, Any]
@@ -53,50 +49,33 @@ class ForwardStep:
         self,
         inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
         run: Callable[[], Run],
-        inputs: Inputs,
+        max_seqlen_tokens: int,
         device: torch.device,
     ) -> None:
         self._inner = inner
         self._run = run
-        self._inputs = inputs
+        self._max_seqlen_tokens = max_seqlen_tokens
         self._device = device
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
             self._run().install(model_config_of(model))
-        micro_batch: LocalMicroBatch = next(data_iterator)
-        context = micro_batch_context(
-            micro_batch.plan,
-            micro_batch.cu_seqlens,
-            block_size=self._inputs.config.block_size,
-            observe=micro_batch.training,
-            device=self._device,
-            step=micro_batch.step,
-            position=micro_batch.position,
-            chunk=micro_batch.chunk,
-            sequence=micro_batch.sequence,
-            segments=micro_batch.segments,
-        )
-        if context.sequence is not None:
-            use_true_positions(model)
-        if micro_batch.training:
-            self._run().begin_micro_batch(context)
-        batch = self._batch(micro_batch, context)
-        output, loss_function = self._inner(iter((batch,)), model)
-        if micro_batch.training:
-            self._run().end_forward(micro_batch.step)
-        return output, partial(self._loss, loss_function, micro_batch.training)
-
-    def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
+        read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
-        if micro_batch.packed is not None:
-            for name in _ROW_KEYS:
-                values_T = torch.as_tensor(getattr(micro_batch.packed, name))
-                batch[name] = copied_to(values_T, self._device)[None]
-        batch["packed_seq_params"] = packed_params(
-            context, max_seqlen_tokens=self._inputs.settings.seq_length, device=self._device
-        )
-        return batch
+        for name, values_T in (read.inputs or {}).items():
+            batch[name] = copied_to(torch.as_tensor(values_T), self._device)[None]
+        # It lives until the step's end, without tokens. Megatron may run a step again: what is read
+        # stays as it is.
+        micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
+        if micro_batch.sequence is not None:
+            use_true_positions(model)
+        if micro_batch.observe:
+            self._run().begin_micro_batch(micro_batch)
+        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
+        output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.observe:
+            self._run().end_forward(micro_batch.step)
+        return output, partial(self._loss, loss_function, micro_batch.observe)
 
     def _loss(
         self, loss_function: LossFunction, training: bool, output: Tensor
