@@ -11,7 +11,7 @@ import torch
 
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
-    LocalMicroBatch,
+    local_micro_batches,
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -35,5 +35,7 @@ def params_with(
         position=0,
     )
     boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
-    context = LocalMicroBatch.of(plan, boundaries, block_size=BLOCK, observe=True, device=device)
-    return context.params(256)
+    (micro_batch,) = local_micro_batches(
+        plan, boundaries, [None], block_size=BLOCK, observe=True, device=device
+    )
+    return micro_batch.params(256)

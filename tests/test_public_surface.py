@@ -18,9 +18,8 @@ from sparsebalance_megatron import cli, integration
 EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
-        *("layout", "shape", "max_sample_tokens", "global_batch_size"),
-        *("micro_batches_multiple_of", "pad_samples_to", "recompute_all", "recompute_attention"),
-        *("neighbours_per_node", "frozen_weights"),
+        *("layout", "shape", "max_sample_tokens", "global_batch_size", "pad_samples_to"),
+        *("recompute_all", "recompute_attention", "neighbours_per_node", "frozen_weights"),
     ],
     "HostPlanner": ["config", "job", "cost", "clock"],
     "Job": [

@@ -107,12 +107,10 @@ def _placing_planner(args: Any, layout: dict[str, int], lengths: list[int]) -> t
                 for stage in range(stages)
             ),
             data_parallel_size=layout["dp_size"],
+            micro_batch_group_size=layout["microbatch_group_size_per_vp_stage"],
         ),
         max_sample_tokens=cap_tokens,
         global_batch_size=len(lengths),
-        micro_batches_multiple_of=layout["microbatch_group_size_per_vp_stage"]
-        if layout["vpp_size"] > 1
-        else 1,
     )
     choices = getattr(args, "sparse_balance", {}) | {
         "tuning": "off",

@@ -36,8 +36,6 @@ class HostJob:
         shape: the sizes that a layer's cost depends on.
         max_sample_tokens: the longest sample.
         global_batch_size: samples of a training step, on average.
-        micro_batches_multiple_of: what the number of micro-batches divides by; the number of
-            pipeline stages with virtual stages.
         pad_samples_to: tokens that the host pads every sample to a multiple of.
         recompute_all, recompute_attention: what backward computes again (Megatron's
             ``--recompute-granularity`` full, or selective with ``core_attn``).
@@ -51,7 +49,6 @@ class HostJob:
     shape: ModelShape
     max_sample_tokens: int
     global_batch_size: int
-    micro_batches_multiple_of: int = 1
     pad_samples_to: int = 1
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -59,16 +56,13 @@ class HostJob:
     frozen_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout.data_parallel_size < 1:
-            raise ConfigError(
-                f"host job: data_parallel_size {self.layout.data_parallel_size}: must be at least 1"
-            )
+        sizes = vars(self) | {"data_parallel_size": self.layout.data_parallel_size}
         for name in (
-            *("max_sample_tokens", "global_batch_size", "micro_batches_multiple_of"),
+            *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
             *("pad_samples_to", "neighbours_per_node"),
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+            if sizes[name] < 1:
+                raise ConfigError(f"host job: {name} {sizes[name]}: must be at least 1")
 
     def padded(self, tokens: int) -> int:
         """Tokens of a sample where this host packs it."""
@@ -221,11 +215,12 @@ class HostPlanner:
 
     def _micro_batch_counts(self, lengths: tuple[int, ...], given: int | None) -> range:
         """Numbers of micro-batches to try, the least first."""
-        ranks, multiple = self.job.layout.data_parallel_size, self.job.micro_batches_multiple_of
+        layout = self.job.layout
+        ranks, multiple = layout.data_parallel_size, layout.micro_batches_multiple_of
         if given is not None:
             if given < 1 or given % multiple:
                 raise PlanError(
-                    f"{given} micro-batches: must be a multiple of micro_batches_multiple_of "
+                    f"{given} micro-batches: must be a multiple of the schedule's group of "
                     f"{multiple}"
                 )
             return range(given, given + 1)

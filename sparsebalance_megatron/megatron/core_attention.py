@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,26 +212,27 @@ class BudgetedCoreAttention(MegatronModule):
         context: LocalMicroBatch,
         kept: KeptAttention | None,
     ) -> Tensor:
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "implementation": self._options.implementation,
-            "sink_H": self._sink(q_THD),
-        }
         inputs, found = (q_THD, k_TGD, v_TGF), None
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)
         if found is not None:
-            selection = found.selection
-            how["known"] = found.out_THF, found.lse_TH
+            selection, known = found.selection, (found.out_THF, found.lse_TH)
         else:
+            known = None
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
-        sequence = context.sequence
-        if sequence is None:
-            out_THF, lse_TH = block_sparse_attention(*inputs, selection, **how)
-        else:
-            how["exchange"] = context.exchange(self._layer_index)
-            out_THF, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
+        attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
+        if context.sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
+        out_THF, lse_TH = attend(
+            *inputs,
+            selection,
+            softmax_scale=self._softmax_scale,
+            implementation=self._options.implementation,
+            sink_H=self._sink(q_THD),
+            known=known,
+        )
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
@@ -252,16 +254,18 @@ class BudgetedCoreAttention(MegatronModule):
         if context.observe:
             # A guarded sample never needs more than the base budget.
             max_budget = max(max_budget, self._base_budget)
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "max_budget": max_budget,
-            "observe": context.observe,
-        }
-        if sequence is None:
-            ranking = rank_sequence(options.selector, q_THD, k_TGD, context.layout, **how)
-        else:
-            how["exchange"] = context.exchange(self._layer_index)
-            ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)
+        rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
+        if sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            rank = partial(rank_slice, sequence=sequence, exchange=exchange)
+        ranking = rank(
+            options.selector,
+            q_THD,
+            k_TGD,
+            softmax_scale=self._softmax_scale,
+            max_budget=max_budget,
+            observe=context.observe,
+        )
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)

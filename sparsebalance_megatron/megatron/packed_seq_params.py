@@ -11,7 +11,7 @@ T tokens of what runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -80,60 +80,6 @@ class LocalMicroBatch:
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
-    @classmethod
-    def of(
-        cls,
-        plan: MicroBatchPlan,
-        cu_seqlens: tuple[int, ...],
-        *,
-        block_size: int,
-        observe: bool,
-        device: torch.device,
-        step: int = -1,
-        chunk: int = 0,
-        sequence: SequenceSlice | None = None,
-        segments: MicroBatchSegments | None = None,
-        inputs: Mapping[str, np.ndarray] | None = None,
-    ) -> LocalMicroBatch:
-        """Build a planned micro-batch, or one of its segments, on this rank.
-
-        A packed sequence that is padded for sequence parallelism, for fp8 or fp4 products, or for
-        ranks that share it, has more documents than the plan has samples; padding gets budget 1,
-        since nothing it computes reaches the loss.
-
-        Args:
-            cu_seqlens: boundaries of the whole packed sequence, padding included.
-            sequence: this operation's slice, on the host; None where it runs the whole sequence.
-        """
-        budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
-        padding = len(cu_seqlens) - 1 - len(plan.samples)
-        if padding:
-            budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
-        pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
-        if sequence is not None:
-            if segments is not None:
-                # Only documents that have begun.
-                samples = len(sequence.cu_seqlens) - 1
-                budgets_LS = budgets_LS[:, :samples].contiguous()
-                pinned_S = None if pinned_S is None else pinned_S[:samples]
-            sequence = replace(sequence, device=device)
-        return cls(
-            layout=packed_layout(cu_seqlens, block_size, device)
-            if sequence is None
-            else sequence.whole_layout,
-            budgets_LS=copied_to(budgets_LS, device),
-            max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
-            observe=observe,
-            step=step,
-            position=plan.position,
-            chunk=chunk,
-            sequence=sequence,
-            segments=segments,
-            pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
-            padding_documents=padding,
-            inputs=inputs,
-        )
-
     @property
     def segment(self) -> int:
         """Number of the micro-batch's segment that runs; 0 where it has one."""
@@ -188,6 +134,62 @@ class BudgetedPackedSeqParams(PackedSeqParams):
 
     micro_batch: LocalMicroBatch | None = None
     kept: KeptAttention | None = None
+
+
+def local_micro_batches(
+    plan: MicroBatchPlan,
+    cu_seqlens: tuple[int, ...],
+    slices: Sequence[SequenceSlice | None],
+    *,
+    block_size: int,
+    observe: bool,
+    device: torch.device,
+    step: int = -1,
+    chunk: int = 0,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+) -> list[LocalMicroBatch]:
+    """Build a planned micro-batch on this rank, segment by segment.
+
+    A packed sequence that is padded for sequence parallelism, for fp8 or fp4 products, or for ranks
+    that share it, has more documents than the plan has samples; padding gets budget 1, since
+    nothing it computes reaches the loss.
+
+    Args:
+        cu_seqlens: boundaries of the whole packed sequence, padding included.
+        slices: what runs, on the host; a single None is the whole packed sequence.
+        inputs: of each slice; None on stages that read none.
+    """
+    budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
+    padding = len(cu_seqlens) - 1 - len(plan.samples)
+    if padding:
+        budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
+    segments = MicroBatchSegments(count=len(slices)) if len(slices) > 1 else None
+    max_budgets = tuple(int(k) for k in plan.budgets_LS.max(axis=1))
+    made = []
+    for number, held in enumerate(slices):
+        # Of a segment, the documents that have begun.
+        begun = len(cu_seqlens if held is None or segments is None else held.cu_seqlens) - 1
+        sequence = None if held is None else replace(held, device=device)
+        made.append(
+            LocalMicroBatch(
+                layout=packed_layout(cu_seqlens, block_size, device)
+                if sequence is None
+                else sequence.whole_layout,
+                budgets_LS=copied_to(budgets_LS[:, :begun].contiguous(), device),
+                max_budgets=max_budgets,
+                observe=observe,
+                step=step,
+                position=plan.position,
+                chunk=chunk,
+                sequence=sequence,
+                segments=segments,
+                pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
+                padding_documents=padding,
+                inputs=None if inputs is None else inputs[number],
+            )
+        )
+    return made
 
 
 class LayoutCache:

@@ -252,27 +252,21 @@ def host_job(
 ) -> HostJob:
     """The job of this model; ``others`` are fields that its config does not hold.
 
-    With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
-    large as the pipeline.
-
     Args:
         vocab_size: rows of the embedding, padding included.
         data_parallel_size: counts context-parallel ranks too.
     """
-    layers = stage_layers(transformer_config)
-    group_size = micro_batch_group_size(transformer_config)
     shape = model_shape(transformer_config, vocab_size)
     granularity = transformer_config.recompute_granularity
     return HostJob(
         layout=Job(
-            stage_layers=layers,
+            stage_layers=stage_layers(transformer_config),
             data_parallel_size=data_parallel_size,
             micro_batches=micro_batches,
             context_parallel_size=transformer_config.context_parallel_size,
-            micro_batch_group_size=group_size,
+            micro_batch_group_size=micro_batch_group_size(transformer_config),
         ),
         shape=shape,
-        micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
         neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
         recompute_all=granularity == "full",
         recompute_attention=granularity == "selective"

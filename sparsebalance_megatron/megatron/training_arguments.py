@@ -11,7 +11,6 @@ from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
-    enable_variable_lengths,
     model_provider,
     saved_arguments,
     use_layer_spec,
@@ -70,11 +69,10 @@ class TrainingArguments:
     def configure_model(self, model_config: Any, layer_spec: Callable[..., Any]) -> None:
         """Put a layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
         use_layer_spec(self._args, model_config, layer_spec)
-        enable_variable_lengths(model_config.transformer)
 
     def model_provider(self, layer_spec: Callable[..., Any]) -> Callable[..., Any]:
         """A ``model_provider`` whose models have a layer spec (megatron-core 0.18)."""
-        return model_provider(self._args, layer_spec, variable_lengths=True)
+        return model_provider(self._args, layer_spec)
 
 
 def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:

@@ -22,7 +22,6 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    MicroBatchSegments,
     segment_slice,
 )
 from sparsebalance_megatron.cost.parts import Part
@@ -34,6 +33,7 @@ from sparsebalance_megatron.megatron.core_attention import (
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
     LocalMicroBatch,
+    local_micro_batches,
 )
 from sparsebalance_megatron.megatron.settings import head_dims
 from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
@@ -142,19 +142,16 @@ class ProfiledModel:
         ]
 
         def forward() -> list[Tensor]:
-            kept = MicroBatchSegments(count=segments) if segments > 1 else None
+            micro_batches = local_micro_batches(
+                *(plan, cu_seqlens, slices),
+                block_size=block_size,
+                observe=True,
+                device=self._device,
+            )
             outputs = []
-            for held, qkv in zip(slices, inputs, strict=True):
-                context = LocalMicroBatch.of(
-                    *(plan, cu_seqlens if held is None else held.cu_seqlens),
-                    block_size=block_size,
-                    observe=True,
-                    device=self._device,
-                    sequence=held,
-                    segments=kept,
-                )
-                params = context.params(self._max_seqlen_tokens)
-                batched = qkv if held is None else [x[:, None] for x in qkv]
+            for micro_batch, qkv in zip(micro_batches, inputs, strict=True):
+                params = micro_batch.params(self._max_seqlen_tokens)
+                batched = qkv if micro_batch.sequence is None else [x[:, None] for x in qkv]
                 outputs.append(self._core_attention(*batched, packed_seq_params=params))
             return outputs
 

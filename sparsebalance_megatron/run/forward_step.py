@@ -19,8 +19,8 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
     model_config_of,
+    token_loss,
     use_true_positions,
-    validate_loss,
 )
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -107,17 +107,4 @@ def packed_forward_step(
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
     )
-    return output, partial(_token_loss, batch["loss_mask"], check_for_nan)
-
-
-def _token_loss(
-    loss_mask_1T: Tensor, check_for_nan: bool, output_1T: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of token losses, token count, and what Megatron reports."""
-    losses_T = output_1T.reshape(-1).float()
-    mask_T = loss_mask_1T.reshape(-1)
-    loss = (losses_T * mask_T).sum()
-    tokens = mask_T.sum().to(torch.int)
-    if check_for_nan:
-        validate_loss(loss)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
+    return output, partial(token_loss, batch["loss_mask"], check_for_nan)

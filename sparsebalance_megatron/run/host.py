@@ -28,9 +28,7 @@ from sparsebalance_megatron.megatron.compat import enable_variable_lengths
 from sparsebalance_megatron.megatron.hooks import use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
-from sparsebalance_megatron.megatron.packed_seq_params import (
-    LayoutCache,
-)
+from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
@@ -85,7 +83,6 @@ class HostRun(RunHandle):
         self.job = job
         self.planner = HostPlanner(config, job)
         super().__init__(config, self.planner.coverage.grid, transformer_config)
-        self._config = config
         self._device = device
         self._boundaries = LayoutCache()
         self._plans = _AttachedPlans(self.planner)
@@ -242,16 +239,20 @@ class HostRun(RunHandle):
                     "model, whose inputs cut cuts"
                 )
             use_true_positions(model)
-        cu_seqlens = None
-        if packed_seq_params is not None:
-            cu_seqlens = self._checked_boundaries(packed_seq_params, plan, place)
-        (micro_batch,) = self._packing.local(
+        cu_seqlens = (
+            self._packing.cu_seqlens(plan)
+            if packed_seq_params is None
+            else self._checked_boundaries(packed_seq_params, plan, place)
+        )
+        (micro_batch,) = local_micro_batches(
             plan,
+            cu_seqlens,
+            self._packing.slices(plan),
+            block_size=self._packing.block_size,
             observe=learn,
             device=self._device,
             step=step if learn else -1,
             chunk=vp_stage or 0,
-            cu_seqlens=cu_seqlens,
         )
         if learn:
             self._run.check_ended(planned)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from threading import Lock
@@ -18,7 +17,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    MicroBatchSegments,
     segment_slice,
 )
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
@@ -34,7 +32,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
@@ -132,43 +130,6 @@ class SequencePacking:
         return [
             whole if held is None else whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
             for held in self.slices(micro_batch)
-        ]
-
-    def local(
-        self,
-        micro_batch: MicroBatchPlan,
-        *,
-        observe: bool,
-        device: torch.device,
-        step: int = -1,
-        chunk: int = 0,
-        cu_seqlens: tuple[int, ...] | None = None,
-        packed: Sequence[PackedSequence] | None = None,
-    ) -> list[LocalMicroBatch]:
-        """A micro-batch as a model chunk of this rank runs it, segment by segment.
-
-        Args:
-            observe: whether it is of a training step.
-            cu_seqlens: boundaries of a sequence that others packed; None is :meth:`cu_seqlens`.
-            packed: what :meth:`packed` gave; None on stages that read no tokens.
-        """
-        slices = self.slices(micro_batch)
-        parts: Sequence[PackedSequence | None] = packed or [None] * len(slices)
-        segments = MicroBatchSegments(count=len(slices)) if len(slices) > 1 else None
-        return [
-            LocalMicroBatch.of(
-                micro_batch,
-                cu_seqlens or self.cu_seqlens(micro_batch),
-                block_size=self.block_size,
-                observe=observe,
-                device=device,
-                step=step,
-                chunk=chunk,
-                sequence=held,
-                segments=segments,
-                inputs=None if inputs is None else vars(inputs),
-            )
-            for held, inputs in zip(slices, parts, strict=True)
         ]
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
@@ -271,13 +232,17 @@ class MicroBatchIterator:
         self._position += 1
         if self._position == len(micro_batches):
             self._step, self._position = self._step + 1, 0
-        return self._packing.local(
+        packed = None if self._index is None else self.packed(planned, position)
+        return local_micro_batches(
             micro_batches[position],
+            self._packing.cu_seqlens(micro_batches[position]),
+            self._packing.slices(micro_batches[position]),
+            block_size=self._packing.block_size,
             observe=self._training,
             device=self._device,
             step=step,
             chunk=self._chunk,
-            packed=None if self._index is None else self.packed(planned, position),
+            inputs=None if packed is None else [vars(each) for each in packed],
         )
 
     def read_ahead(self, planned: PlannedStep) -> None:

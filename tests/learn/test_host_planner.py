@@ -83,7 +83,7 @@ def test_every_sample_is_placed_once_under_the_cap(
     seed: int, count: int, ranks: int, stages: int, chunks: int
 ) -> None:
     multiple = stages if chunks > 1 else 1
-    job = host_job(ranks, stages, chunks, micro_batches_multiple_of=multiple)
+    job = host_job(ranks, stages, chunks)
     tokens = lengths(max(count, ranks * multiple), seed)
     plan = planner(job).plan(tokens).plan
     assert sorted(
