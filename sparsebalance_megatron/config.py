@@ -27,6 +27,7 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
+Positions = Literal["planned", "fixed"]
 CoverageMeanOver = Literal["samples", "tokens"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
@@ -121,6 +122,12 @@ class SparseBalanceConfig:
     batching: Batching = "makespan"
     """How samples are placed: in order of arrival, by tokens, by predicted latency (the paper), or
     by simulated makespan. Choose arrival for a baseline, latency to repeat the paper."""
+
+    positions: Positions = "planned"
+    """Micro-batches of a step where ranks wait for one another in every layer (expert parallelism)
+    and there is no pipeline: as many as make the shortest step, at most global batch size /
+    (micro-batch size x data-parallel size), or always that many (fixed). Choose fixed where a
+    step's micro-batches must be those that Megatron counts."""
 
     plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core, counted in simulated operations.

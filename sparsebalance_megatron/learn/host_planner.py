@@ -167,7 +167,9 @@ class HostPlanner:
 
         Args:
             lengths_tokens: of its samples; the plan calls them 0 to S - 1.
-            micro_batches: of every rank; None is the least number that the token cap allows.
+            micro_batches: of every rank; None is the least number that the token cap allows, or,
+                where ranks run in lockstep without a pipeline, the number of the shortest step
+                (unless the config says ``positions="fixed"``).
             placement: where the host has placed the samples, [rank][position] -> samples; the plan
                 then only chooses budgets, and holds the host to no token cap. Ranks that Megatron's
                 context parallelism groups count as one.
@@ -186,7 +188,13 @@ class HostPlanner:
         if placement is not None:
             micro_batches = micro_batches or max(map(len, placement), default=0)
         known = self._planner.knowledge()
-        counts = self._micro_batch_counts(lengths, micro_batches)
+        policy = self._planner.policy
+        counts: Sequence[int] = self._micro_batch_counts(lengths, micro_batches)
+        if micro_batches is not None:
+            policy = replace(policy, plans_positions=False)
+        elif policy.plans_positions_of(self.job.layout):
+            counts = counts[-1], *counts  # a plan for the most may have fewer
+        failures = []
         for count in counts:
             try:
                 return self._planner.plan(
@@ -197,11 +205,11 @@ class HostPlanner:
                     later_lengths_tokens=later,
                     placement=placement,
                     pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
+                    policy=policy,
                 )
-            except PlanError:
-                if count == counts[-1]:
-                    raise
-        raise AssertionError("at least one number of micro-batches is tried")
+            except PlanError as error:
+                failures.append(error)
+        raise failures[-1]
 
     def _padded_lengths(self, lengths_tokens: Sequence[int]) -> tuple[int, ...]:
         longest = self.job.max_sample_tokens

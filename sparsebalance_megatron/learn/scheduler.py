@@ -255,7 +255,7 @@ def evaluation_scheduler(
         policy = replace(policy, base_budget=coverage.max_blocks, layer_budgets=None)
     planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, tuning="off", max_segments=1),
+        policy=replace(policy, tuning="off", max_segments=1, plans_positions=False),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

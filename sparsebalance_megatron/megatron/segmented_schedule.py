@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a training step of a pipeline whose operations are segments of micro-batches.
 
-:func:`with_segments` wraps the function that Megatron's ``get_forward_backward_func`` returns. A
-step in which some micro-batch of some data-parallel rank has several segments runs here on all
-ranks. Any other step runs in Megatron's own schedule. Everything that
+A step in which some micro-batch of some data-parallel rank has several segments runs here on all
+ranks (:mod:`.planned_schedule`). Everything that
 ``forward_backward_pipelining_without_interleaving`` does for training is done here too: timers,
 ``no_sync``, loss scales, freed outputs, embedding gradients, reduced gradients. Shapes follow from
 the plan, so stages never send them, and the host never waits for a shape.
@@ -16,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -32,63 +30,6 @@ from megatron.core.utils import get_model_config
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.pipeline.orders import Operation, SegmentedSchedule
-
-ForwardBackward = Callable[..., list[dict[str, Any]]]
-"""Megatron's function of keywords that runs all forwards and backwards of a step."""
-
-
-class SegmentIterator(Protocol):
-    """A data iterator that knows how the next step's micro-batches are cut."""
-
-    def segment_tokens(self) -> Sequence[Sequence[int]] | None:
-        """Tokens of each segment of each micro-batch of this rank's next step, padding included;
-        None where no rank has segments."""
-
-    def __next__(self) -> Any:
-        """The next segment, in the order of the sequence."""
-
-
-def with_segments(megatrons: ForwardBackward) -> ForwardBackward:
-    """``megatrons``, but steps with segments run :func:`run_segments`.
-
-    Evaluation runs in Megatron's schedule: no backward holds activations there.
-    """
-
-    @functools.wraps(megatrons)
-    def forward_backward(**keywords: Any) -> list[dict[str, Any]]:
-        if keywords.get("forward_only"):
-            return megatrons(**keywords)
-        iterator = _only(keywords["data_iterator"])
-        if getattr(iterator, "replaying", False):
-            raise RuntimeError(
-                "Megatron runs a step with segments again, which cannot be; use "
-                "--sparse-balance-max-segments 1 to find the fault"
-            )
-        # Megatron wraps iterators to run steps again.
-        segment_tokens = getattr(iterator, "iterable", iterator).segment_tokens()
-        if segment_tokens is None:
-            return megatrons(**keywords)
-        return run_segments(
-            segment_tokens,
-            forward_step_func=keywords["forward_step_func"],
-            data_iterator=iterator,
-            model=_only(keywords["model"]),
-            force_all_reduce=bool(keywords.get("force_all_reduce")),
-        )
-
-    return forward_backward
-
-
-def use_segments() -> None:
-    """Have ``megatron.training``'s loop run steps with segments; once, before it trains."""
-    from megatron.training import training
-
-    inner = training.get_forward_backward_func
-
-    def forward_backward_func(*arguments: Any, **keywords: Any) -> ForwardBackward:
-        return with_segments(inner(*arguments, **keywords))
-
-    training.get_forward_backward_func = forward_backward_func
 
 
 def run_segments(
@@ -224,11 +165,3 @@ class _Stage:
         if self._config.sequence_parallel:
             tokens //= self._config.tensor_model_parallel_size
         return tokens, 1, self._config.hidden_size
-
-
-def _only(one_or_list: Any) -> Any:
-    """The only model chunk, or its data iterator, which Megatron passes bare or in a list."""
-    if not isinstance(one_or_list, list):
-        return one_or_list
-    (only,) = one_or_list
-    return only

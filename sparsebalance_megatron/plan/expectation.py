@@ -58,11 +58,14 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:
-    """A bound for all placements of these samples at all budgets, cp_sizes and segments that are
-    allowed."""
+    """A bound for all placements of these samples at all budgets, cp_sizes, segments and
+    numbers of positions that are allowed."""
     if problem.plans_segments:
         return segmented_bound_ms(problem)
     bounded = problem if problem.plans_cp_sizes else problem.of_groups
+    if problem.plans_positions:
+        # Every position costs something, and a bound of one position holds for any number.
+        bounded = bounded.with_positions(1)
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
     limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1

@@ -42,7 +42,8 @@ class PlanPolicy:
     ``context_parallel``: whether every micro-batch has the job's context-parallel size
     (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
     ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
-    layers whose base budget is not ``base_budget``.
+    layers whose base budget is not ``base_budget``. ``plans_positions``: whether steps may have
+    fewer micro-batches than the job, where that is possible (:meth:`plans_positions_of`).
     """
 
     batching: Batching
@@ -75,6 +76,16 @@ class PlanPolicy:
         """Mask of layers that read all visible blocks, whatever the tuning."""
         return self.base_L(layers) == DENSE
 
+    def plans_positions_of(self, job: Job) -> bool:
+        """Whether steps of this job may have fewer positions than the job: fuller rows are more
+        equal."""
+        return (
+            self.plans_positions
+            and self.batching == "makespan"
+            and job.lockstep_ranks > 1
+            and job.pipeline_stages == 1
+        )
+
     @classmethod
     def from_config(
         cls,
@@ -100,6 +111,7 @@ class PlanPolicy:
             max_context_parallel=max_context_parallel,
             max_segments=config.max_segments,
             segment_tokens=config.segment_tokens,
+            plans_positions=config.positions == "planned",
         )
 
 

@@ -172,12 +172,8 @@ class StepProblem:
 
     @property
     def plans_positions(self) -> bool:
-        """Whether a step may have fewer positions than the job: fuller rows are more equal."""
-        return (
-            self.policy.plans_positions
-            and self.job.lockstep_ranks > 1
-            and self.job.pipeline_stages == 1
-        )
+        """Whether this step may have fewer positions than the job."""
+        return self.plans_rows and self.policy.plans_positions_of(self.job)
 
     def with_positions(self, positions: int) -> StepProblem:
         """This problem with so many micro-batches on every rank."""

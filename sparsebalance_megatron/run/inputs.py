@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class Inputs:
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
+
+    def at_fixed_positions(self) -> Inputs:
+        """These inputs, for a loop that runs the job's number of micro-batches in every step."""
+        return replace(self, policy=replace(self.policy, plans_positions=False))
 
     def workload(self, steps: int) -> Workload:
         """The first training steps, with the prior of coverage: what later steps may be like."""

@@ -205,8 +205,12 @@ class MicroBatchIterator:
     def __iter__(self) -> MicroBatchIterator:
         return self
 
+    def micro_batches(self) -> int:
+        """See :meth:`.PlannedIterator.micro_batches`."""
+        return self._scheduler.planned(self._step).micro_batches
+
     def segment_tokens(self) -> list[list[int]] | None:
-        """See :meth:`.segmented_schedule.SegmentIterator.segment_tokens`."""
+        """See :meth:`.PlannedIterator.segment_tokens`."""
         planned, packing = self._scheduler.planned(self._step), self._packing
         if not planned.in_segments:
             return None

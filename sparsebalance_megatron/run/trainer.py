@@ -16,7 +16,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.segmented_schedule import ForwardBackward, with_segments
+from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import (
@@ -65,11 +65,12 @@ class TrainerRun(RunHandle):
         super().__init__(inputs.config, inputs.grid, transformer_config)
         self._session = Session(inputs, device, Loop())
         self._saved_samples: int | None = None
-        self._iterates = self._runs_segments = False
+        self._iterates = self._runs_as_planned = False
 
     @property
     def micro_batches(self) -> int:
-        """``num_microbatches`` of every training step."""
+        """``num_microbatches`` of training steps; the schedule of :meth:`wrap_schedule` runs as
+        many as each step's plan has."""
         return self._session.inputs.job.micro_batches
 
     def wrap_forward_step(self, forward_step: Callable[..., Any]) -> ForwardStep:
@@ -91,13 +92,14 @@ class TrainerRun(RunHandle):
         )
 
     def wrap_schedule(self, forward_backward: ForwardBackward) -> ForwardBackward:
-        """Make a schedule that runs steps with segments, and others in the given one.
+        """Make a schedule that runs steps as planned: with segments, or in fewer micro-batches.
 
         Call it before :meth:`train_data_iterator`, with the function that Megatron's
-        ``get_forward_backward_func`` gives.
+        ``get_forward_backward_func`` gives. Without it every step has :attr:`micro_batches`.
         """
-        self._runs_segments = True
-        return with_segments(forward_backward)
+        self._runs_as_planned = True
+        segments = self._session.inputs.policy.max_segments > 1
+        return as_planned(forward_backward, segments=segments)
 
     def train_data_iterator(
         self, *, consumed_samples: int = 0, vp_stage: int | None = None
@@ -115,12 +117,14 @@ class TrainerRun(RunHandle):
                 segments and no schedule was wrapped.
             StateError: if no step begins there, or loaded state cannot be continued in this run.
         """
-        max_segments = self._session.inputs.policy.max_segments
-        if max_segments > 1 and not self._runs_segments:
-            raise IntegrationError(
-                f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
-                "call wrap_schedule before train_data_iterator"
-            )
+        if not self._runs_as_planned:
+            max_segments = self._session.inputs.policy.max_segments
+            if max_segments > 1:
+                raise IntegrationError(
+                    f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
+                    "call wrap_schedule before train_data_iterator"
+                )
+            self._session.inputs = self._session.inputs.at_fixed_positions()
         if self._saved_samples not in (None, consumed_samples):
             raise IntegrationError(
                 f"consumed_samples {consumed_samples}: the loaded state goes on after "
@@ -142,7 +146,9 @@ class TrainerRun(RunHandle):
             PlanMismatchError: on all ranks alike, if they executed different plans.
         """
         problem = self._session.run.problem(
-            "call it once, after a schedule with num_microbatches=run.micro_batches has run",
+            "call it once, after the schedule that wrap_schedule gave has run"
+            if self._runs_as_planned
+            else "call it once, after a schedule with num_microbatches=run.micro_batches has run",
             "packed_seq_params=batch['packed_seq_params']",
         )
         if problem is not None:

@@ -22,7 +22,7 @@ from sparsebalance_megatron.megatron.core_attention import (
     sparse_balance_layer_spec,
 )
 from sparsebalance_megatron.megatron.hooks import install_hooks
-from sparsebalance_megatron.megatron.segmented_schedule import use_segments
+from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
 from sparsebalance_megatron.megatron.training_arguments import TrainingArguments
 from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.run.inputs import Inputs
@@ -74,8 +74,9 @@ class TrainingHooks:
         device: torch.device,
         make_scheduler: SchedulerMaker = make_scheduler,
     ) -> None:
-        if inputs.policy.max_segments > 1:
-            use_segments()
+        segments = inputs.policy.max_segments > 1
+        if segments or inputs.policy.plans_positions_of(inputs.job):
+            use_planned_schedule(segments=segments)
         self._arguments = arguments
         self.session = session = Session(
             inputs,

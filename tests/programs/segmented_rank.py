@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from sparsebalance_megatron.megatron import cpu
-from sparsebalance_megatron.megatron.segmented_schedule import with_segments
+from sparsebalance_megatron.megatron.planned_schedule import as_planned
 
 RANK, STAGES = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 HIDDEN = 3
@@ -93,6 +93,9 @@ class Segments:
         self._whole = whole
         self._rest = self._all()
 
+    def micro_batches(self) -> int:
+        return len(self._cuts)
+
     def segment_tokens(self) -> list[list[int]] | None:
         return None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
 
@@ -148,7 +151,7 @@ def train(
     config.defer_embedding_wgrad_compute = False
     model = Stage(config)
     model.linear.weight.register_hook(lambda _: told.append("backward"))
-    reports = with_segments(get_forward_backward_func())(
+    reports = as_planned(get_forward_backward_func(), segments=True)(
         forward_step_func=forward_step,
         data_iterator=Segments(step, whole=whole),
         model=[model],
