@@ -91,6 +91,21 @@ def test_rows_on_both_ranks_train_alike(
     )
 
 
+def test_planned_numbers_of_micro_batches_train_alike(
+    two_ranks: dict[str, Any], directory: Path
+) -> None:
+    found = two_ranks["positions"]
+    assert found["planned"] == pytest.approx(found["fixed"], rel=FEW_ROUNDINGS)
+    assert len(set(found["fixed"])) == STEPS
+    counts = {
+        name: [measured_ms(step).shape[-1] for step in read_steps(directory / name)]
+        for name in ("planned", "fixed")
+    }
+    assert counts["fixed"] == [4] * STEPS
+    assert min(counts["planned"]) < 4
+    assert found["unwrapped"] == [4, 4]
+
+
 def test_segments_train_alike(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], directory: Path
 ) -> None:

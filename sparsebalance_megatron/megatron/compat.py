@@ -37,6 +37,13 @@ def has_yarn_flags() -> bool:
     return hasattr(argument_utils, "_apply_yarn_config_from_args")
 
 
+def weighs_balancing_losses() -> bool:
+    """Whether losses that balance experts weigh alike at any tensor- and context-parallel size,
+    with ``--calculate-per-token-loss`` (0.19); before, they are divided by the number of ranks."""
+    major, minor = megatron_version().split(".")[:2]
+    return (int(major), int(minor)) >= (0, 19)
+
+
 def quantized_token_multiple(config: Any) -> int:
     """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
 

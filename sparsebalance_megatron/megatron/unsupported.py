@@ -17,7 +17,7 @@ from typing import Any
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
-from sparsebalance_megatron.megatron.compat import has_yarn_flags
+from sparsebalance_megatron.megatron.compat import has_yarn_flags, weighs_balancing_losses
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
 
@@ -49,12 +49,28 @@ def _kv_heads_are_shared(get: Settings) -> bool:
     return grouped and 0 < get("num_query_groups", 0) < get("tensor_model_parallel_size", 1)
 
 
+def _has_experts(get: Settings) -> bool:
+    return bool(get("num_experts") or get("num_moe_experts"))
+
+
+def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
+    """Whether this Megatron divides a balancing loss by tensor- and context-parallel ranks."""
+    given = get(coefficient, 0.0)
+    ranks = get("tensor_model_parallel_size", 1) * get("context_parallel_size", 1)
+    is_used = any(given) if isinstance(given, list | tuple) else bool(given)
+    return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
+
+
 _ATTENTION_DTYPE = "attention runs in the model's dtype"
 _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
 _GPT_ONLY = "only layers with attention have budgets; drop it"
+_DIVIDED = (
+    "with a loss per token, megatron-core 0.18 divides it by tensor-parallel x context-parallel "
+    "ranks; use 0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
+)
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
 _NO_SHARDED_WEIGHTS = (
@@ -90,6 +106,16 @@ MODEL = {
     "--moe-pad-expert-input-to-capacity": (
         "capacity follows a rank's own tokens, so that ranks of an expert group would exchange "
         "buffers of different sizes and hang; drop it, or use --expert-model-parallel-size 1"
+    ),
+    "--moe-router-load-balancing-type": (
+        "global_aux_loss divides what experts got of the micro-batches of all ranks by the tokens "
+        "of one of them, and packed sequences differ in length; use aux_loss or seq_aux_loss"
+    ),
+    "--moe-aux-loss-coeff": _DIVIDED,
+    "--moe-z-loss-coeff": _DIVIDED,
+    "--moe-paged-stash": (
+        "it reads as many micro-batches as the batch sizes make, and plans may have fewer; use "
+        "--sparse-balance-positions fixed"
     ),
     "--num-query-groups": (
         "a KV head's ranks would choose blocks each by itself; use as many groups as "
@@ -186,11 +212,22 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
         get, "expert_tensor"
     ),
     "--moe-token-dispatcher-type": lambda get: (
-        (get("num_experts") or get("num_moe_experts"))
-        and get("moe_token_dispatcher_type") == "allgather"
+        _has_experts(get) and get("moe_token_dispatcher_type") == "allgather"
     ),
     "--moe-pad-expert-input-to-capacity": lambda get: (
         get("moe_pad_expert_input_to_capacity") and get("expert_model_parallel_size", 1) > 1
+    ),
+    "--moe-router-load-balancing-type": lambda get: (
+        _has_experts(get) and "global_aux_loss" in get("moe_router_load_balancing_type", ())
+    ),
+    "--moe-aux-loss-coeff": lambda get: _weighs_wrongly(get, "moe_aux_loss_coeff"),
+    "--moe-z-loss-coeff": lambda get: _weighs_wrongly(get, "moe_z_loss_coeff"),
+    "--moe-paged-stash": lambda get: (
+        get("moe_paged_stash")
+        and get("expert_model_parallel_size", 1) > 1
+        and get("pipeline_model_parallel_size", 1) == 1
+        and get.config.positions == "planned"
+        and get.config.batching == "makespan"
     ),
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
@@ -246,7 +283,6 @@ SEGMENTS = {
     "--context-parallel-size": "a micro-batch is shared or cut; use 1",
     "--sparse-balance-max-context-parallel": "a micro-batch is shared or cut; use 1",
     "--expert-model-parallel-size": f"{_OWN_COUNTS}; use 1",
-    "--moe-router-load-balancing-type": f"{_OWN_COUNTS}; use aux_loss or seq_aux_loss",
     "--sparse-balance-selection": (
         "its probes are the last queries of a sequence, which earlier segments have not seen; use "
         "vertical-slash"
@@ -268,10 +304,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
     "--sparse-balance-max-context-parallel": lambda get: (get.config.max_context_parallel or 1) > 1,
     "--expert-model-parallel-size": lambda get: get("expert_model_parallel_size", 1) > 1,
-    "--moe-router-load-balancing-type": lambda get: (
-        (get("num_experts") or get("num_moe_experts"))
-        and "global_aux_loss" in get("moe_router_load_balancing_type", ())
-    ),
     "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),

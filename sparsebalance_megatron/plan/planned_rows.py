@@ -34,7 +34,7 @@ from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _MAX_NUMBERS_OF_POSITIONS = 3
-"""Numbers of positions whose rows are improved and placed."""
+"""Numbers of positions whose rows are improved and placed, beside that of the job."""
 _MAX_TUNED = 2
 """Placements whose budgets are tuned."""
 _MAX_TUNING_REVERSAL = 1.10
@@ -111,6 +111,7 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
             found.append((rounded_ms(heights_ms), positions, rows))
     found.sort(key=lambda each: each[:2])
     best = found[:_MAX_NUMBERS_OF_POSITIONS]
+    best += [each for each in found[len(best) :] if each[1] == job.micro_batches]
     for _, _, rows in best:
         rows.improve()
     return [(problem.with_positions(positions), rows) for _, positions, rows in best]

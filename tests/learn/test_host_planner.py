@@ -300,6 +300,30 @@ def test_a_host_says_which_ranks_wait_for_one_another() -> None:
     assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()
 
 
+@given(seed=st.integers(0, 1000), count=st.integers(8, 24))
+def test_ranks_in_lockstep_get_the_number_of_micro_batches_of_the_shortest_step(
+    seed: int, count: int
+) -> None:
+    """Unless the host names one, or all steps are to have the least that fit."""
+    job = host_job(4, layout={"lockstep_ranks": 4})
+    choices: dict[str, Any] = {"tuning": "off", "max_tokens_per_micro_batch": 4 * LONGEST}
+    tokens = lengths(count, seed)
+    chosen = planner(job, **choices).plan(tokens)
+    given_numbers = []
+    for number in range(1, count // 4 + 1):
+        planned = planner(job, **choices).plan(tokens, micro_batches=number)
+        assert planned.micro_batches == number
+        given_numbers.append(planned.plan.expectation.makespan_ms)
+    expected = chosen.plan.expectation
+    assert expected.makespan_ms <= given_numbers[-1] * (1 + 1e-9)
+    # A named number is searched longer.
+    assert expected.makespan_ms <= 1.06 * min(given_numbers)
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    fixed = planner(job, positions="fixed", **choices).plan(tokens)
+    least = -(-sum(tokens) // (4 * 4 * LONGEST))
+    assert fixed.micro_batches >= max(1, least)
+
+
 def test_state_of_another_version_is_refused_and_of_another_model_named() -> None:
     made = planner()
     with pytest.raises(StateError, match="version 0, not"):

@@ -18,7 +18,11 @@ from sparsebalance_megatron.megatron.arguments import (
     config_from_args,
     destination,
 )
-from sparsebalance_megatron.megatron.compat import has_yarn_flags, megatron_version
+from sparsebalance_megatron.megatron.compat import (
+    has_yarn_flags,
+    megatron_version,
+    weighs_balancing_losses,
+)
 from sparsebalance_megatron.megatron.unsupported import (
     MODEL,
     SEGMENTS,
@@ -68,6 +72,14 @@ TYPED = {
     "--expert-tensor-parallel-num-weight-shards": "2",
     "--moe-token-dispatcher-type": "allgather --num-experts 4",
     "--moe-pad-expert-input-to-capacity": " --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall",
+    "--moe-router-load-balancing-type": "aux_loss global_aux_loss --num-experts 4 "
+    "--moe-token-dispatcher-type alltoall",
+    "--moe-aux-loss-coeff": "0.01 --num-experts 4 --tensor-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall",
+    "--moe-z-loss-coeff": "0.001 --num-experts 4 --context-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall",
+    "--moe-paged-stash": " --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall",
     "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2 "
     "--sparse-balance-selection token-kv-head",
@@ -133,6 +145,8 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
         pytest.skip(f"megatron-core {megatron_version()} has no {flag}")
     if flag == "--position-embedding-type yarn" and has_yarn_flags():
         pytest.skip(f"megatron-core {megatron_version()} has flags for YaRN")
+    if flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff") and weighs_balancing_losses():
+        pytest.skip(f"megatron-core {megatron_version()} weighs balancing losses alike")
     typed = TYPED.get(flag, "")
     with pytest.raises(ConfigError) as caught:
         check_typed_flags(megatron_parser, (*SUPPORTED, *f"{flag} {typed}".split()))
@@ -157,10 +171,6 @@ SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "virtual_pipeline_model_parallel_size": {"virtual_pipeline_model_parallel_size": 2},
     "--context-parallel-size": {"context_parallel_size": 2},
     "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
-    "--moe-router-load-balancing-type": {
-        "num_experts": 4,
-        "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
-    },
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},

@@ -54,6 +54,14 @@ DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
 """Budgets of more blocks than any sample has."""
 FAST: dict[str, Any] = {"gigabytes_per_second": 1e5}
 """Counted operations take no time beside what travels at a bandwidth of this world."""
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "expert_model_parallel_size": 2,
+}
+"""Two ranks that wait for one another in every layer."""
 TUNED: dict[str, Any] = {"coverage_target": "threshold", "coverage_threshold": 0.3}
 SIZES = {"vocab_size": 256, "seq_length": 256, "micro_batch_size": 1, "global_batch_size": 8}
 HOST_SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
@@ -159,11 +167,12 @@ class Trainer:
         log: str | None = None,
         steps: int = STEPS,
         checkpoint: Any = None,
+        model: Any = None,
         **choices: Any,
     ) -> Any:
         config = balance_config(log_dir=log and str(self.directory / log), **choices)
-        model = transformer_config(stages)
-        return self.block.train(model, config, self.data, steps, losses, checkpoint)
+        fields = transformer_config(stages, **(model or {}))
+        return self.block.train(fields, config, self.data, steps, losses, checkpoint)
 
     def begin(self, model: Any = None, data: Any = None, **choices: Any) -> Any:
         config = transformer_config(**(model or {}))
@@ -194,6 +203,17 @@ class Trainer:
         with pipeline(1):
             self.train(losses, log="shared", max_context_parallel=2, **DENSE, **FAST)
         return {"dense": losses.values}
+
+    def positions(self) -> dict[str, Any]:
+        """In planned and in fixed numbers of micro-batches; and the number without the schedule."""
+        with pipeline(1, expert_model_parallel_size=2):
+            losses = {name: Losses() for name in ("planned", "fixed")}
+            for name, of_way in losses.items():
+                self.train(of_way, log=name, model=EXPERTS, positions=name, **DENSE)
+            unwrapped = self.begin(EXPERTS, **DENSE)
+            number = unwrapped.train_data_iterator().micro_batches()
+        found = {name: of_way.values for name, of_way in losses.items()}
+        return found | {"unwrapped": [number, unwrapped.micro_batches]}
 
     def segments(self) -> dict[str, Any]:
         """Dense, in drawn segments."""
@@ -298,6 +318,7 @@ class Trainer:
         result = {"dp2": self.twice(1), "pp2": self.twice(2)}
         return result | {
             "shared": self.shared(),
+            "positions": self.positions(),
             "segments": self.segments(),
             "chunks": self.chunks(),
         }
@@ -475,6 +496,26 @@ class Host:
                     result[name] |= self.shared_passes(ended, model)
         return result
 
+    def positions(self) -> dict[str, Any]:
+        """Losses and numbers of micro-batches of experts, as the plan chooses and the least."""
+        found: dict[str, Any] = {}
+        run_schedule = self.block.run_schedule
+        for name in ("planned", "fixed"):
+            numbers: list[int] = []
+
+            def recorded(*given: Any, seen: Any = numbers) -> Any:
+                seen.append(given[2].micro_batches)
+                return run_schedule(*given)
+
+            losses = Losses()
+            with (
+                pipeline(1, expert_model_parallel_size=2),
+                mock.patch.object(self.block, "run_schedule", recorded),
+            ):
+                self.train(losses, 1, batches(), model=EXPERTS, positions=name, **DENSE)
+            found[name] = {"losses": losses.values, "numbers": numbers}
+        return found
+
     def shared_passes(self, ended: Any, model: Any) -> dict[str, Any]:
         """A pass that learns nothing, what a rank is given, and mistakes."""
         (batch,) = batches(1, 9)
@@ -604,7 +645,8 @@ class Host:
 
     def results(self) -> dict[str, Any]:
         if dist.get_world_size() == 2:
-            return {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
+            layouts = {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
+            return layouts | {"positions": self.positions()}
         if dist.get_world_size() == 4:
             return self.shared()
         with pipeline(1):

@@ -47,6 +47,15 @@ def test_losses_depend_neither_on_placement_nor_on_the_layout(ranks: list[dict[s
     assert ranks[0]["pp2"]["dense"] == pytest.approx(dense, rel=FEW_ROUNDINGS)
 
 
+def test_ranks_with_experts_train_alike_in_any_number_of_micro_batches(
+    ranks: list[dict[str, Any]],
+) -> None:
+    planned, fixed = (ranks[0]["positions"][name] for name in ("planned", "fixed"))
+    assert planned["losses"] == pytest.approx(fixed["losses"], rel=FEW_ROUNDINGS)
+    assert len(set(fixed["losses"])) == len(fixed["numbers"]) == 4
+    assert ranks[1]["positions"]["planned"]["numbers"] == planned["numbers"]
+
+
 def test_budgets_are_tuned_and_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     figures = ranks[0]["pp1"]["figures"]
     assert figures == ranks[1]["pp1"]["figures"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,10 @@ from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
     TRAINING_FLAGS,
+    TrainingRun,
+    assert_same_steps,
     long_tailed_lengths,
+    measured_ms,
     run_training,
     write_documents,
 )
@@ -23,6 +27,10 @@ from sparsebalance_megatron.plan.job import lockstep_notice
 EXPERTS = """
     --num-experts 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
     --moe-aux-loss-coeff 0 --expert-model-parallel-size 2"""
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Micro-batches differ in the order of float32 sums only."""
+_BALANCING_LOSS = re.compile(r"load_balancing_loss: ([-+.\deE]+)")
+_VALIDATION_LOSS = re.compile(r"validation loss at iteration .*? value: ([-+.\deE]+)")
 LEARNING = "--sparse-balance-calibration measured --sparse-balance-device cpu --train-iters 8"
 
 
@@ -58,3 +66,44 @@ def test_ranks_of_an_expert_group_run_long_micro_batches_first_and_every_reader_
         assert cli.main(command) == 0
         assert words in " ".join(capsys.readouterr().out.split()), command
     assert notice in (tmp_path / "page.html").read_text("utf-8")
+
+
+@pytest.mark.distributed
+def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
+    tmp_path: Path,
+) -> None:
+    """Against steps of as many micro-batches as Megatron counts; saved, resumed and evaluated."""
+    prefix = write_documents(tmp_path / "documents", long_tailed_lengths(90, longest=250))
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS)
+    data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist", "--split", "80,10,10")
+    # The balancing loss is logged, and too small to matter.
+    steps = "--train-iters 6 --eval-interval 2 --eval-iters 1 --moe-aux-loss-coeff 1e-12"
+    common = (*flags, *data, *steps.split(), "--sparse-balance-tuning", "off")
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "3")
+
+    def train(name: str, *more: str) -> TrainingRun:
+        return run_training(2, (*common, *more), log_dir=tmp_path / name).require_success()
+
+    planned = train("planned", *save)
+    fixed = train("fixed", "--sparse-balance-positions", "fixed")
+    resumed = train("resumed", "--load", save[1], "--ckpt-step", "3")
+
+    counts = [measured_ms(step).shape[-1] for step in planned.steps]
+    assert max(counts) <= 4 and len(set(counts)) > 1, counts
+    assert all(measured_ms(step).shape[-1] == 4 for step in fixed.steps)
+    assert all((measured_ms(step) > 0.0).all() for step in planned.steps)
+    assert [step["iteration"] for step in resumed.steps] == [4, 5, 6]
+    assert_same_steps(resumed.steps, planned.steps)
+
+    losses, expected = planned.logged("lm_loss"), fixed.logged("lm_loss")
+    assert losses == pytest.approx(expected, rel=FEW_ROUNDINGS) and len(set(expected)) == 6
+    assert planned.logged("tokens") == fixed.logged("tokens")
+    norms, expected_norms = ([float(norm) for norm in run.grad_norms] for run in (planned, fixed))
+    assert norms == pytest.approx(expected_norms, abs=1.01e-3)
+    validated, expected = (_VALIDATION_LOSS.findall(run.output) for run in (planned, fixed))
+    assert len(validated) == len(expected) >= 4
+    assert [*map(float, validated)] == pytest.approx([*map(float, expected)], rel=1e-5)
+    # The mean over micro-batches of what is about 1 in each: once a layer and step.
+    for run in (planned, fixed):
+        logged = [float(loss) for loss in _BALANCING_LOSS.findall(run.output)]
+        assert len(logged) == 6 and all(0.9 < loss < 1.6 for loss in logged), logged

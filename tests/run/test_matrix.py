@@ -249,6 +249,26 @@ SEGMENTS = {
 }
 """Micro-batches pass the pipeline in segments drawn by lot."""
 
+EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_WIDTHS}"
+POSITIONS = {
+    "positions": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {OVERLAP} {RECOMPUTE} uniform"),
+    "positions-data4": Layout("experts unbalanced", 4, EXPERT_GROUP),
+    # Gloo gathers no unequal tensors, as tensor-parallel ranks of experts would.
+    "positions-tensor-sequence": Layout(
+        *("experts unbalanced", 4),
+        f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 {PLANNED_WIDTHS} {TENSOR} "
+        f"{SEQUENCE} {SELECTIVE}",
+        WITH_NORMS,
+    ),
+    "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
+    "positions-context": Layout(
+        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
+    ),
+}
+"""Steps have fewer micro-batches than the batch sizes make, where ranks run in lockstep."""
+
+ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
+
 PER_PUSH = frozenset(
     {
         "segments-data-overlapped",
@@ -261,6 +281,7 @@ PER_PUSH = frozenset(
         "wide",
         "wide-pipeline",
         "context-interleaved",
+        "positions",
     }
 )
 """They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
@@ -304,7 +325,7 @@ def models(request: pytest.FixtureRequest) -> list[str]:
     """Those that the selected layouts need."""
     own = [item for item in request.session.items if item.module is request.module]
     names = {item.callspec.params["name"] for item in own}
-    return sorted({(LAYOUTS | SHARED_ROWS | SEGMENTS)[name].model for name in names})
+    return sorted({ALL[name].model for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +362,7 @@ def one_rank(
     return dict(zip(models, runs, strict=True))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS | SHARED_ROWS | SEGMENTS))
+@pytest.mark.parametrize("name", tiered(ALL))
 def test_layout_trains_to_the_losses_of_one_rank(
     name: str,
     documents: Path,
@@ -350,7 +371,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
     tmp_path: Path,
 ) -> None:
     """Ranks that share rows, and segments, see the same coverage, too, and count it once."""
-    layout = (LAYOUTS | SHARED_ROWS | SEGMENTS)[name]
+    layout = ALL[name]
     model, expected = MODELS[layout.model], one_rank[layout.model]
     run = _train(
         *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
@@ -375,12 +396,24 @@ def test_layout_trains_to_the_losses_of_one_rank(
     )
     is_masked = run.steps[0]["tokens"] < sum(read.values())
     assert is_masked == (model.data not in ("any", "even"))
-    if name in SHARED_ROWS:
+    if name in POSITIONS:
+        _assert_plans_positions(run, tmp_path)
+    elif name in SHARED_ROWS:
         assert (
             max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
         )
     else:
         _assert_runs_in_segments(run)
+
+
+def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
+    """Steps have fewer micro-batches than the batch sizes make, and all of them are measured."""
+    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["micro_batches"]
+    counts = {measured_ms(step).shape[-1] for step in run.steps}
+    assert min(counts) < most >= max(counts)
+    print("COUNTS", [measured_ms(step).shape[-1] for step in run.steps], most)
+    for step in run.steps:
+        assert (measured_ms(step) > 0.0).all()
 
 
 def _assert_runs_in_segments(run: TrainingRun) -> None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets of rows: what sticks out sets the time, and what does not rises for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan.plan_cases import cost_model, coverage_curves, job_shape, placed, policy, random_lengths
+
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets.policy import budget_problem
+from sparsebalance_megatron.plan.budgets.price import LEVELS, price
+from sparsebalance_megatron.plan.budgets.units import units_of
+from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of
+from sparsebalance_megatron.plan.step_costs import step_costs
+
+SEEDS = st.integers(0, 2**32 - 1)
+SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2)])
+"""Ranks, positions, stages and chunks."""
+
+
+class Case:
+    """Random samples in every micro-batch of lockstep groups, and the units of their rows."""
+
+    def __init__(self, seed, shape, lockstep_ranks=2, observed=1.0):
+        generator = np.random.default_rng(seed)
+        self.job = replace(job_shape(*shape), lockstep_ranks=lockstep_ranks)
+        samples = 2 * self.job.places
+        lengths = random_lengths(samples, seed, longest=20000)
+        slowness_RP = generator.uniform(0.8, 1.3, (shape[0], shape[2]))
+        scales = replace(StageScales.ones(*shape[2:]), slowness_RP=slowness_RP)
+        self.costs = step_costs(lengths, self.job, cost_model(), scales)
+        curves = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
+        self.problem = budget_problem(policy(base_budget=16), self.costs, curves)
+        micro_batch_of_S = np.r_[
+            np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
+        ]
+        self.where = placed(micro_batch_of_S, self.job)
+        self.units = units_of(self.problem, price(self.problem).ladder, self.where)
+        self.rows = self.job.places // lockstep_ranks
+        self.level_XC = generator.integers(0, LEVELS + 1, (self.rows, self.costs.chunks))
+
+    def row_ms_XC(self, budgets_LS):
+        """Forward and backward of every row, by group and position."""
+        times = group_times(self.costs, budgets_LS, self.where).by_micro_batch_2RPVM
+        of_groups = times.sum(axis=0)[:: self.job.lockstep_ranks]
+        return np.moveaxis(of_groups, -1, 1).reshape(self.rows, -1)
+
+
+@given(SEEDS, SHAPES, st.sampled_from([0.0, 0.6, 1.0]))
+def test_budgets_are_within_their_limits_and_rise_with_the_level(seed, shape, observed):
+    case = Case(seed, shape, observed=observed)
+    allowed = case.problem.allowed
+    levels = sorted({0, LEVELS, *np.random.default_rng(seed).integers(0, LEVELS, 4).tolist()})
+    before_LS = None
+    for level in levels:
+        budgets_LS = case.units.budgets_LS(np.full_like(case.level_XC, level))
+        assert (allowed.floor_LS <= budgets_LS).all() and (budgets_LS <= allowed.top_LS).all()
+        if before_LS is not None:
+            assert (budgets_LS >= before_LS).all()
+        before_LS = budgets_LS
+    assert (case.units.growth_JCQ[..., 0] == 0.0).all()
+    assert (np.diff(case.units.growth_JCQ) >= 0.0).all()
+
+
+@given(SEEDS, SHAPES, st.sampled_from([2, 4]))
+def test_a_level_takes_what_its_units_say(seed, shape, lockstep_ranks):
+    """The time of a row is that at its floors and the growth of its level, in block pairs."""
+    case = Case(seed, shape, min(lockstep_ranks, shape[0]))
+    units, level_XC = case.units, case.level_XC
+    growth_XC = np.take_along_axis(units.growth_JCQ, level_XC[..., None], axis=2)[..., 0]
+    floor = units.floor_times.by_micro_batch_2RPVM.sum(axis=0)
+    floor_XC = np.moveaxis(floor, -1, 1).reshape(case.rows, -1)
+    found_XC = case.row_ms_XC(units.budgets_LS(level_XC))
+    expected_XC = floor_XC + growth_XC * case.costs.pair_ms_C
+    np.testing.assert_allclose(found_XC, expected_XC, rtol=1e-6)
+    floor_LS = case.problem.allowed.floor_LS
+    np.testing.assert_allclose(floor_XC, case.row_ms_XC(floor_LS), rtol=1e-12)
+
+
+@given(SEEDS, SHAPES)
+def test_members_that_do_not_stick_out_take_no_time(seed, shape):
+    """A row whose other members fall to their floors takes as long."""
+    case = Case(seed, shape)
+    budgets_LS = case.units.budgets_LS(case.level_XC)
+    layers = layers_of(case.costs, case.where)
+    own_LS = layers.own_2SL(case.costs.block_pairs(budgets_LS)).sum(axis=0).T
+    place_S = case.where.micro_batch_of_S
+    own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])
+    rank_J = np.arange(case.job.places) // case.job.micro_batches
+    slowness_RL = case.costs.slowness_RP[:, layers.chunk_of_layer_L // case.job.virtual_stages]
+    own_LJ *= slowness_RL[rank_J].T
+    by_member = own_LJ.reshape(case.job.layers, -1, case.job.lockstep_ranks, case.job.micro_batches)
+    tallest = by_member >= by_member.max(axis=2, keepdims=True) * (1 - 1e-9)
+    is_tallest_LS = tallest.reshape(case.job.layers, -1)[:, place_S]
+    others_at_floor_LS = np.where(is_tallest_LS, budgets_LS, case.problem.allowed.floor_LS)
+    assert case.row_ms_XC(others_at_floor_LS).ravel().tolist() == pytest.approx(
+        case.row_ms_XC(budgets_LS).ravel().tolist(), rel=1e-7
+    )
