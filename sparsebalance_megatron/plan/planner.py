@@ -17,10 +17,11 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
-from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
+from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -218,13 +219,13 @@ def _searched(problem: StepProblem, start: Placement) -> Placement:
     )
     if not packed:
         return found
-    return improve_packed(
-        found,
+    return anneal(
+        Arrangement.of_groups(found),
         costs,
         problem.expected_2SC,
-        cap_tokens=cap_tokens,
+        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
         plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
-    )
+    ).samples
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:
