@@ -19,7 +19,8 @@ EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
-        *("micro_batch_group_size", "shape", "max_sample_tokens", "global_batch_size"),
+        *("micro_batch_group_size", "lockstep_ranks"),
+        *("shape", "max_sample_tokens", "global_batch_size"),
         *("micro_batches_multiple_of", "pad_samples_to", "recompute_all", "recompute_attention"),
         *("neighbours_per_node", "frozen_weights"),
     ],
@@ -29,7 +30,7 @@ INTEGRATION = {
     "begin_host_run": [
         *("config", "transformer_config", "vocab_size", "max_sample_tokens"),
         *("global_batch_size", "pad_samples_to", "frozen_weights"),
-        *("scales_own_loss", "device"),
+        *("scales_own_loss", "lockstep_ranks", "device"),
     ],
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),

@@ -63,6 +63,7 @@ class HostJob(Job):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+        super().__post_init__()
 
     def padded(self, tokens: int) -> int:
         """Tokens of a sample where this host packs it."""

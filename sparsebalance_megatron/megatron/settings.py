@@ -4,6 +4,7 @@ own loop."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,7 @@ class RunSettings:
                 ),
                 context_parallel_size=cp_size,
                 micro_batch_group_size=micro_batch_group_size(transformer_config),
+                lockstep_ranks=expert_group_ranks(transformer_config),
             ),
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
@@ -251,8 +253,27 @@ def micro_batch_group_size(transformer_config: Any) -> int | None:
     return int(size)
 
 
-def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
+def expert_group_ranks(transformer_config: Any) -> int:
+    """Neighbouring data-parallel ranks, context-parallel ones counted, that exchange tokens in
+    every layer of experts.
+
+    An expert-parallel group with its tensor-parallel ranks is so many neighbouring ranks of a
+    stage, and ranks of one tensor-parallel group wait for one another, too.
+    """
+    if not transformer_config.num_moe_experts:
+        return 1
+    tensor = transformer_config.tensor_model_parallel_size
+    expert_tensor = transformer_config.expert_tensor_parallel_size or tensor
+    together = math.lcm(transformer_config.expert_model_parallel_size * expert_tensor, tensor)
+    return int(together // tensor)
+
+
+def host_job(
+    transformer_config: Any, *, vocab_size: int, lockstep_ranks: int | None = None, **others: Any
+) -> HostJob:
     """The job of a host with this model; ``others`` are fields that its config does not hold.
+
+    ``lockstep_ranks``: None is as many as an expert group has.
 
     With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
     large as the pipeline.
@@ -260,12 +281,15 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
     layers = stage_layers(transformer_config)
     group_size = micro_batch_group_size(transformer_config)
     shape = model_shape(transformer_config, vocab_size)
+    if lockstep_ranks is None:
+        lockstep_ranks = expert_group_ranks(transformer_config)
     return HostJob(
         shape=shape,
         stage_layers=layers,
         context_parallel_size=transformer_config.context_parallel_size,
         micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
         micro_batch_group_size=group_size,
+        lockstep_ranks=lockstep_ranks,
         neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
         **_recomputed(transformer_config),
         **others,

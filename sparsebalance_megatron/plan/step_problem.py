@@ -162,6 +162,31 @@ class StepProblem:
         )
 
     @property
+    def plans_rows(self) -> bool:
+        """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
+        return (
+            self.job.lockstep_ranks > 1
+            and self.policy.batching == "makespan"
+            and self.placement is None
+        )
+
+    @property
+    def plans_positions(self) -> bool:
+        """Whether a step may have fewer positions than the job: fuller rows are more equal."""
+        return (
+            self.policy.plans_positions
+            and self.job.lockstep_ranks > 1
+            and self.job.pipeline_stages == 1
+        )
+
+    def with_positions(self, positions: int) -> StepProblem:
+        """This problem with so many micro-batches on every rank."""
+        if positions == self.job.micro_batches:
+            return self
+        job = replace(self.job, micro_batches=positions)
+        return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
+
+    @property
     def costs(self) -> StepCosts:
         return self.budgets.costs
 

@@ -45,6 +45,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     check_segments,
     check_sharing,
 )
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import (
     check_executed_plans,
@@ -56,7 +57,7 @@ from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
-from sparsebalance_megatron.run.session import Session
+from sparsebalance_megatron.run.session import Session, print_rank_0
 
 
 class TrainerRun:
@@ -243,6 +244,8 @@ class HostRun(TrainerRun):
             neighbours_per_node=job.neighbours_per_node,
         )
         self._run = Run(job, self, Loop(), device, agreement=self._packing.agreement)
+        if notice := lockstep_notice(job.lockstep_ranks):
+            print_rank_0(f"sparse balance: {notice}")
 
     def planned(self, step: int) -> PlannedStep:
         """The step that the host runs."""
@@ -440,6 +443,7 @@ def begin_host_run(
     pad_samples_to: int = 1,
     frozen_weights: bool = False,
     scales_own_loss: bool = False,
+    lockstep_ranks: int | None = None,
     device: torch.device | None = None,
 ) -> HostRun:
     """Begin a run on a rank of a host that owns data and loop; once Megatron's groups exist.
@@ -456,6 +460,8 @@ def begin_host_run(
         scales_own_loss: whether the host's loss does not depend on which samples share a
             micro-batch, nor on which ranks hold their tokens, although the model's config does not
             set ``calculate_per_token_loss``.
+        lockstep_ranks: neighbouring data-parallel and context-parallel ranks that begin every layer
+            together; None is as many as Megatron's expert group has.
         device: where the model runs; None is the current CUDA device.
 
     Raises:
@@ -478,6 +484,7 @@ def begin_host_run(
         global_batch_size=global_batch_size,
         pad_samples_to=pad_samples_to,
         frozen_weights=frozen_weights,
+        lockstep_ranks=lockstep_ranks,
     )
     dtype = str(transformer_config.params_dtype).removeprefix("torch.")
     gather_or_raise(lambda: check_kernels(config, job.shape, dtype, device), KernelCheckError)

@@ -14,9 +14,9 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
-from sparsebalance_megatron.plan.budgets.fill import unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tuned_budgets
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.units import unit_growth_JCQ
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -177,12 +177,9 @@ class _StageLevels:
         covered_RPQ = np.zeros_like(growth_RPQ)
         weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
         np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
-        coverage_QLZ = np.nan_to_num(
-            budgets.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
-        )
         for stage in range(stages):
-            of_stage_QZ = coverage_QLZ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
-            covered_RPQ[:, stage] = (weight_RZ[:, None] * of_stage_QZ).sum(axis=2)
+            of_stage_ZQ = ladder.coverage_ZLQ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
+            covered_RPQ[:, stage] = (weight_RZ[..., None] * of_stage_ZQ).sum(axis=1)
         return cls(
             pricing=pricing,
             stage_of_L=costs.chunk_of_layer_L,
