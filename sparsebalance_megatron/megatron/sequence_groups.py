@@ -78,8 +78,8 @@ class SequenceGroups:
     by_size: Mapping[int, SequenceGroup]
     agreement: ProcessGroup
 
-    def of(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
-        """The group that runs a micro-batch of this rank."""
+    def sharing(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
+        """The group of ranks that share a micro-batch of this rank."""
         size = micro_batch.cp_size
         if size not in self.by_size or micro_batch.rank % size:
             raise PlanError(

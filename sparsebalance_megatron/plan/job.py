@@ -88,6 +88,12 @@ class Job:
         return self.data_parallel_size * self.micro_batches
 
     @property
+    def micro_batches_multiple_of(self) -> int:
+        """Divisor of the number of micro-batches: groups of the interleaved schedule are whole."""
+        size = self.micro_batch_group_size or self.pipeline_stages
+        return size if self.virtual_stages > 1 else 1
+
+    @property
     def schedule(self) -> MegatronSchedule:
         """The schedule in which Megatron-Core runs this job's pipelines."""
         return MegatronSchedule(self.micro_batch_group_size)

@@ -55,7 +55,7 @@ class StepCosts:
         segments: what passing the pipeline in segments costs.
         dense_L: which layers are dense.
         slowness_RP: factors on all times of a rank in a stage.
-        layers: the same layer by layer, where ranks wait for one another in every layer.
+        layers: costs layer by layer, where ranks wait for one another in every layer.
     """
 
     job: Job

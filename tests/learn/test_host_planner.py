@@ -30,12 +30,13 @@ BLOCK = 64
 LONGEST = 8192
 
 
-def host_job(ranks: int = 2, stages: int = 1, chunks: int = 1, **changes: Any) -> HostJob:
+def host_job(
+    ranks: int = 2, stages: int = 1, chunks: int = 1, layout: Any = None, **changes: Any
+) -> HostJob:
     return HostJob(
         **{
+            "layout": replace(job_shape(ranks, 1, stages, chunks), **layout or {}),
             "shape": SHAPE,
-            "stage_layers": job_shape(ranks, 1, stages, chunks).stage_layers,
-            "data_parallel_size": ranks,
             "max_sample_tokens": LONGEST,
             "global_batch_size": 16,
         }
@@ -82,7 +83,7 @@ def test_every_sample_is_placed_once_under_the_cap(
     seed: int, count: int, ranks: int, stages: int, chunks: int
 ) -> None:
     multiple = stages if chunks > 1 else 1
-    job = host_job(ranks, stages, chunks, micro_batches_multiple_of=multiple)
+    job = host_job(ranks, stages, chunks)
     tokens = lengths(max(count, ranks * multiple), seed)
     plan = planner(job).plan(tokens).plan
     assert sorted(
@@ -227,7 +228,7 @@ def test_ranks_share_samples_above_the_cap() -> None:
     assert next(each.cp_size for each in plan.micro_batches if 0 in each.samples) == 4
     with pytest.raises(PlanError, match="fits in no micro-batch of 2048 tokens per rank"):
         planner(host_job(4), max_context_parallel=2, **cap).plan(tokens)
-    groups = planner(host_job(4, context_parallel_size=2))
+    groups = planner(host_job(4, layout={"context_parallel_size": 2}))
     given = groups.plan(tokens, placement=(((0,),), ((1, 2, 3, 4, 5, 6),))).plan
     assert [(each.rank, each.cp_size) for each in given.micro_batches] == [(0, 2), (2, 2)]
     with pytest.raises(PlanError, match="the job 2 ranks of 1; context-parallel ranks are not"):
@@ -318,11 +319,12 @@ for name in ("torch", "megatron"):
 import warnings
 warnings.simplefilter("ignore")
 from sparsebalance_megatron import SparseBalanceConfig, integration
-from sparsebalance_megatron.cost.table import ModelShape
-shape = ModelShape(**{vars(SHAPE)!r})
-job = integration.HostJob(shape=shape, stage_layers=(((0, 1),),), data_parallel_size=2,
-                          max_sample_tokens=4096, global_batch_size=4)
-planned = integration.planner(SparseBalanceConfig(block_size=64), job).plan([100, 4000, 20, 900])
+shape = integration.ModelShape(**{vars(SHAPE)!r})
+layout = integration.Job(stage_layers=(((0, 1),),), data_parallel_size=2)
+sizes = dict(max_sample_tokens=4096, global_batch_size=4)
+job = integration.HostJob(layout=layout, shape=shape, **sizes)
+planner = integration.HostPlanner(SparseBalanceConfig(block_size=64), job)
+planned = planner.plan([100, 4000, 20, 900])
 print(len(planned.plan.micro_batches))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -3,11 +3,11 @@
 
 A group takes, per operation, the largest time among its ranks, so it is one rank of the pipeline.
 Where large micro-batches of one rank meet large ones of the others, the sum of these largest times
-is small: without a pipeline no order is shorter than the one in which all times fall.
+is small: without a pipeline, and where backward times rank as forward times do, no order is shorter
+than the one in which all times fall.
 
 Shape legend: S samples, R data-parallel ranks, M micro-batches, O operations, C chunks, W ranks
-that share micro-batches, I positions at which none of them shares a micro-batch with other ranks; a
-leading 2: forward and backward.
+that are ordered together, I their positions; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
