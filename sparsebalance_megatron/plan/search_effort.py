@@ -21,6 +21,9 @@ for one another are simulated together, few candidates at a time."""
 SHARE_OF_STEP_FOR_FILLING = 0.05
 """Share of a step's time that filling ranks with attention may take, over all step times tried."""
 
+WAITING_COST = 4
+"""Cost of a simulated operation where ranks wait for one another, over one where none wait."""
+
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""
 

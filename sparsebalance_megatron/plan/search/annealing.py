@@ -35,15 +35,13 @@ from sparsebalance_megatron.plan.search.contents import Contents
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
 from sparsebalance_megatron.plan.search.numbers import Numbers
 from sparsebalance_megatron.plan.search.state import State
-from sparsebalance_megatron.plan.search_effort import SearchEffort
+from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_DRAWN = 48
+_DRAWN = 64
 """Moves per pair and round."""
 _ROUND_OPERATIONS = 100_000
 """Cost of a round beside its simulation: many calls of numpy on short arrays."""
-_WAITING_COST = 2
-"""Cost of a simulated operation where ranks wait for one another, over one where none wait."""
 _FIRST_TOLERANCE, _LAST_TOLERANCE = 2e-3, 6e-5
 """Share by which a move may lengthen its pair, at the beginning and at the end of a search."""
 _WEIGHT_OF_MEAN = 0.3
@@ -107,7 +105,7 @@ class _Annealing:
 
     @property
     def _waiting(self) -> int:
-        return _WAITING_COST if self.rules.max_cp_size > 1 else 1
+        return WAITING_COST if self.rules.max_cp_size > 1 else 1
 
     def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
         """[I, W] makespans of the ranks of pairs."""

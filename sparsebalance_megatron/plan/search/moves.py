@@ -38,6 +38,8 @@ class Kind(IntEnum):
     HALVE = 4
 
 
+_OVERDRAWN = 2
+"""Moves drawn per wanted move: many are not allowed."""
 _SHARES_ALONE = (0.5, 0.3, 0.2, 0.0, 0.0)
 _SHARES = (0.36, 0.18, 0.14, 0.14, 0.18)
 """Shares of the kinds among the moves drawn, where every rank runs its micro-batches alone, and
@@ -118,7 +120,7 @@ class Drawing:
         begins_A = begins_A[np.argsort(pair_A, kind="stable")]
         edges = np.searchsorted(np.sort(pair_A), np.arange(len(groups_E2) + 1))
 
-        pair_I = np.repeat(np.arange(len(groups_E2)), each)
+        pair_I = np.repeat(np.arange(len(groups_E2)), _OVERDRAWN * each)
         draws = len(pair_I)
         kind_I = np.searchsorted(
             self._until, numbers.below(1 << 20, draws) / (1 << 20), side="right"
@@ -144,7 +146,8 @@ class Drawing:
             cp_size_IY=np.stack([cp_size_J[a_I], cp_size_J[b_I]], axis=1),
             has_IYX=np.empty((draws, 0, 0)),
         )
-        return self._made(moves.subset(self._possible_I(moves, size_J)), order_S, start_J)
+        moves = moves.subset(self._possible_I(moves, size_J))
+        return _first_of_each_pair(self._made(moves, order_S, start_J), each)
 
     def _possible_I(self, moves: Moves, size_J: np.ndarray) -> np.ndarray:
         """Mask of the kinds of moves that their micro-batches can make."""
@@ -230,6 +233,12 @@ class Drawing:
             if cp_size := int(moves.cp_size_IY[move, made]):
                 place = int(moves.place_IY[move, made])
                 state.put(place, cp_size, moves.has_IYX[move, made], ms_IYF[move, made])
+
+
+def _first_of_each_pair(moves: Moves, most: int) -> Moves:
+    """At most so many moves of each pair; they are sorted by pair."""
+    number_I = np.arange(len(moves.pair_I)) - np.searchsorted(moves.pair_I, moves.pair_I)
+    return moves.subset(number_I < most)
 
 
 def same_group(state: State, a: int, b: int, members: int) -> bool:
