@@ -17,11 +17,9 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
-from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
-from sparsebalance_megatron.plan.search.annealing import anneal
-from sparsebalance_megatron.plan.search.moves import Rules
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -205,27 +203,16 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
 
 
 def _searched(problem: StepProblem, start: Placement) -> Placement:
-    """The best moves first; then, where micro-batches of a pipeline hold several samples, moves
-    that may lengthen the step a little."""
-    job, costs, cap_tokens = problem.job, problem.costs, problem.cap_tokens
-    packed = job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places
-    where = Arrangement.of_groups(start)
-    found = improve(
+    """The best orders first, then the search over places."""
+    packed = len(problem.lengths_tokens) > problem.job.places
+    share = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP
+    return searched(
         start,
-        costs,
+        problem.costs,
         problem.expected_2SC,
-        cap_tokens=cap_tokens,
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP, parts=2 if packed else 1),
+        cap_tokens=problem.cap_tokens,
+        plan_ms=problem.search_ms(Arrangement.of_groups(start), share),
     )
-    if not packed:
-        return found
-    return anneal(
-        Arrangement.of_groups(found),
-        costs,
-        problem.expected_2SC,
-        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
-    ).samples
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.contents import Contents
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
 from sparsebalance_megatron.plan.search.numbers import Numbers
+from sparsebalance_megatron.plan.search.orders import in_best_orders
 from sparsebalance_megatron.plan.search.state import State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -46,9 +47,41 @@ _FIRST_TOLERANCE, _LAST_TOLERANCE = 2e-3, 6e-5
 """Share by which a move may lengthen its pair, at the beginning and at the end of a search."""
 _WEIGHT_OF_MEAN = 0.3
 """Weight of a pair's mean makespan beside the largest."""
+_SHARE_OF_ORDERS = 0.2
+"""Share of a search's effort that goes to the orders it begins with."""
+_ENOUGH_OVER_WORK = 1.001
+"""Ratio of a step to its mean work at which ranks without a pipeline are as good as equal."""
 _IDLE_ROUNDS = 400
-_IDLE_ROUNDS_PER_SAMPLE = 4
+_IDLE_ROUNDS_PER_SAMPLE = 3
 """Rounds without a gain after which the search ends, whichever is fewer."""
+
+
+def searched(
+    start: Placement,
+    costs: StepCosts,
+    sample_2SC: np.ndarray,
+    *,
+    cap_tokens: int,
+    plan_ms: float,
+) -> Placement:
+    """A placement of ranks that share nothing: in the best orders, then annealed.
+
+    Without a pipeline the search ends where the ranks' work is as good as equal.
+    """
+    ordered = in_best_orders(start, costs, sample_2SC, plan_ms=_SHARE_OF_ORDERS * plan_ms)
+    job = costs.job
+    enough_ms = 0.0
+    if job.pipeline_stages == 1:
+        work_ms = sample_2SC.sum() + job.places * costs.constant_2C.sum()
+        enough_ms = _ENOUGH_OVER_WORK * work_ms / job.data_parallel_size
+    return anneal(
+        Arrangement.of_groups(ordered),
+        costs,
+        sample_2SC,
+        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
+        plan_ms=(1.0 - _SHARE_OF_ORDERS) * plan_ms,
+        enough_ms=enough_ms,
+    ).samples
 
 
 def anneal(
