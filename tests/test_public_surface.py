@@ -24,14 +24,14 @@ INTEGRATION = {
     "HostPlanner": ["config", "job", "cost", "clock"],
     "Job": [
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
-        "micro_batch_group_size",
+        *("micro_batch_group_size", "lockstep_ranks"),
     ],
     "PlannedStep": ["plan", "samples", "scales", "plan_ms", "wait_ms"],
     "arguments_provider": ["other"],
     "begin_host_run": [
         *("config", "transformer_config", "vocab_size", "max_sample_tokens"),
         *("global_batch_size", "pad_samples_to", "frozen_weights"),
-        *("scales_own_loss", "device"),
+        *("scales_own_loss", "lockstep_ranks", "device"),
     ],
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),

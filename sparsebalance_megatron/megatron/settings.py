@@ -4,6 +4,7 @@ own loop."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -247,12 +248,28 @@ def micro_batch_group_size(transformer_config: Any) -> int | None:
     return int(size)
 
 
+def expert_group_ranks(transformer_config: Any) -> int:
+    """Neighbouring data-parallel ranks, context-parallel ones counted, that exchange tokens in
+    every layer of experts.
+
+    An expert-parallel group with its tensor-parallel ranks is so many neighbouring ranks of a
+    stage, and ranks of one tensor-parallel group wait for one another, too.
+    """
+    if not transformer_config.num_moe_experts:
+        return 1
+    tensor = transformer_config.tensor_model_parallel_size
+    expert_tensor = transformer_config.expert_tensor_parallel_size or tensor
+    together = math.lcm(transformer_config.expert_model_parallel_size * expert_tensor, tensor)
+    return int(together // tensor)
+
+
 def host_job(
     transformer_config: Any,
     *,
     vocab_size: int,
     data_parallel_size: int,
     micro_batches: int = 1,
+    lockstep_ranks: int | None = None,
     **others: Any,
 ) -> HostJob:
     """The job of this model; ``others`` are fields that its config does not hold.
@@ -260,8 +277,11 @@ def host_job(
     Args:
         vocab_size: rows of the embedding, padding included.
         data_parallel_size: counts context-parallel ranks too.
+        lockstep_ranks: None is as many as an expert group has.
     """
     shape = model_shape(transformer_config, vocab_size)
+    if lockstep_ranks is None:
+        lockstep_ranks = expert_group_ranks(transformer_config)
     granularity = transformer_config.recompute_granularity
     return HostJob(
         layout=Job(
@@ -270,6 +290,7 @@ def host_job(
             micro_batches=micro_batches,
             context_parallel_size=transformer_config.context_parallel_size,
             micro_batch_group_size=micro_batch_group_size(transformer_config),
+            lockstep_ranks=lockstep_ranks,
         ),
         shape=shape,
         neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),

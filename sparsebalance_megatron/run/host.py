@@ -31,6 +31,7 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import (
     check_executed_plans,
@@ -40,6 +41,7 @@ from sparsebalance_megatron.run.agreement import (
 )
 from sparsebalance_megatron.run.micro_batches import SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
+from sparsebalance_megatron.run.session import print_rank_0
 from sparsebalance_megatron.run.trainer import RunHandle, checked_config
 
 
@@ -93,6 +95,8 @@ class HostRun(RunHandle):
             neighbours_per_node=job.neighbours_per_node,
         )
         self._run = Run(job.layout, self._plans, Loop(), device, agreement=self._packing.agreement)
+        if notice := lockstep_notice(job.layout.lockstep_ranks):
+            print_rank_0(f"sparse balance: {notice}")
 
     def plan_as_placed(
         self,
@@ -337,6 +341,7 @@ def begin_host_run(
     pad_samples_to: int = 1,
     frozen_weights: bool = False,
     scales_own_loss: bool = False,
+    lockstep_ranks: int | None = None,
     device: torch.device | None = None,
 ) -> HostRun:
     """Begin a run on a rank of a host that owns data and loop; once Megatron's groups exist.
@@ -353,6 +358,8 @@ def begin_host_run(
         scales_own_loss: whether the host's loss does not depend on which samples share a
             micro-batch, nor on which ranks hold their tokens, although the model's config does not
             set ``calculate_per_token_loss``.
+        lockstep_ranks: neighbouring data-parallel and context-parallel ranks that begin every layer
+            together; None is as many as Megatron's expert group has.
         device: where the model runs; None is the current CUDA device.
 
     Raises:
@@ -372,6 +379,7 @@ def begin_host_run(
         global_batch_size=global_batch_size,
         pad_samples_to=pad_samples_to,
         frozen_weights=frozen_weights,
+        lockstep_ranks=lockstep_ranks,
     )
     what = config, job.shape, dtype_name(transformer_config), device
     gather_or_raise(lambda: check_kernels(*what), KernelCheckError)

@@ -23,7 +23,7 @@ from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
-from sparsebalance_megatron.megatron.sequence_groups import rank_place
+from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
@@ -117,6 +117,7 @@ class Run:
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        check_lockstep_ranks(job.lockstep_ranks)
         self.place = place = rank_place()
         self.job = job
         self.plans = plans

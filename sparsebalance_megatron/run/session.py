@@ -22,6 +22,7 @@ from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint
@@ -125,6 +126,8 @@ class Session:
             )
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
+        if notice := lockstep_notice(inputs.job.lockstep_ranks):
+            print_rank_0(f"sparse balance: {notice}")
         self._place = place = rank_place()
         self._packing = packing = SequencePacking.of_run(
             inputs.config,

@@ -276,6 +276,30 @@ def test_what_no_host_can_have_is_refused(choices: dict[str, Any], named: str) -
         HostPlanner(SparseBalanceConfig(**choices), job)
 
 
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_no_device_is_called_slow_for_waiting_in_lockstep(lockstep_ranks: int) -> None:
+    """One rank is given less in every step, and takes as long as the other, which it waits for."""
+    made = planner(host_job(stages=1, lockstep_ranks=lockstep_ranks))
+    for step in range(8):
+        planned = made.plan(
+            [LONGEST - step, 1000, LONGEST - 2 * step, 900], placement=(((0,), (2,)), ((1,), (3,)))
+        )
+        measured = measurement(planned, made.coverage)
+        times_2RPVM = np.broadcast_to(
+            planned.times_2RPVM.max(axis=1, keepdims=True), planned.times_2RPVM.shape
+        )
+        made.learn(planned, replace(measured, times_2RPVM=times_2RPVM))
+    slowness_RP = made.plan(lengths()).scales.device_slowness_RP
+    assert (slowness_RP == 1.0).all() == (lockstep_ranks == 2)
+
+
+def test_a_host_says_which_ranks_wait_for_one_another() -> None:
+    with pytest.raises(ConfigError, match="lockstep_ranks 3: must divide the 4 data-parallel"):
+        host_job(4, lockstep_ranks=3)
+    plan = planner(host_job(4, lockstep_ranks=4)).plan(lengths(), micro_batches=4).plan
+    assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()
+
+
 def test_state_of_another_version_is_refused_and_of_another_model_named() -> None:
     made = planner()
     with pytest.raises(StateError, match="version 0, not"):
