@@ -37,8 +37,10 @@ _LONGEST_VALUE = 80
 class Inputs:
     """Inputs of a run, alike on all ranks.
 
-    ``cost``: with the run's recomputation and bandwidth. ``grid``: budgets, in blocks, at which
-    coverage is observed. ``valid``, ``test``: None where the run does not evaluate on them.
+    Attributes:
+        valid, test: None where the run does not evaluate on them.
+        grid: budgets, in blocks, at which coverage is observed.
+        cost: with the run's recomputation and bandwidth.
     """
 
     config: SparseBalanceConfig
