@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.megatron import cpu
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 2, 64, 4, 2, 32, 256
@@ -95,7 +95,6 @@ class Step:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from sparsebalance_megatron.attention.select import selector_named
         from sparsebalance_megatron.megatron.compat import default_layer_spec
         from sparsebalance_megatron.megatron.core_attention import (
             AttentionOptions,
@@ -125,12 +124,13 @@ class Step:
             recompute_num_layers=1,
         )
         self._options = AttentionOptions(
-            block_size=BLOCK_SIZE,
-            base_budget=BASE_BUDGET,
-            selector=selector_named(DEFAULT_SELECTION),
-            coverage_threshold=0.1,
-            implementation="auto",
-            grid=(1, 2, 4, 8, 16, 32, 64),
+            SparseBalanceConfig(
+                block_size=BLOCK_SIZE,
+                base_budget=BASE_BUDGET,
+                selection=DEFAULT_SELECTION,
+                coverage_threshold=0.1,
+            ),
+            (1, 2, 4, 8, 16, 32, 64),
         )
         spec = replace_core_attention(default_layer_spec(config, None), self._options)
         self._model = GPTModel(
@@ -155,7 +155,9 @@ class Step:
         tokens = self._tokens_1T.shape[1]
         for layer in self._model.decoder.layers:
             attention = layer.self_attention.core_attention
-            attention._options = replace(self._options, keep=how == "keep")
+            attention._options = replace(
+                self._options, config=replace(self._options.config, recompute_attention=how)
+            )
         plan = MicroBatchPlan(
             samples=(0,),
             lengths_tokens=(tokens,),

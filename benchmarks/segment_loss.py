@@ -34,7 +34,7 @@ import torch
 from end_to_end.command import cpu_name
 from torch import Tensor
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.megatron import cpu
 
 RESAMPLES = 10_000
@@ -252,7 +252,6 @@ class Layer:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from sparsebalance_megatron.attention.select import selector_named
         from sparsebalance_megatron.megatron.compat import (
             default_layer_spec,
             enable_variable_lengths,
@@ -289,12 +288,13 @@ class Layer:
         )
         enable_variable_lengths(config)
         options = AttentionOptions(
-            block_size=workload.block_size,
-            base_budget=workload.budget,
-            selector=selector_named(DEFAULT_SELECTION),
-            coverage_threshold=0.1,
-            implementation="auto",
-            grid=(1, 2, 4, 8, 16, 32, 64),
+            SparseBalanceConfig(
+                block_size=workload.block_size,
+                base_budget=workload.budget,
+                selection=DEFAULT_SELECTION,
+                coverage_threshold=0.1,
+            ),
+            (1, 2, 4, 8, 16, 32, 64),
         )
         self._model = GPTModel(
             config=config,
