@@ -29,6 +29,7 @@ import atexit
 import functools
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -40,11 +41,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipeline_reality import machine, profile, tool, train
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from forked_ranks import cpu_environment, free_port, run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "scripts" / "quickstart.sh"
 RANKS = 2
+LIMIT_S = 3600.0
 WARM_UP_STEPS = 5
 QUICK_FLAGS = (
     *("--seq-length", "256", "--max-position-embeddings", "256", "--lr-warmup-iters", "0"),
@@ -85,13 +90,55 @@ def train_under_instruments(directory: Path, data: Path | None, steps: int, *, q
         *(QUICK_FLAGS if quick else ()),
     ]
     table = directory / "costs.json"
-    profile(table, flags, quick=True)
+    tool("profile", "-o", str(table), "--quick", "--", *flags, folder=directory)
     train(
         RANKS,
         *(__file__, "worker", str(directory), *flags),
         *("--sparse-balance-cost-table", str(table), "--sparse-balance-log-dir", str(directory)),
         *("--tensorboard-dir", str(directory / "tensorboard")),
     )
+
+
+def tool(*arguments: str, folder: Path) -> None:
+    """The ``sparse-balance`` command in a folder; its output only if it fails."""
+    done = run_alone(
+        ("-m", "sparsebalance_megatron.cli", *arguments),
+        environment=cpu_environment(),
+        folder=folder,
+        timeout_s=LIMIT_S,
+    )
+    if done.returncode:
+        sys.exit(
+            f"sparse-balance {arguments[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
+
+
+def train(ranks: int, *program: str) -> None:
+    """Run a program as all ranks; its output only if it fails."""
+    with tempfile.NamedTemporaryFile() as output:
+        code = run_ranks(
+            ranks,
+            program,
+            environment=cpu_environment(),
+            master_port=free_port(),
+            output=Path(output.name),
+            timeout_s=LIMIT_S,
+        )
+        if code != 0:
+            printed = Path(output.name).read_text(encoding="utf-8", errors="replace")
+            sys.exit(f"training failed, exit code {code}:\n{printed[-6000:]}")
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_at_end": os.getloadavg()[0],
+    }
 
 
 def prepare(data: Path, *, quick: bool) -> None:
