@@ -37,8 +37,8 @@ COMMANDS = {
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
     "trace": "write steps of a run as a trace for Perfetto",
-    "env": "show versions, devices and usable attention implementations",
-    "examples": "list the example scripts and patches, or copy them into a folder",
+    "env": "show versions and devices, and check attention on them",
+    "examples": "show where the example scripts and patches are, or copy them",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 

@@ -61,11 +61,9 @@ def test_names_of_dtypes_are_those_of_the_converter() -> None:
     assert tuple(DTYPES) == DTYPE_NAMES
 
 
-def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["examples"]) == 0
-    listed = capsys.readouterr().out
-    for name in ("qwen2.5_3b_sft.sh", "hosts/verl.py", "selectors/pyproject.toml"):
-        assert f"examples/{name}  " in listed
+    assert f"{REPOSITORY / 'examples'}\n" in capsys.readouterr().out
     assert cli.main(["examples", "--copy", str(tmp_path)]) == 0
     copied = tmp_path / "examples" / "slurm.sh"
     assert copied.read_text() == (REPOSITORY / "examples" / "slurm.sh").read_text()
