@@ -31,6 +31,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -143,16 +144,17 @@ def machine() -> dict[str, Any]:
 
 def prepare(data: Path, *, quick: bool) -> None:
     """Documents as the quickstart's; in short, of the lines of this file."""
+    source = data.with_suffix(".jsonl")
     if quick:
         lines = Path(__file__).read_text(encoding="utf-8").splitlines()
         texts = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines) - 8, 4)]
-        source = data.with_suffix(".jsonl")
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-        documents, vocabulary = ["--input", str(source)], 512
     else:
-        documents, vocabulary = ["--python-stdlib"], 2048
+        program = REPOSITORY / "examples" / "stdlib_documents.py"
+        subprocess.run([sys.executable, str(program), str(source)], check=True)
     tool(
-        *("prepare-data", *documents, "--tokenizer-train", str(vocabulary)),
+        *("prepare-data", "--input", str(source)),
+        *("--tokenizer-train", "512" if quick else "2048"),
         *("--output-prefix", str(data)),
         folder=data.parent,
     )

@@ -13,8 +13,10 @@ from sparsebalance_megatron import supported
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation, Router
 
-PACKAGES = ("sparsebalance-megatron", "torch", "megatron-core", "numpy", "scipy", "triton")
-PACKAGES += ("transformer-engine", "flash-attn", "apex")
+PACKAGES = (
+    *("sparsebalance-megatron", "torch", "megatron-core", "numpy", "scipy", "triton"),
+    *("transformer-engine", "flash-attn", "apex"),
+)
 _HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 """Dims of keys and of values that are checked."""
 _VERDICTS = {True: "supported", False: "NOT supported", None: "cannot be judged"}

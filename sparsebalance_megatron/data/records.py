@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw documents: records of files, or the sources of Python's standard library."""
+"""Raw documents: records of files."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +73,8 @@ class BadRecords:
 @dataclass(frozen=True)
 class RecordFiles:
     """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
-    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records."""
+    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records. They can be
+    read more than once, each time in the same order."""
 
     paths: Sequence[Path]
 
@@ -109,47 +109,6 @@ class RecordFiles:
                     text=content.get("text"),
                     messages=None if messages is None else tuple(messages),
                 )
-
-
-@dataclass(frozen=True)
-class PythonStandardLibrary:
-    """The ``.py`` files of the running interpreter's standard library, sorted by path.
-
-    A corpus with a long tail, present on every machine. Its empty files and its few files in
-    other encodings, some broken on purpose, are always left out and counted.
-    """
-
-    root: Path = Path(sysconfig.get_path("stdlib"))
-
-    @property
-    def paths(self) -> list[Path]:
-        installed = {"site-packages", "dist-packages"}
-        return sorted(
-            path
-            for path in self.root.rglob("*.py")
-            if installed.isdisjoint(path.relative_to(self.root).parts)
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
-
-    def records(self, bad: BadRecords) -> Iterator[Record]:
-        for path in self.paths:
-            raw = path.read_bytes()
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError:
-                bad.counts["not UTF-8"] += 1
-                continue
-            if not text:
-                bad.counts["text is empty"] += 1
-                continue
-            yield Record(place=str(path), size_bytes=len(raw), text=text)
-
-
-Source = RecordFiles | PythonStandardLibrary
-"""Documents that can be read more than once, each time in the same order."""
 
 
 def _encodable(*texts: str) -> None:
