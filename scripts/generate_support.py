@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md, the errors in docs/TROUBLESHOOTING.md and the files of a step in
-docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of docs/SUPPORT.md
+The refusals in docs/SUPPORT.md, the errors in docs/TROUBLESHOOTING.md and the files to start with
+in docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of docs/SUPPORT.md
 for programs.
 """
 
@@ -22,15 +22,13 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
-FILES_OF_A_STEP = (
-    *("run/forward_step", "run/micro_batches", "learn/scheduler", "learn/step_planner"),
-    *("plan/planner", "plan/step_problem", "plan/step_costs", "plan/placement/balance"),
-    *("plan/placement/search", "plan/pipeline/simulator", "plan/segments/planned_segments"),
-    *("plan/budgets/policy", "plan/step_plan", "data/packing", "megatron/core_attention"),
-    *("attention/select/block_topk", "attention/coverage", "attention/api", "run/timing"),
-    *("run/run", "run/step_reducer", "run/sinks"),
+FIRST_FILES = (
+    *("run/forward_step", "run/micro_batches", "learn/step_planner", "plan/planner"),
+    *("plan/step_costs", "plan/placement/search", "plan/pipeline/simulator", "plan/budgets/policy"),
+    *("plan/step_plan", "megatron/core_attention", "attention/coverage", "attention/api"),
+    *("run/run", "run/step_reducer"),
 )
-"""In the order in which a step passes them."""
+"""Where to begin reading, in the order in which a step passes them."""
 _MARKED = re.compile(
     r"(<!-- made by scripts/generate_support.py -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -41,7 +39,7 @@ def pages() -> dict[Path, str]:
     parts = {
         "SUPPORT.md": refusals(),
         "TROUBLESHOOTING.md": errors(),
-        "HOW_IT_WORKS.md": files_of_a_step(),
+        "HOW_IT_WORKS.md": first_files(),
     }
     filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
@@ -71,11 +69,9 @@ def refusals() -> str:
     )
 
 
-def files_of_a_step() -> str:
-    """A table of the files that a step passes, with what their docstrings say of them."""
-    return _table(
-        ("File", "What it has"), ((f"`{each}.py`", _what(each)) for each in FILES_OF_A_STEP)
-    )
+def first_files() -> str:
+    """A table of the files to start with, and what their docstrings say of them."""
+    return _table(("File", "What it has"), ((f"`{each}.py`", _what(each)) for each in FIRST_FILES))
 
 
 def _what(module: str) -> str:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets itself up and runs the tests, two files at a time; arguments go to pytest:
 #
-#   scripts/test.sh                          what guards behaviour: about 15 minutes on two cores
+#   scripts/test.sh                          what guards behaviour: about 12 minutes on two cores
 #   scripts/test.sh --fast                   without what starts processes: two minutes
 #   scripts/test.sh --all                    the nightly tests, too
 #   scripts/test.sh tests/plan -k batching   some
