@@ -2,8 +2,8 @@
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
 The refusals in docs/SUPPORT.md, the errors in docs/TROUBLESHOOTING.md and the files to start with
-in docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of docs/SUPPORT.md
-for programs.
+in docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of
+docs/SUPPORT.md for programs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users depend on, frozen: a failure here means that somebody's script would break.
 
-Change it together with CHANGELOG.md. docs/FLAGS.md freezes flags, choices and defaults.
+Change it together with CHANGELOG.md. docs/FLAGS.md freezes flags, choices and defaults;
+scripts make it and other pages.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +89,27 @@ def test_installed_metadata() -> None:
     required = [line for line in installed.requires or [] if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in required} == REQUIREMENTS  # type: ignore[index]
     assert not any(re.match(r"apex\b", line) for line in installed.requires or [])
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    made = {
+        name: runpy.run_path(str(ROOT / f"scripts/generate_{name}.py"))
+        for name in ("flags", "commands", "support")
+    }
+    pages = {
+        ROOT / f"docs/{name.upper()}.md": made[name]["page"]() for name in ("flags", "commands")
+    }
+    for path, page in (pages | made["support"]["pages"]()).items():
+        assert path.read_text("utf-8") == page, f"{path}: run scripts/generate_*.py"
+
+
+def test_every_error_is_explained() -> None:
+    """In a section of docs/TROUBLESHOOTING.md, beside the row of the table."""
+    page = (ROOT / "docs/TROUBLESHOOTING.md").read_text("utf-8")
+    _, table, sections = re.split("<!-- .* -->", page)
+    errors = re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
+    assert errors
+    assert [name for name in errors if name not in sections] == []
