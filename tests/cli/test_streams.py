@@ -76,7 +76,6 @@ def test_a_log_that_is_a_pipe_is_refused(run: Path) -> None:
     log = JsonLinesFile(path)
     log.begin(Header(), resumed=True)
     log.append(Header())
-    log.close()
     assert path.is_fifo()
 
 

@@ -64,7 +64,6 @@ def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
     first.begin(HEADER, resumed=False)
     first.append(Line(number=0))
     assert not older.exists()
-    first.close()
     with path.open("a") as stream:
         stream.write('{"cut o')
     again = JsonLinesFile(path)
@@ -92,7 +91,6 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
         for number, size in enumerate(sizes):
             before = older.read_bytes() if older.exists() else b""
             if number in resumptions:
-                log.close()
                 log = JsonLinesFile(path, max_bytes=max_bytes)
                 log.begin(HEADER, resumed=True)
             log.append(Line(number=number, text="x" * size))
@@ -104,7 +102,6 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
             assert numbers == list(range(number + 1 - len(numbers), number + 1))
             assert kept[0]["type"] == "run"
             assert records(path)[0].get("lines_discarded", 0) == discarded
-        log.close()
 
 
 def test_a_line_too_long_for_the_log_is_left_out_and_counted(
