@@ -148,7 +148,7 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
         commands += [(f"scripts/quickstart.sh {argument}", call) for call in calls]
     calls = gpu_check_commands(tmp_path / "gpu_check")
     commands += [("scripts/gpu_check.sh", call) for call in calls]
-    assert len(commands) > 100
+    assert len(commands) > 50
     # Megatron's parser runs in a process of its own: the CPU adapter changes torch.
     flags = json.dumps([(place, check(command)) for place, command in commands])
     done = run_program((str(TEST_PROGRAMS / "parse_flags.py"), flags), tmp_path)

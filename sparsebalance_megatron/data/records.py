@@ -30,10 +30,6 @@ _COMPRESSED = (".gz", ".zst")
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200
-_MOST_BLANK_LINES = 2**20
-_LARGEST_EXPANSION = 250
-_LEAST_EXPANDED_BYTES = 2**24
-"""Compressed files that expand further than text does are refused: they would fill the disk."""
 _PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
@@ -145,23 +141,10 @@ class _Content(msgspec.Struct):
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
     """(place, value, bytes) of every line that is JSON and not blank."""
-    file_bytes = path.stat().st_size
-    blank_lines = read_bytes = 0
     with _opened(path) as stream:
         try:
             for number, line in enumerate(bounded_lines(stream, MAX_LINE_BYTES), start=1):
                 place = f"{path}:{number}"
-                read_bytes += len(line)
-                blank_lines = blank_lines + 1 if line.isspace() else 0
-                if blank_lines > _MOST_BLANK_LINES:
-                    raise DataError(
-                        f"{place}: {blank_lines} blank lines in a row; give files of records"
-                    )
-                if read_bytes > _LEAST_EXPANDED_BYTES + _LARGEST_EXPANSION * file_bytes:
-                    raise DataError(
-                        f"{place}: expands to more than {_LARGEST_EXPANSION} times its "
-                        f"{file_bytes} bytes; decompress it if it holds what you want"
-                    )
                 if len(line) >= MAX_LINE_BYTES:
                     bad.found(
                         place, "line too long", f"line too long (over {MAX_LINE_BYTES} bytes)"

@@ -25,37 +25,6 @@ def run(tmp_path: Path) -> Path:
     return shape.write(tmp_path / "run")
 
 
-def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    program = f"{sys.executable} -m sparsebalance_megatron.cli {command}"
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(
-        ["bash", "-c", program],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "reason"),
-    [
-        ("report run >/dev/full", 2, "No space left"),
-        ("watch run --once >&-", 2, "closed"),
-        ("--help >/dev/full", 2, "No space left"),
-        ("report run 2>&-", 0, ""),
-        ("report run | true; exit ${PIPESTATUS[0]}", 141, ""),
-    ],
-)
-def test_output_that_is_lost_is_said(command: str, status: int, reason: str, run: Path) -> None:
-    ended = shell(command, run.parent)
-    assert ended.returncode == status, ended.stderr
-    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
-    assert reason in ended.stderr and len(ended.stderr.splitlines()) == bool(reason)
-
-
 def test_characters_that_an_encoding_lacks_are_replaced(run: Path) -> None:
     for path in (run / "ranks").iterdir():
         path.write_text(path.read_text().replace("node0", "nodé0"), encoding="utf-8")
