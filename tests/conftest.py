@@ -23,7 +23,6 @@ settings.load_profile("sparse-balance")
 PROCESS_PATHS = (
     "attention/select/test_memory.py",
     "cli/test_report.py",
-    "cli/test_streams.py",
     "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -180,8 +178,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "dangling").symlink_to(folder / "nothing")
     (folder / "loop").symlink_to("loop")
     (folder / "table.json").write_text(json.dumps(document()))
-    for kind in ("pipe", "socket"):
-        NO_FILES[f"a {kind}"](folder / kind)
+    os.mkfifo(folder / "pipe")
     SampleRun(ranks=1, stages=2, micro_batches=2, layers=2, steps=3).write(folder / "run")
     return folder
 
@@ -218,36 +215,6 @@ def test_commands(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
     check_command(words, capsys, folder, *(part.format(folder=folder) for part in names))
 
 
-INPUTS = {
-    "lengths.txt": (PLAN, ADVISE),
-    "table.json": (f"{WITHOUT_MODEL} --cost-table {{folder}}/table.json --layers 2",),
-    "good.jsonl": (f"{PREPARE} --tokenizer-train 300",),
-    "run/steps.jsonl": (REPORT, SUMMARY, TRACE, COMMANDS["watch"]),
-}
-"""A file that is read -> the commands that refuse what replaces it."""
-NO_FILES: dict[str, Callable[[Path], object]] = {
-    "missing": lambda path: None,
-    "a folder": Path.mkdir,
-    "a pipe": os.mkfifo,
-    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.fspath(path)),
-    "a link to itself": lambda path: path.symlink_to(path),
-    **{
-        target: lambda path, target=target: path.symlink_to(target)
-        for target in ("/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "gone")
-    },
-    "a hole of gigabytes": lambda path: (path.touch(), os.truncate(path, 2**31)),
-    **{
-        name: lambda path, text=text: path.write_bytes(text)
-        for name, text in {
-            **{"empty": b"", "a newline": b"\n", "zero bytes": bytes(5000), "null": b"null\n"},
-            "noise": bytes((37 * n * n + 11) % 256 for n in range(4096)),
-            "UTF-16": '[1, 2]\n{"text": "a"}\n'.encode("utf-16"),
-            **{"deep": b"[" * 100_000, "text": b"no such thing\n", "gzip": gzip.compress(b"17\n")},
-            **{"an object": b'{"type": "step"}\n', "a line": b'{"text": "' + b"a" * (80 << 20)},
-        }.items()
-    },
-}
-"""What stands in the place of a file."""
 OUTPUTS = (
     "report {folder}/run -o {output}",
     "trace {folder}/run -o {output}",
@@ -256,30 +223,9 @@ OUTPUTS = (
 )
 NO_OUTPUTS = (
     *("", "-", "a\0b", "/dev/full", "/proc/nowhere/x", "/sys/x", "x" * 5000, "{folder}"),
-    *("{folder}/lengths.txt/x", "{folder}/pipe", "{folder}/socket", "{folder}/loop"),
+    *("{folder}/lengths.txt/x", "{folder}/pipe", "{folder}/loop"),
     *("{folder}/run/steps.jsonl", "{folder}/run/ranks/rank-00000.jsonl"),
 )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", NO_FILES)
-@pytest.mark.parametrize(
-    ("name", "command"), [(name, each) for name, commands in INPUTS.items() for each in commands]
-)
-def test_inputs(
-    name: str, command: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / name
-    kept = path.rename(path.with_suffix(".kept"))
-    try:
-        NO_FILES[kind](path)
-        words = command.format(folder=folder).split()
-        check_command(words, capsys, folder, name.partition("/")[0].partition(".")[0])
-    finally:
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        path.unlink(missing_ok=True)
-        kept.rename(path)
 
 
 @pytest.mark.parametrize("output", NO_OUTPUTS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -275,3 +276,11 @@ def test_a_line_that_cannot_be_made_is_said_and_left_out(
         log.append(lambda: Line(number=1))
     assert "ZeroDivisionError" in caplog.text
     assert numbers(tmp_path / "log.jsonl") == [1]
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    log = JsonLinesFile(tmp_path / "log.jsonl")
+    log.begin(HEADER, resumed=True)
+    log.append(Line(number=0))
+    assert (tmp_path / "log.jsonl").is_fifo()
