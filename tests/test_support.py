@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags and tests that docs/SUPPORT.md names exist; it judges every flag of Megatron's main."""
+"""The flags and tests that docs/SUPPORT.md names exist; every flag of Megatron's main is judged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "SUPPORT.md").read_text("utf-8")
+MAIN = (TESTS.parent / "research" / "testing.md").read_text("utf-8")
 SINCE_0_19 = {
     "--attention-output-gate",
     "--dataloader-inter-document-masking",
@@ -33,8 +34,8 @@ print(__version__.partition("+")[0], *parser._option_string_actions)
 
 
 def newer_flags(branch: str) -> set[str]:
-    """Flags that the page says this branch of Megatron has beyond releases, and main."""
-    rows = re.findall(rf"^\| {branch} \|(.*?) \|", PAGE, re.MULTILINE)
+    """Flags that research/testing.md says this branch of Megatron has beyond releases, and main."""
+    rows = re.findall(rf"^\| {branch} \|(.*?) \|", MAIN, re.MULTILINE)
     return {flag for row in rows for flag in re.findall(r"--[\w-]+", row)}
 
 
