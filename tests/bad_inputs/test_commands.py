@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,7 +177,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "dangling").symlink_to(folder / "nothing")
     (folder / "loop").symlink_to("loop")
     (folder / "table.json").write_text(json.dumps(document()))
-    os.mkfifo(folder / "pipe")
     SampleRun(ranks=1, stages=2, micro_batches=2, layers=2, steps=3).write(folder / "run")
     return folder
 
@@ -223,7 +221,7 @@ OUTPUTS = (
 )
 NO_OUTPUTS = (
     *("", "-", "a\0b", "/dev/full", "/proc/nowhere/x", "/sys/x", "x" * 5000, "{folder}"),
-    *("{folder}/lengths.txt/x", "{folder}/pipe", "{folder}/loop"),
+    *("{folder}/lengths.txt/x", "{folder}/loop"),
     *("{folder}/run/steps.jsonl", "{folder}/run/ranks/rank-00000.jsonl"),
 )
 
