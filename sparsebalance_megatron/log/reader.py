@@ -10,7 +10,9 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec import UNSET
@@ -65,6 +67,11 @@ class RunLog:
         """The pipeline schedule that the run planned with; Megatron's default without a header."""
         return self.header.pipeline_schedule if self.header else megatron_order
 
+    @property
+    def lockstep_ranks(self) -> int:
+        """Ranks that waited for one another in every layer; 1 without a header."""
+        return (self.header.lockstep_ranks or 1) if self.header else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
@@ -110,11 +117,7 @@ class _LogReader[R: Record]:
         paths = log_files(self.path) if self.last_bytes is None else ()
         for path in paths or (self.path,):
             with open_regular(path) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if self.last_bytes is not None and size > self.last_bytes:
-                    stream.seek(size - self.last_bytes)
-                    stream.readline()  # The rest of a line that begins before.
-                for number, text in enumerate(bounded_lines(stream, MAX_BYTES), start=1):
+                for number, text in enumerate(self._lines(stream), start=1):
                     if self._is_unwanted(text):
                         continue
                     try:
@@ -134,6 +137,16 @@ class _LogReader[R: Record]:
             )
         if dropped:
             self.problems.append(f"{self.path}: {dropped} lines could not be written in training")
+
+    def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
+        """All lines, or the first, which is the header, and the whole ones of the end."""
+        if self.last_bytes is not None:
+            first_byte = os.fstat(stream.fileno()).st_size - self.last_bytes
+            if first_byte > 0:
+                yield from islice(bounded_lines(stream, MAX_BYTES), 1)
+                stream.seek(first_byte)
+                stream.readline()
+        yield from bounded_lines(stream, MAX_BYTES)
 
     def _is_unwanted(self, text: bytes) -> bool:
         if self.last_bytes is not None and not text.endswith(b"\n"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from learn.scheduler_cases import BLOCK_TOKENS, scheduler
 from learn.scheduler_cases import index as index  # a fixture
 
@@ -54,6 +55,7 @@ def iterator_of(
         schedule,
         index,
         PACKING,
+        device=torch.device("cpu"),
         data_parallel_rank=rank,
         chunk=0,
         training=True,
@@ -84,9 +86,9 @@ def test_every_row_is_that_of_its_micro_batch(
             planned = schedule.planned(step)
             for micro_batch in planned.plan.for_rank(1).micro_batches:
                 read = next(micro_batches)
-                assert (read.step, read.plan) == (step, micro_batch)
-                assert_holds(read.packed, index, planned, micro_batch)
-                assert read.cu_seqlens[-1] == len(read.packed.tokens)
+                assert (read.step, read.position) == (step, micro_batch.position)
+                assert_holds(PackedSequence(**read.inputs), index, planned, micro_batch)
+                assert read.layout.cu_seqlens[-1] == len(read.inputs["tokens"])
                 schedule.plan_following(step)
 
 
@@ -118,7 +120,7 @@ def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
     planned = schedule.planned(0)
     reader = iterator_of(schedule, index, CountingExecutor())
     reader.read_ahead(planned)
-    first, again = reader.packed(planned, 0), reader.packed(planned, 0)
+    (first,), (again,) = reader.packed(planned, 0), reader.packed(planned, 0)
     assert first is not again
     assert np.array_equal(first.tokens, again.tokens)
 
@@ -137,7 +139,7 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
-    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).packed is None
+    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).inputs is None
 
 
 def _fail(_: int) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     Explanation,
@@ -19,6 +20,7 @@ from sparsebalance_megatron.view.report.numbers import (
     TimeSplit,
 )
 from sparsebalance_megatron.view.report.words import (
+    caveats,
     changes,
     headline,
     worst_steps,
@@ -40,9 +42,8 @@ def numbers(*sentences: str) -> list[float]:
 
 def compared(**changes: Any) -> Comparison:
     values: dict[str, Any] = dict.fromkeys(("speedup", "speedup_paired", "speedup_total"))
-    return Comparison(
-        baseline=summary(), sparse_balance=summary(), problems=(), **(values | changes)
-    )
+    values |= {"baseline": summary(), "sparse_balance": summary(), "problems": ()}
+    return Comparison(**(values | changes))
 
 
 def explained(**changes: Any) -> Explanation:
@@ -70,6 +71,16 @@ def test_no_more_is_claimed_than_is_known(speedups: dict[str, float], claimed: l
     comparison = compared(**speedups)
     assert numbers(headline(comparison)) == claimed
     assert changes(comparison) == []
+
+
+def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
+    alone, lockstep = summary(lockstep_ranks=1), summary(lockstep_ranks=4)
+    notice = lockstep_notice(4)
+    assert caveats(alone) == []
+    assert caveats(lockstep) == [notice]
+    assert caveats(compared(baseline=lockstep, sparse_balance=lockstep)) == [notice]
+    both = compared(baseline=alone, sparse_balance=lockstep)
+    assert caveats(both) == [f"Sparse balance: {notice}"]
 
 
 SLOWED = 7
