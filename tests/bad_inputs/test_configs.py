@@ -12,9 +12,7 @@ from sparsebalance_megatron.config import RANGES, ConfigError, SparseBalanceConf
 
 NAN, INFINITY = float("nan"), float("inf")
 TYPES = get_type_hints(SparseBalanceConfig)
-CHOICES = [
-    each.name for each in fields(SparseBalanceConfig) if get_origin(TYPES[each.name]) is Literal
-]
+CHOICES = [name for name, kind in TYPES.items() if get_origin(kind) is Literal]
 BEYOND: dict[str, tuple[Any, ...]] = {
     "block_size": (0, 3, 96, 2**21, 2**63, 1.5),
     "base_budget": (0, 2**31),
