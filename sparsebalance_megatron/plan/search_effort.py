@@ -7,7 +7,7 @@ OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
-SHARE_OF_STEP = 0.06
+SHARE_OF_STEP = 0.04
 """Share of a step's time that searching its placement may take, during the step before."""
 
 SHARE_OF_STEP_FOR_PACKED = 0.10
