@@ -218,12 +218,13 @@ def budget_steps(
 ) -> BudgetSteps:
     """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
 
-    Grid budgets below every low and above every high are left out.
+    Grid budgets below every low and above every high are left out; one remains where all lows lie
+    above the grid, as pinned budgets may.
     """
     every_K = np.asarray(coverage.grid)
     first = np.searchsorted(every_K, low_LS.min(), side="right")
     last = np.searchsorted(every_K, high_LS.max())
-    inside = slice(min(first, last), last + 1)
+    inside = slice(min(first, last, len(every_K) - 1), last + 1)
     grid = every_K[inside]
     points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
     grid_pairs_SK = costs.block_pairs(
