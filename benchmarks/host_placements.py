@@ -32,8 +32,8 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.view.simulate.lengths import GENERATORS
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.lengths import GENERATORS
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 RANKS, SAMPLES, BLOCK_SIZE, CAP_TOKENS = 8, 128, 256, 65_536
 MODEL = MODELS["qwen2.5-7b"]

@@ -22,18 +22,18 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.segments.cuts import cut_at
 from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.view.simulate.variants import (
+from sparsebalance_megatron.predict.rows import (
     ALL_ROWS,
     BASELINE,
     SEGMENTED_ROWS,
     SETUPS,
     workload_of,
 )
+from sparsebalance_megatron.predict.workload import Workload
 
 CASES = (("paper-main", "longalign"), ("paper-main", "chatqa2"), ("paper-ablation", "chatqa2"))
 IN_ONE_PIECE = "ours, base coverage"

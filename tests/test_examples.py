@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
-from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
+from sparsebalance_megatron.predict.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
 MODELS = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.host_planner import HostJob
@@ -34,6 +35,8 @@ class RunSettings:
         dtype: torch's name without the prefix.
         job: how the largest training step is cut up; ``global_batch_size`` is of that step.
         recompute_all, recompute_attention: what backward computes again.
+        tied_embeddings, distributed_optimizer, expert_parallel_size: what memory depends on
+            besides.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`token_multiple`.
@@ -63,6 +66,9 @@ class RunSettings:
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
 
+    tied_embeddings: bool = False
+    distributed_optimizer: bool = False
+    expert_parallel_size: int = 1
     ranks_per_node: int = RANKS_PER_NODE
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
@@ -134,6 +140,7 @@ class RunSettings:
             global_batch_size=global_batch_size,
             batch_size_schedule=batch_size_schedule,
             sequence_parallel=bool(transformer_config.sequence_parallel),
+            expert_parallel_size=transformer_config.expert_model_parallel_size,
             ranks_per_node=_ranks_per_node(),
             pad_to_multiple_of=token_multiple(transformer_config),
             **_recomputed(transformer_config),
@@ -166,6 +173,8 @@ class RunSettings:
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
+            tied_embeddings=not args.untie_embeddings_and_output_weights,
+            distributed_optimizer=bool(args.use_distributed_optimizer),
         )
 
 
@@ -211,6 +220,7 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
         attention_weights=_latent_weights(transformer_config),
+        experts=_experts(transformer_config),
         vocab_size=vocab_size,
         gated_linear_unit=transformer_config.gated_linear_unit,
         tensor_parallel_size=transformer_config.tensor_model_parallel_size,
@@ -238,6 +248,22 @@ def _latent_weights(transformer_config: Any) -> int | None:
         qk_dim=config.qk_head_dim,
         rotary_dim=config.qk_pos_emb_head_dim,
         value_dim=config.v_head_dim,
+    )
+
+
+def _experts(transformer_config: Any) -> ExpertShape | None:
+    """Experts of a model; None where it has none."""
+    config = transformer_config
+    if not config.num_moe_experts:
+        return None
+    every, layers = config.moe_layer_freq, config.num_layers
+    pattern = [layer % every == 0 for layer in range(layers)] if isinstance(every, int) else every
+    return ExpertShape(
+        experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        layers_share=sum(map(bool, pattern)) / layers,
     )
 
 

@@ -31,8 +31,8 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
-_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
-_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR)
+_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.EXPERTS)
+_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR, Part.EXPERTS)
 _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 
 

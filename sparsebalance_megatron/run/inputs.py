@@ -13,16 +13,17 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.fit import configured_cost_model
+from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
-from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 from sparsebalance_megatron.selector_registry import source_of
 
 _LONGEST_VALUE = 80
@@ -60,6 +61,25 @@ class Inputs:
             policy=self.policy,
             cost=self.cost,
             coverage=prior_coverage(self.job.layers, self.grid[-1]),
+            memory=self.memory,
+        )
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Sizes that memory depends on besides plans."""
+        job, settings = self.job, self.settings
+        return MemoryModel(
+            shape=settings.shape,
+            layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
+            virtual_stages=job.virtual_stages,
+            micro_batch_group_size=job.micro_batch_group_size,
+            tied_embeddings=settings.tied_embeddings,
+            sequence_parallel=settings.sequence_parallel,
+            optimizer_ranks=job.data_parallel_size if settings.distributed_optimizer else 1,
+            expert_parallel_size=settings.expert_parallel_size,
+            recompute_all=settings.recompute_all,
+            recompute_attention=settings.recompute_attention,
+            attention_kept=self.config.recompute_attention == "keep",
         )
 
 
@@ -103,7 +123,9 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
-    cost = configured_cost_model(config, settings.shape, run).with_recompute(
+    cost = configured_cost_model(
+        config, settings.shape, run, expert_parallel_size=settings.expert_parallel_size
+    ).with_recompute(
         full=settings.recompute_all,
         attention_only=settings.recompute_attention,
         attention_kept=config.recompute_attention == "keep",

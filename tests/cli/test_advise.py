@@ -11,7 +11,7 @@ from cost.cost_cases import measured
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.table import RunIdentity
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")

@@ -11,7 +11,7 @@ from harness import long_tailed_lengths, write_documents
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.table import RunIdentity
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 KEYS = {
     "makespan_ms",

@@ -11,9 +11,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from plan.plan_cases import cost_model, policy
 
 from sparsebalance_megatron.cost.model import CostModel, Part
-from sparsebalance_megatron.learn.even_stages import even_stages
-from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 
 BATCHES = ((900, 4000, 2500, 800, 1200, 600, 3000, 700),) * 2
 LAYERS, STAGES = 12, 3

@@ -10,10 +10,10 @@ import pytest
 
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.view.simulate.advice import AdviceInputs, Choice, advise
-from sparsebalance_megatron.view.simulate.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
-from sparsebalance_megatron.view.simulate.tables import best_fitting, findings
+from sparsebalance_megatron.predict.layouts import AdviceInputs, Choice, advise
+from sparsebalance_megatron.predict.lengths import WorkloadError, split_overlong
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
+from sparsebalance_megatron.view.predictions import best_fitting, findings
 
 MODEL = MODELS["qwen2.5-0.5b"]
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)

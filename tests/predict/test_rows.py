@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.view.simulate.variants import (
+from sparsebalance_megatron.predict.rows import (
     ALL_ROWS,
     BASELINE,
     OURS,

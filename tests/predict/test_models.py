@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.learn.prediction import prior_coverage
-from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.models import MODELS, model_named
+from sparsebalance_megatron.predict.lengths import WorkloadError
+from sparsebalance_megatron.predict.models import MODELS, model_named
+from sparsebalance_megatron.predict.workload import prior_coverage
 
 PUBLISHED_BILLIONS = {
     "qwen2.5-0.5b": 0.49,
