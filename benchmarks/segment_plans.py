@@ -26,13 +26,8 @@ from sparsebalance_megatron.plan.segments.cuts import cut_at
 from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.predict.rows import (
-    ALL_ROWS,
-    BASELINE,
-    SEGMENTED_ROWS,
-    SETUPS,
-    workload_of,
-)
+from sparsebalance_megatron.predict.rows import BASELINE, ROWS, SEGMENTED_ROWS
+from sparsebalance_megatron.predict.scenario import SETUPS
 from sparsebalance_megatron.predict.workload import Workload
 
 CASES = (("paper-main", "longalign"), ("paper-main", "chatqa2"), ("paper-ablation", "chatqa2"))
@@ -90,8 +85,8 @@ def case(
     setup: str, data: str, steps: int, segment_tokens: int, clock: Callable[[], float]
 ) -> dict[str, Any]:
     config = SparseBalanceConfig(max_segments=8, segment_tokens=segment_tokens)
-    workload = workload_of(SETUPS[setup], data, steps=steps, seed=0, config=config)
-    rows = {BASELINE: ALL_ROWS[BASELINE], "one piece": ALL_ROWS[IN_ONE_PIECE], **SEGMENTED_ROWS}
+    workload = SETUPS[setup].workload(data, steps=steps, seed=0, config=config)
+    rows = {BASELINE: ROWS[BASELINE], "one piece": ROWS[IN_ONE_PIECE], **SEGMENTED_ROWS}
     planned = {name: list(row.of(workload).planned_steps(clock)) for name, row in rows.items()}
     total_ms = {
         name: sum(step.plan.expectation.makespan_ms for step in of_row)

@@ -121,7 +121,8 @@ def print_rows(
     steps = len(workload.batches)
     watch = progress_bar("plan")(steps * len(rows))
     outcomes = predict_rows(workload, rows, watch=watch)
-    slowness, unhideable = _break_even(workload, outcomes), unhideable_steps(workload)
+    best = _best(workload, outcomes)
+    slowness, unhideable = _break_even(workload, outcomes, best), unhideable_steps(workload)
     if not as_json:
         columns = terminal_columns()
         print_wrapped(heading)
@@ -129,7 +130,7 @@ def print_rows(
         print_wrapped(
             [
                 *([break_even_line(workload, slowness)] if slowness is not None else []),
-                memory_sentence(list(outcomes.values())[-1]),
+                memory_sentence(outcomes[best]),
                 f"{steps} steps; {unhideable} hold a sample that no placement hides",
                 *remarks(workload),
             ]
@@ -146,12 +147,16 @@ def print_rows(
     }
 
 
-def _break_even(workload: Workload, outcomes: Mapping[str, Outcome]) -> float | None:
-    """None where no dense row was asked for."""
-    if DENSE_BALANCED not in outcomes:
-        return None
+def _best(workload: Workload, outcomes: Mapping[str, Outcome]) -> str:
+    """The row that training plans by default, or else the last."""
     best = best_row(workload)
-    name = next(name for name, row in rows_of(workload).items() if row == best)
-    if name not in outcomes:
+    names = [name for name, row in rows_of(workload).items() if row == best and name in outcomes]
+    return [*outcomes, *names][-1]
+
+
+def _break_even(workload: Workload, outcomes: Mapping[str, Outcome], best: str) -> float | None:
+    """None where no dense row was asked for, or nothing to compare with it."""
+    if DENSE_BALANCED not in outcomes or best == DENSE_BALANCED:
         return None
-    return break_even_slowness(best.of(workload), outcomes[name], outcomes[DENSE_BALANCED])
+    planned = best_row(workload).of(workload)
+    return break_even_slowness(planned, outcomes[best], outcomes[DENSE_BALANCED])

@@ -34,6 +34,8 @@ class Direction(StrEnum):
 
 NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""
-OF_EVERY_MODEL = tuple(part for part in Part if part not in (Part.DENSE_ATTENTION, Part.EXPERTS))
+TIMED = tuple(part for part in Part if part is not Part.EXPERTS)
+"""Parts that are measured; experts are timed within the linear part."""
+OF_EVERY_MODEL = tuple(part for part in TIMED if part is not Part.DENSE_ATTENTION)
 """Parts whose costs are always known; those of dense layers only where they were measured, and
 those of experts only where they were counted."""

@@ -3,18 +3,19 @@
 
 1. A choice is a layout, a block size and a budget. Those that make no job are left out, with the
    reason.
-2. Choices whose memory at the token cap exceeds that of a GPU are left out. No step is planned for
-   that.
-3. The others are predicted, with sparse and with dense attention.
-4. They are ranked: first those whose base budgets cover no less than the reference's, then the
+2. Choices whose memory at the token cap exceeds that of a GPU are left out; where none is left,
+   the one that needs least stays. No step is planned for that.
+3. Choices are ranked: first those whose base budgets cover no less than the reference's, then the
    rest; within both the faster first. The reference is the choice with the default block size and
-   budget, or else the one that covers most.
+   budget, or else the one that covers most. Of many, only the first in the rank over two steps go
+   on, with the fastest of the rest.
+4. Those are predicted over all steps, with sparse and with dense attention, and ranked again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.memory import GIBIBYTE
@@ -27,6 +28,9 @@ from sparsebalance_megatron.predict.rows import best_row, dense_row
 from sparsebalance_megatron.predict.workload import Workload
 
 _SAME_COVERAGE = 1e-6
+_FINALISTS = 6
+"""Choices that are predicted over all steps."""
+_FIRST_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +63,13 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Predictions, best first; how many of them cover no less than the reference; what is left out
-    and why."""
+    """Predictions, best first; coverage of the reference; what is left out and why; whether any
+    choice fits."""
 
     predictions: tuple[Prediction, ...]
     reference_coverage: float
     left_out: tuple[str, ...]
+    fits: bool
 
     @property
     def best(self) -> Prediction:
@@ -88,11 +93,10 @@ def advise(
         progress: gets the number of steps to plan, and returns what to call after each.
 
     Raises:
-        WorkloadError: no choice makes a job, or none fits.
+        WorkloadError: no choice makes a job.
     """
     left_out: dict[str, list[Choice]] = {}
-    fitting: list[tuple[Choice, Workload]] = []
-    smallest: tuple[float, Choice] | None = None
+    jobs: list[tuple[float, Choice, Workload]] = []
     for choice in choices:
         try:
             workload = workload_of(choice)
@@ -101,18 +105,23 @@ def advise(
             left_out.setdefault(str(error), []).append(choice)
             continue
         gibibytes = max(stage.total_bytes for stage in stages) / GIBIBYTE
-        if smallest is None or gibibytes < smallest[0]:
-            smallest = gibibytes, choice
-        if gibibytes <= gpu_memory_gib:
-            fitting.append((choice, workload))
-        else:
-            reason = f"at the token cap they need more than {gpu_memory_gib:g} GiB"
-            left_out.setdefault(reason, []).append(choice)
-    if not fitting:
-        raise WorkloadError(_nothing_fits(smallest, gpu_memory_gib, _reasons(left_out)))
-    watch = progress(2 * sum(len(workload.batches) for _, workload in fitting))
+        jobs.append((gibibytes, choice, workload))
+    if not jobs:
+        raise WorkloadError(f"no choice makes a job: {_reasons(left_out)[0]}")
+    fitting = [job for job in jobs if job[0] <= gpu_memory_gib]
+    tried = fitting or [min(jobs, key=lambda job: job[0])]
+    too_large = [choice for _, choice, workload in jobs if all(choice != job[1] for job in tried)]
+    if too_large:
+        reason = f"at the token cap more than {gpu_memory_gib:g} GiB"
+        left_out[reason] = too_large
+    screened = len(tried) > _FINALISTS
+    steps = len(tried[0][2].batches)
+    first_steps = min(_FIRST_STEPS, steps) * len(tried) if screened else 0
+    watch = progress(first_steps + 2 * steps * min(len(tried), _FINALISTS))
+    if screened:
+        tried = _screened(tried, left_out, watch)
     predictions = []
-    for choice, workload in fitting:
+    for _, choice, workload in tried:
         sparse, dense = best_row(workload).of(workload), dense_row(workload).of(workload)
         try:
             found = [predict(each, watch=watch) for each in (sparse, dense)]
@@ -124,36 +133,60 @@ def advise(
         )
     if not predictions:
         raise WorkloadError(f"no choice can be planned: {_reasons(left_out)[0]}")
-    return _ranked(predictions, _reasons(left_out))
-
-
-def _nothing_fits(
-    smallest: tuple[float, Choice] | None, gpu_memory_gib: float, reasons: tuple[str, ...]
-) -> str:
-    if smallest is None:
-        return f"no choice makes a job: {reasons[0]}"
-    gibibytes, choice = smallest
-    return (
-        f"no choice fits {gpu_memory_gib:g} GiB with every micro-batch at the token cap; the "
-        f"smallest needs {gibibytes:.0f} GiB: {named([choice])}. Raise --tp, --pp, --cp or --ep, "
-        "use --recompute full, or lower --max-tokens-per-micro-batch"
+    reference = _reference_coverage([(each.choice, each.sparse) for each in predictions])
+    advice = Advice(
+        predictions=tuple(predictions),
+        reference_coverage=reference,
+        left_out=_reasons(left_out),
+        fits=bool(fitting),
     )
+    ranked = sorted(
+        predictions, key=lambda each: (advice.covers_less(each), each.sparse.makespan_ms)
+    )
+    return replace(advice, predictions=tuple(ranked))
 
 
-def _ranked(predictions: Sequence[Prediction], left_out: tuple[str, ...]) -> Advice:
+def _screened(
+    jobs: Sequence[tuple[float, Choice, Workload]],
+    left_out: dict[str, list[Choice]],
+    watch: Watch,
+) -> list[tuple[float, Choice, Workload]]:
+    """The first in the rank over the first steps, and the fastest of those that cover less."""
+    found = []
+    for job in jobs:
+        _, choice, workload = job
+        few = replace(workload, batches=workload.batches[:_FIRST_STEPS])
+        try:
+            found.append((job, predict(best_row(few).of(few), watch=watch)))
+        except PlanError as error:
+            left_out.setdefault(str(error), []).append(choice)
+    reference = _reference_coverage([(job[1], outcome) for job, outcome in found])
+
+    def rank(each: tuple[object, Outcome]) -> tuple[bool, float]:
+        return each[1].coverage_base < reference - _SAME_COVERAGE, each[1].makespan_ms
+
+    found.sort(key=rank)
+    kept = [job for job, _ in found[:_FINALISTS]]
+    less = [each for each in found[_FINALISTS:] if rank(each)[0]]
+    if less and not any(rank(each)[0] for each in found[:_FINALISTS]):
+        kept[-1] = less[0][0]
+    reason = f"slower in the first {_FIRST_STEPS} steps than those above"
+    slower = [job[1] for job, _ in found if all(job is not each for each in kept)]
+    if slower:
+        left_out[reason] = slower
+    return kept
+
+
+def _reference_coverage(found: Sequence[tuple[Choice, Outcome]]) -> float:
     defaults = SparseBalanceConfig()
     wanted = (defaults.block_size, defaults.base_budget)
     usual = [
-        each.sparse.coverage_base
-        for each in predictions
-        if (each.choice.block_size, each.choice.base_budget) == wanted
+        outcome.coverage_base
+        for choice, outcome in found
+        if (choice.block_size, choice.base_budget) == wanted
     ]
-    reference = min(usual) if usual else max(each.sparse.coverage_base for each in predictions)
-    advice = Advice(predictions=(), reference_coverage=reference, left_out=left_out)
-    ordered = sorted(
-        predictions, key=lambda each: (advice.covers_less(each), each.sparse.makespan_ms)
-    )
-    return Advice(predictions=tuple(ordered), reference_coverage=reference, left_out=left_out)
+    every = [outcome.coverage_base for _, outcome in found]
+    return min(usual) if usual else max(every, default=0.0)
 
 
 def _reasons(left_out: dict[str, list[Choice]]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
+from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.segments.pipeline import most_tokens_in_flight
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -32,9 +33,10 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
 
 
 def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
-    """Memory of every stage with micro-batches at the token cap and base budgets.
+    """Memory of every stage with micro-batches at the token cap.
 
-    It depends on no sample. Where micro-batches may have segments, as many more of them may be in
+    It depends on no sample. Lists are those of base budgets, or of all blocks where tuning may
+    raise budgets. Where micro-batches may have segments, as many more of them may be in
     flight.
     """
     job, policy = workload.job, workload.policy
@@ -49,7 +51,9 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
             largest=cap,
             longest=cap,
         )
-    budgets_L = np.minimum(policy.base_L(job.layers), longest_blocks)
+    base_L = policy.base_L(job.layers)
+    budgets_L = np.minimum(base_L if policy.tuning == "off" else DENSE, longest_blocks)
+    budgets_L = np.broadcast_to(budgets_L, base_L.shape)
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
 
 

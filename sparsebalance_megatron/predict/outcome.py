@@ -24,7 +24,7 @@ from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_step
 from sparsebalance_megatron.predict.rows import Variant, without_sharing
 from sparsebalance_megatron.predict.workload import Workload
 
-_NEAR = 0.003
+_NEAR = 0.005
 """Relative difference of step times at which the search for the break-even ends."""
 _MOST_TRIES = 6
 _LEAST_SLOWNESS = 1e-2

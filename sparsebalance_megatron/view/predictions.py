@@ -170,6 +170,12 @@ def _legend(meanings: Mapping[str, str], columns: int) -> list[str]:
 def findings(advice: Advice, gpu_memory_gib: float) -> list[str]:
     """Conclusions from the numbers, in sentences."""
     best = advice.best
+    if not advice.fits:
+        return [
+            f"No choice fits {gpu_memory_gib:g} GiB with every micro-batch at the token cap. The "
+            f"smallest is {named([best.choice])}: raise --tp, --pp, --cp or --ep, use --recompute "
+            "full, or lower --max-tokens-per-micro-batch."
+        ]
     sentences = [
         f"Fastest that fits {gpu_memory_gib:g} GiB at no less coverage than "
         f"{advice.reference_coverage:.3f}: {named([best.choice])}."

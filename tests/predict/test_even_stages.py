@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from plan.plan_cases import cost_model, policy
+from predict.predict_cases import memory_of
 
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.plan.job import Job
@@ -31,12 +32,14 @@ def workload(head_ms_per_token: float, stages: int = STAGES) -> Workload:
         backward_ms={**model.backward_ms, **ends},
     )
     assert isinstance(cost, CostModel)
+    job = Job.even(layers=LAYERS, ranks=1, stages=stages, micro_batches=8)
     return Workload(
         batches=BATCHES,
-        job=Job.even(layers=LAYERS, ranks=1, stages=stages, micro_batches=8),
+        job=job,
         policy=policy(tuning="off"),
         cost=cost,
         coverage=prior_coverage(LAYERS, 64),
+        memory=memory_of(job),
     )
 
 
