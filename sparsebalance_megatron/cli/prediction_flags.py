@@ -312,7 +312,7 @@ class Costs:
 
     @property
     def block_size(self) -> int:
-        """Of the table, or the default."""
+        """Block size of the table, or the default."""
         table = self.table
         return table.identity.block_size if table else SparseBalanceConfig.block_size
 

@@ -1,115 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice: shares by hand, limits that must hold, choices that make no job."""
+"""Layouts: ranked by speed at no less coverage, within the memory, with reasons for the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from predict.predict_cases import scenario
 
-from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.layouts import AdviceInputs, Choice, advise
+from sparsebalance_megatron.predict.layouts import Advice, Choice, advise, named
 from sparsebalance_megatron.predict.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.predict.models import MODELS, counted_cost
-from sparsebalance_megatron.view.predictions import best_fitting, findings
+from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.view.predictions import findings
 
-MODEL = MODELS["qwen2.5-0.5b"]
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
-CHOICE = Choice(block_size=128, base_budget=8, micro_batches=2, context_parallel_size=1)
+GPUS = 8
+CHOICE = Choice(
+    tensor_parallel_size=1,
+    pipeline_stages=1,
+    context_parallel_size=1,
+    expert_parallel_size=1,
+    micro_batches=1,
+    block_size=256,
+    base_budget=32,
+)
 
 
-def job(*, gpus: int = 4, pipeline_stages: int = 1, **changes: Any) -> AdviceInputs:
-    values: dict[str, Any] = {
-        "shape": MODEL.shape,
-        "tied_embeddings": True,
-        "batches": (LENGTHS,),
-        "costs": lambda block_size: counted_cost(
-            MODEL, block_size=block_size, selection="token-kv-head"
-        ),
-        "selection": "token-kv-head",
-    } | changes
-    ranks = gpus // pipeline_stages
-    cut = Job.even(layers=MODEL.layers, ranks=ranks, stages=pipeline_stages)
-    return AdviceInputs(job=cut, **values)
+def jobs(steps: int = 1) -> Callable[[Choice], Workload]:
+    def workload_of(choice: Choice) -> Workload:
+        ranks = GPUS // (choice.tensor_parallel_size * choice.pipeline_stages)
+        settings = {"block_size": choice.block_size, "base_budget": choice.base_budget}
+        return scenario(
+            ranks=ranks,
+            stages=choice.pipeline_stages,
+            tensor_parallel_size=choice.tensor_parallel_size,
+            context_parallel_size=choice.context_parallel_size,
+            expert_parallel_size=choice.expert_parallel_size,
+            micro_batches=len(LENGTHS) * choice.context_parallel_size // ranks,
+            cap_tokens=8192 // choice.context_parallel_size,
+            config=settings,
+        ).workload((LENGTHS,) * steps)
+
+    return workload_of
 
 
-def test_tokens_that_stay_dense_are_those_of_documents_within_the_budget() -> None:
-    (outlook,) = advise(job(), [CHOICE]).outlooks
-    within = sum(length for length in LENGTHS if length <= 128 * 8)
-    assert outlook.dense_tokens_share == pytest.approx(within / sum(LENGTHS))
-    assert 0.0 < outlook.router_share < 0.5
-    assert outlook.tokens_per_second_per_gpu == pytest.approx(
-        sum(LENGTHS) / (outlook.step_ms / 1e3) / 4
-    )
+def advice(*choices: Choice, memory_gib: float = 80.0, steps: int = 1) -> Advice:
+    return advise(choices, jobs(steps), memory_gib)
 
 
-def test_a_budget_beyond_every_document_is_dense_attention_and_its_router() -> None:
-    (outlook,) = advise(job(), [replace(CHOICE, base_budget=64)]).outlooks
-    assert outlook.dense_tokens_share == 1.0
-    # Placement is planned with the router's cost in one and without it in the other.
-    assert outlook.speedup_over_dense == pytest.approx(1.0, abs=0.03)
+def layout(**changes: Any) -> Choice:
+    return replace(CHOICE, **changes)
 
 
-def test_one_micro_batch_on_one_gpu_leaves_no_bubble() -> None:
-    (outlook,) = advise(job(gpus=1), [replace(CHOICE, micro_batches=1)]).outlooks
-    assert outlook.bubble_share == pytest.approx(0.0, abs=1e-9)
-    (piped,) = advise(job(gpus=4, pipeline_stages=4), [replace(CHOICE, micro_batches=1)]).outlooks
-    assert piped.bubble_share >= 0.75 - 1e-9
-    assert len(piped.stages) == 4
+def test_the_fastest_at_no_less_coverage_comes_first() -> None:
+    less = layout(base_budget=4)
+    found = advice(less, CHOICE, layout(pipeline_stages=2))
+    assert found.best.choice in (CHOICE, layout(pipeline_stages=2))
+    assert found.predictions[-1].choice == less
+    fastest = min(found.predictions, key=lambda each: each.sparse.makespan_ms)
+    assert fastest.choice == less
+    sentences = findings(found, 80.0)
+    assert "at no less coverage" in sentences[0]
+    assert "With less coverage" in sentences[1] and "budget 4" in sentences[1]
+    # Without the default settings among them, the one that covers most is the reference.
+    found = advice(less, layout(base_budget=8))
+    assert found.best.choice.base_budget == 8
 
 
-def test_more_work_is_never_cheaper() -> None:
-    budgets = [replace(CHOICE, base_budget=budget) for budget in (2, 8, 32)]
-    outlooks = advise(job(), budgets).outlooks
-    assert [each.step_ms for each in outlooks] == sorted(each.step_ms for each in outlooks)
-    assert [each.stages[0].lists_bytes for each in outlooks] == sorted(
-        each.stages[0].lists_bytes for each in outlooks
-    )
-
-
-def test_context_parallel_ranks_share_the_memory_of_the_longest_sample() -> None:
-    apart, together = advise(
-        job(batches=((32768, 100, 100, 100),)),
-        [
-            replace(CHOICE, micro_batches=1),
-            replace(CHOICE, micro_batches=4, context_parallel_size=4),
-        ],
-    ).outlooks
-    assert together.stages[0].activations_bytes < 0.5 * apart.stages[0].activations_bytes
-
-
-def test_choices_that_make_no_job_are_left_out_by_name() -> None:
-    found = advise(job(), [CHOICE, replace(CHOICE, micro_batches=3)])
-    assert len(found.outlooks) == 1
+def test_what_does_not_fit_is_left_out_before_it_is_planned() -> None:
+    roomy = layout(tensor_parallel_size=2, pipeline_stages=2)
+    sizes = {choice: advice(choice).best.sparse.at_most_bytes / 2**30 for choice in (CHOICE, roomy)}
+    assert sizes[roomy] < sizes[CHOICE]
+    limit = (sizes[roomy] + sizes[CHOICE]) / 2
+    found = advice(CHOICE, roomy, memory_gib=limit)
+    assert [each.choice for each in found.predictions] == [roomy]
     (reason,) = found.left_out
-    assert "block size 128, budget 8, 3 micro-batches, context parallel 1: " in reason
-    assert "multiple" in reason
-    several = [replace(CHOICE, micro_batches=3, base_budget=budget) for budget in (8, 16)]
-    (reason,) = advise(job(), [CHOICE, *several]).left_out
-    assert reason.startswith("block size 128, 3 micro-batches, context parallel 1: ")
+    assert reason.startswith("TP 1, PP 1") and "at the token cap more than" in reason
+    none = advice(CHOICE, roomy, memory_gib=0.1)
+    assert not none.fits and none.best.choice == roomy
+    assert findings(none, 0.1)[0].startswith("No choice fits 0.1 GiB")
+
+
+def test_layouts_that_make_no_job_are_left_out_by_name() -> None:
+    found = advice(CHOICE, layout(expert_parallel_size=2))
+    (reason,) = found.left_out
+    assert "EP 2" in reason and "has no experts" in reason
     with pytest.raises(WorkloadError, match="no choice makes a job"):
-        advise(job(), [replace(CHOICE, micro_batches=3)])
+        advice(layout(expert_parallel_size=2))
 
 
-def test_sentences_follow_from_the_numbers() -> None:
-    found = advise(job(), [CHOICE, replace(CHOICE, base_budget=64)])
-    best = best_fitting(found, 80.0)
-    assert best.step_ms == min(each.step_ms for each in found.outlooks)
-    assert findings(found, 80.0, best)[0].startswith("Fastest that fits 80 GiB: block size 128")
-    tiny = min(each.fullest_bytes for each in found.outlooks) / GIBIBYTE / 2
-    smallest = best_fitting(found, tiny)
-    assert smallest.fullest_bytes == min(each.fullest_bytes for each in found.outlooks)
-    assert findings(found, tiny, smallest)[0].startswith("No choice fits")
-    said = findings(
-        found, 80.0, replace(best, dense_tokens_share=0.9, router_share=0.2, bubble_share=0.3)
-    )
-    assert [sentence[:9] for sentence in said[1:]] == ["90% of th", "Selecting", "30% of th"]
+def test_of_many_choices_the_slow_ones_are_told_from_the_first_steps() -> None:
+    budgets = [layout(base_budget=budget) for budget in (4, 8, 16)]
+    layouts = [
+        layout(tensor_parallel_size=tp, pipeline_stages=pp) for tp in (1, 2) for pp in (1, 2)
+    ]
+    found = advice(*budgets, *layouts, steps=3)
+    assert len(found.predictions) == 6
+    assert any("slower in the first 2 steps" in reason for reason in found.left_out)
+    assert {len(each.sparse.step_ms) for each in found.predictions} == {3}
+    full = advice(*layouts, steps=3)
+    assert found.best.choice == full.best.choice
+    assert found.best.sparse.step_ms == full.best.sparse.step_ms
+
+
+def test_choices_are_named_by_what_they_share() -> None:
+    assert named([CHOICE]).startswith("TP 1, PP 1, CP 1, EP 1, 1 micro-batches")
+    assert named([CHOICE, layout(pipeline_stages=2)]).startswith("2 choices, TP 1, CP 1")
 
 
 def test_overlong_documents_are_split_as_training_splits_them() -> None:
-    import numpy as np
-
     found = split_overlong(np.array([10, 4, 8, 5]), 4)
     assert found.tolist() == [4, 4, 2, 4, 4, 4, 4, 1]
