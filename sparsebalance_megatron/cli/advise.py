@@ -61,6 +61,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Predict every choice, print."""
     check_flags(arguments)
+    progress = progress_bar("advise")
     costs, batch = costs_of(arguments), arguments.global_batch
     samples = samples_of(arguments, arguments.steps * batch)
     batches = samples.batches(batch, arguments.steps)
@@ -82,7 +83,6 @@ def run(arguments: Namespace) -> int:
             base_budget=choice.base_budget,
         ).workload(batches)
 
-    progress = progress_bar("advise")
     found = advise(
         _choices(arguments, costs.block_size), workload_of, arguments.gpu_memory, progress
     )

@@ -343,15 +343,15 @@ def costs_of(arguments: Namespace, default_model: str | None = None) -> Costs:
         CostTableError: the table cannot be read.
         WorkloadError: there is no such model, or the number of layers is missing.
     """
-    table = None if arguments.cost_table is None else CostTable.load(arguments.cost_table)
     name = arguments.model or default_model
+    if name is None and arguments.layers is None:
+        raise WorkloadError(
+            f"--cost-table {arguments.cost_table}: costs are per layer; add --layers or --model"
+        )
+    table = None if arguments.cost_table is None else CostTable.load(arguments.cost_table)
     if name is not None:
         model = model_named(name)
     else:
-        if arguments.layers is None:
-            raise WorkloadError(
-                f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
-            )
         assert table is not None
         shape = replace(table.identity.shape, tensor_parallel_size=1)
         model = ModelPreset(
@@ -469,9 +469,9 @@ def layer_budgets_of(arguments: Namespace, layers: int) -> str | None:
 def progress_bar(name: str) -> Callable[[int], Watch]:
     """A bar over planned steps, which appears on terminals after three seconds."""
 
-    def start(steps: int) -> Watch:
-        from tqdm import tqdm
+    from tqdm import tqdm
 
+    def start(steps: int) -> Watch:
         return tqdm(total=steps, desc=name, unit="step", disable=None, delay=3, leave=False).update
 
     return start
