@@ -15,7 +15,7 @@ import numpy as np
 from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.segments.pipeline import most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.predict.workload import Workload
 

@@ -42,7 +42,7 @@ class Scenario:
         measured: costs of a table, in place of counted ones.
         expert_parallel_size: ranks that divide the routed experts.
         sharded_parameters: whether all ranks share weights, as with fully sharded data parallelism.
-        lockstep_ranks: ranks that wait for one another in every layer for another reason.
+        lockstep_ranks: at least as many ranks wait for one another in every layer.
     """
 
     model: ModelPreset
@@ -109,7 +109,13 @@ class Scenario:
             stages=self.stages,
             micro_batches=self.micro_batches,
         )
-        return replace(job, context_parallel_size=self.context_parallel_size)
+        return replace(
+            job,
+            context_parallel_size=self.context_parallel_size,
+            lockstep_ranks=max(
+                self.lockstep_ranks, size, self.ranks if self.sharded_parameters else 1
+            ),
+        )
 
     def _max_cp_size(self) -> int:
         size, largest = self.context_parallel_size, self.config.max_context_parallel

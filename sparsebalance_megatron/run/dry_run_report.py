@@ -31,7 +31,7 @@ from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import predict
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
+from sparsebalance_megatron.run.schedulers import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 from sparsebalance_megatron.view.predictions import header_line, remarks
 
@@ -104,9 +104,9 @@ def describe(
     later, least_ms = predict(workload), expected.lower_bound_ms
     recompute = (
         "full"
-        if settings.recompute_all
+        if settings.host_job.recompute_all
         else "attention"
-        if settings.recompute_attention
+        if settings.host_job.recompute_attention
         else "none"
     )
     return [
