@@ -48,13 +48,16 @@ def add_flags(parser: ArgumentParser) -> None:
     for names, default, text in (
         (("--tp",), [1], "tensor-parallel ranks"),
         (("--pp",), [1], "pipeline stages"),
-        (("--context-parallel-sizes", "--cp"), [1], "ranks that share a sample"),
+        (("--cp", "--context-parallel-sizes"), [1], "ranks that share a sample"),
         (("--ep",), [1], "expert-parallel ranks"),
         (("--block-sizes",), None, "tokens; default: 256, or that of the cost table"),
         (("--base-budgets",), [SparseBalanceConfig.base_budget], "blocks"),
         (("--micro-batches",), None, "per rank and step; default: one sample in each"),
     ):
-        parser.add_argument(*names, type=int, nargs="+", default=default, metavar="N", help=text)
+        dest = names[-1][2:].replace("-", "_")
+        parser.add_argument(
+            *names, dest=dest, type=int, nargs="+", default=default, metavar="N", help=text
+        )
     add_prediction_flags(parser)
 
 

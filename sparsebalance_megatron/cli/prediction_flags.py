@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, DEVICES, Efficiency
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.layer_budgets import base_budgets
-from sparsebalance_megatron.plan.job import whole_parts
+from sparsebalance_megatron.plan.job import check_cp_sizes, whole_parts
 from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
     MAX_TOKENS,
@@ -66,7 +66,7 @@ _MOST = {
     ),
     "gpu_memory": 10**6,
 }
-"""Flag, as an attribute -> its largest value; the least is 1, or above 0 for a fraction."""
+"""Flag, as an attribute -> its largest value; the least is 1, or 0.001 for a fraction."""
 
 
 def add_flags(parser: ArgumentParser, *, lengths_required: bool = True) -> None:
@@ -188,8 +188,9 @@ def add_layout_flags(parser: _ActionsContainer, *, required: bool) -> None:
     ):
         parser.add_argument(flag, type=int, required=is_required, help=text)
     parser.add_argument(
-        "--context-parallel-size",
         "--cp",
+        "--context-parallel-size",
+        dest="context_parallel_size",
         type=int,
         default=1,
         metavar="C",
@@ -221,10 +222,9 @@ def check_flags(arguments: Namespace) -> None:
             if field == "block_size" and number < _LEAST_BLOCK_TOKENS:
                 raise WorkloadError(f"{flag} {number}: must be at least {_LEAST_BLOCK_TOKENS}")
             most = _MOST.get(name)
-            if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
-                raise WorkloadError(f"{flag} {number}: must be 1 to {most}")
-            if name.endswith("_efficiency") and not number >= 0.001:
-                raise WorkloadError(f"{flag} {number}: must be 0.001 to 1")
+            least = 1e-3 if isinstance(number, float) else 1
+            if most is not None and not least <= number <= most:
+                raise WorkloadError(f"{flag} {number}: must be {least:g} to {most}")
     if arguments.cost_table is not None:
         for name in ("counted_device", *_efficiencies(arguments)):
             if getattr(arguments, name) is not None:
@@ -376,8 +376,12 @@ def _experts(arguments: Namespace, experts: ExpertShape | None) -> ExpertShape |
     if not given:
         return experts
     if experts is None and (missing := {"experts", "top_k", "ffn_hidden_size"} - given.keys()):
-        flag = next(flag for flag, field in _EXPERT_FLAGS.items() if field in missing)
-        raise WorkloadError(f"{flag} is missing: the model has no experts of its own; add it")
+        of_field = {field: flag for flag, field in _EXPERT_FLAGS.items()}
+        first = next(iter(given))
+        raise WorkloadError(
+            f"{of_field[first]} {given[first]}: the model has no experts of its own; add "
+            f"{', '.join(of_field[field] for field in sorted(missing))}"
+        )
     return ExpertShape(**given) if experts is None else replace(experts, **given)
 
 
@@ -412,9 +416,8 @@ def scenario_of(
         block_size = measured.block_size
         assert costs.table is not None
         tensor_parallel_size = costs.table.identity.shape.tensor_parallel_size
-    groups = whole_parts(
-        ranks, "data-parallel x context-parallel ranks", {"--cp": context_parallel_size}
-    )
+    check_cp_sizes(ranks, context_parallel_size, context_parallel_size)
+    groups = ranks // context_parallel_size
     sizes = {"--micro-batches": micro_batches, "data-parallel ranks": groups}
     per_micro_batch = whole_parts(global_batch, "--global-batch", sizes)
     cap = -(-per_micro_batch * samples.longest // context_parallel_size)
@@ -425,7 +428,6 @@ def scenario_of(
         coverage_threshold=arguments.coverage_threshold,
         counted_device=arguments.counted_device,
         gigabytes_per_second=arguments.gigabytes_per_second,
-        max_context_parallel=arguments.max_context_parallel,
         **settings,
     )
     return Scenario(
@@ -439,6 +441,7 @@ def scenario_of(
         tensor_parallel_size=tensor_parallel_size or 1,
         context_parallel_size=context_parallel_size,
         expert_parallel_size=expert_parallel_size,
+        max_context_parallel=arguments.max_context_parallel,
         sharded_parameters=arguments.fsdp,
         recompute=arguments.recompute,
         efficiency=efficiency_of(arguments),

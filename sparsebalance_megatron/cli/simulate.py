@@ -36,8 +36,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument(
-        "--context-parallel-size",
         "--cp",
+        "--context-parallel-size",
+        dest="context_parallel_size",
         type=int,
         default=1,
         metavar="C",

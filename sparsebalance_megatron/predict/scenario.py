@@ -35,7 +35,8 @@ class Scenario:
     Attributes:
         ranks: data-parallel times context-parallel.
         micro_batches: positions of a rank, as Megatron counts them.
-        config: of the plugin; its largest context-parallel size None stands for a node's ranks.
+        config: of the plugin.
+        max_context_parallel: ranks that may share a micro-batch; None stands for a node's.
         cap_tokens: of a rank's share of a micro-batch.
         longest_tokens: the longest sample that coverage is known of.
         efficiency: at which operations are counted.
@@ -54,6 +55,7 @@ class Scenario:
     config: SparseBalanceConfig
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    max_context_parallel: int | None = None
     expert_parallel_size: int = 1
     sharded_parameters: bool = False
     lockstep_ranks: int = 1
@@ -118,7 +120,7 @@ class Scenario:
         )
 
     def _max_cp_size(self) -> int:
-        size, largest = self.context_parallel_size, self.config.max_context_parallel
+        size, largest = self.context_parallel_size, self.max_context_parallel
         if largest is None:
             largest = default_max_cp_size(self.ranks, size, RANKS_PER_NODE)
         check_cp_sizes(self.ranks, size, largest, limit="--max-context-parallel")

@@ -58,6 +58,16 @@ def remarks(workload: Workload) -> list[str]:
             "experts: every expert is taken to get as many tokens as the others; how far routing "
             "is from that is not known here and comes on top, in time and in memory"
         )
+    if job.lockstep_ranks > 1:
+        found.append(
+            f"groups of {job.lockstep_ranks} data-parallel ranks wait for one another in every "
+            "layer: a step takes the slowest of each group, layer by layer"
+        )
+    if memory.shape.tensor_parallel_size > 1:
+        found.append(
+            "tensor parallelism: what its ranks send one another takes no time here, which "
+            "flatters layouts with more of it"
+        )
     if memory.sharded_parameters:
         found.append("sharded parameters: gathering them takes no time here")
     if len({sum(map(len, stage)) for stage in job.stage_layers}) > 1:
