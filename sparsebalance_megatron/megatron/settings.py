@@ -209,7 +209,7 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
         attention_weights=_latent_weights(transformer_config),
-        experts=_experts(transformer_config),
+        experts=expert_shape(transformer_config),
         vocab_size=vocab_size,
         gated_linear_unit=transformer_config.gated_linear_unit,
         tensor_parallel_size=transformer_config.tensor_model_parallel_size,
@@ -240,19 +240,22 @@ def _latent_weights(transformer_config: Any) -> int | None:
     )
 
 
-def _experts(transformer_config: Any) -> ExpertShape | None:
+def expert_shape(transformer_config: Any) -> ExpertShape | None:
     """Experts of a model; None where it has none."""
     config = transformer_config
     if not config.num_moe_experts:
         return None
-    every, layers = config.moe_layer_freq, config.num_layers
-    pattern = [layer % every == 0 for layer in range(layers)] if isinstance(every, int) else every
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        pattern = [layer % every == 0 for layer in range(config.num_layers)]
+    else:
+        pattern = every
     return ExpertShape(
         experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
-        layers_share=sum(map(bool, pattern)) / layers,
+        layers_share=sum(map(bool, pattern)) / len(pattern),
     )
 
 

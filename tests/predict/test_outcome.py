@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from predict.predict_cases import scenario
 
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.rates import Efficiency
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.models import MODELS
@@ -119,3 +120,23 @@ def test_a_mean_over_tokens_is_held_by_true_losses_of_samples() -> None:
         lost += float((drop_LS * batch).sum())
         tokens += 24 * sum(batch)
     assert lost / tokens < 0.003
+
+
+def test_a_lockstep_group_takes_its_experts_for_the_mean_of_its_ranks() -> None:
+    model = replace(MODELS["qwen3-30b-a3b"], layers=4)
+    batch = (8000, 1000)
+    layout = {"stages": 1, "micro_batches": 1, "expert_parallel_size": 2}
+    given = workload(batches=(batch,), model=model, **layout)
+    assert given.job.lockstep_ranks == 2
+    given = rows_of(given)["baseline"].of(given)
+    experts_ms = sum(
+        rows[Part.EXPERTS][2] for rows in (given.cost.forward_ms, given.cost.backward_ms)
+    )
+    nothing = {Part.EXPERTS: (0.0,) * 5}
+    without = replace(
+        given.cost,
+        forward_ms={**given.cost.forward_ms, **nothing},
+        backward_ms={**given.cost.backward_ms, **nothing},
+    )
+    both = [predict(replace(given, cost=cost)).makespan_ms for cost in (given.cost, without)]
+    assert both[0] - both[1] == pytest.approx(4 * experts_ms * sum(batch) / 2)
