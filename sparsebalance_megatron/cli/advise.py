@@ -9,9 +9,7 @@ from itertools import product
 
 from sparsebalance_megatron.cli.output import print_json, print_wrapped
 from sparsebalance_megatron.cli.prediction_flags import (
-    add_flags as add_prediction_flags,
-)
-from sparsebalance_megatron.cli.prediction_flags import (
+    add_prediction_flags,
     check_flags,
     costs_of,
     progress_bar,
@@ -71,20 +69,9 @@ def run(arguments: Namespace) -> int:
 
     def workload_of(choice: Choice) -> Workload:
         sizes = {"--tp": choice.tensor_parallel_size, "--pp": choice.pipeline_stages}
-        return scenario_of(
-            arguments,
-            costs,
-            samples,
-            ranks=whole_parts(arguments.gpus, "--gpus", sizes),
-            stages=choice.pipeline_stages,
-            tensor_parallel_size=choice.tensor_parallel_size,
-            context_parallel_size=choice.context_parallel_size,
-            expert_parallel_size=choice.expert_parallel_size,
-            micro_batches=choice.micro_batches,
-            global_batch=batch,
-            block_size=choice.block_size,
-            base_budget=choice.base_budget,
-        ).workload(batches)
+        ranks = whole_parts(arguments.gpus, "--gpus", sizes)
+        scenario = scenario_of(arguments, costs, samples, choice, ranks=ranks, global_batch=batch)
+        return scenario.workload(batches)
 
     found = advise(
         _choices(arguments, costs.block_size), workload_of, arguments.gpu_memory, progress

@@ -10,10 +10,8 @@ from typing import Any, get_args
 
 from sparsebalance_megatron.cli.output import print_json, print_wrapped
 from sparsebalance_megatron.cli.prediction_flags import (
-    add_flags as add_prediction_flags,
-)
-from sparsebalance_megatron.cli.prediction_flags import (
     add_layout_flags,
+    add_prediction_flags,
     check_flags,
     costs_of,
     progress_bar,
@@ -21,6 +19,7 @@ from sparsebalance_megatron.cli.prediction_flags import (
     scenario_of,
 )
 from sparsebalance_megatron.config import Batching, Tuning
+from sparsebalance_megatron.predict.layouts import Choice
 from sparsebalance_megatron.predict.outcome import (
     Outcome,
     break_even_slowness,
@@ -73,21 +72,18 @@ def run(arguments: Namespace) -> int:
     costs, dp = costs_of(arguments), arguments.dp
     batch = arguments.global_batch or dp * arguments.micro_batches
     samples = samples_of(arguments, arguments.steps * batch)
-    scenario = scenario_of(
-        arguments,
-        costs,
-        samples,
-        ranks=dp,
-        stages=arguments.pp,
-        tensor_parallel_size=arguments.tp,
+    layout = Choice(
+        tensor_parallel_size=arguments.tp or costs.tensor_parallel_size,
+        pipeline_stages=arguments.pp,
         context_parallel_size=arguments.context_parallel_size,
-        expert_parallel_size=arguments.ep or 1,
+        expert_parallel_size=arguments.ep,
         micro_batches=arguments.micro_batches * arguments.context_parallel_size,
-        global_batch=batch,
-        block_size=arguments.block_size,
+        block_size=arguments.block_size or costs.block_size,
         base_budget=arguments.base_budget,
-        anchor=arguments.anchor,
-        plan_ms=arguments.plan_ms,
+    )
+    settings = {"anchor": arguments.anchor, "plan_ms": arguments.plan_ms}
+    scenario = scenario_of(
+        arguments, costs, samples, layout, ranks=dp, global_batch=batch, **settings
     )
     workload = scenario.workload(samples.batches(batch, arguments.steps))
     header = header_line(workload, recompute=arguments.recompute, order=samples.order)

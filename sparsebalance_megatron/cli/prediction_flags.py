@@ -25,6 +25,7 @@ from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, DEVICES, Effic
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.plan.job import check_cp_sizes, whole_parts
+from sparsebalance_megatron.predict.layouts import Choice
 from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
     MAX_TOKENS,
@@ -39,6 +40,9 @@ from sparsebalance_megatron.predict.scenario import Recompute, Scenario
 
 STEPS = 20
 """Global batches that every prediction plans by default."""
+
+EVERY_PREDICTION = "every prediction"
+"""Title of the flags that the commands share."""
 
 _MEGATRON_SEED = 1234
 """Megatron's ``--seed``."""
@@ -69,8 +73,9 @@ _MOST = {
 """Flag, as an attribute -> its largest value; the least is 1, or 0.001 for a fraction."""
 
 
-def add_flags(parser: ArgumentParser, *, lengths_required: bool = True) -> None:
+def add_prediction_flags(command: ArgumentParser, *, lengths_required: bool = True) -> None:
     """Add the flags that all predictions have."""
+    parser = command.add_argument_group(EVERY_PREDICTION)
     lengths = parser.add_mutually_exclusive_group(required=lengths_required)
     lengths.add_argument("--lengths", type=Path, metavar="FILE", help="JSON list, or one per line")
     lengths.add_argument(
@@ -113,7 +118,7 @@ def add_flags(parser: ArgumentParser, *, lengths_required: bool = True) -> None:
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
-def _add_planning_flags(parser: ArgumentParser) -> None:
+def _add_planning_flags(parser: _ActionsContainer) -> None:
     parser.add_argument(
         "--layer-budgets",
         nargs="+",
@@ -143,7 +148,7 @@ def _add_planning_flags(parser: ArgumentParser) -> None:
     )
 
 
-def _add_rate_flags(parser: ArgumentParser) -> None:
+def _add_rate_flags(parser: _ActionsContainer) -> None:
     parser.add_argument(
         "--counted-device",
         choices=get_args(CountedDevice),
@@ -181,12 +186,24 @@ def add_layout_flags(parser: _ActionsContainer, *, required: bool) -> None:
         ("--dp", required, "data-parallel x context-parallel ranks"),
         ("--pp", required, "pipeline stages"),
         ("--tp", False, "tensor-parallel ranks; default: 1, or the table's"),
-        ("--ep", False, "expert-parallel ranks; default: 1"),
         ("--micro-batches", required, "per rank and step, where ranks share none"),
         ("--global-batch", False, "samples; default: dp x micro-batches"),
         ("--block-size", False, "tokens; default: 256, or the table's"),
     ):
         parser.add_argument(flag, type=int, required=is_required, help=text)
+    add_group_flags(parser)
+    parser.add_argument(
+        "--base-budget",
+        type=int,
+        default=SparseBalanceConfig.base_budget,
+        metavar="BLOCKS",
+        help="budget before tuning",
+    )
+
+
+def add_group_flags(parser: _ActionsContainer) -> None:
+    """Add the flags of ranks that work together on samples or experts."""
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument(
         "--cp",
         "--context-parallel-size",
@@ -195,13 +212,6 @@ def add_layout_flags(parser: _ActionsContainer, *, required: bool) -> None:
         default=1,
         metavar="C",
         help="ranks that share every sample, of the same ranks; adds rows",
-    )
-    parser.add_argument(
-        "--base-budget",
-        type=int,
-        default=SparseBalanceConfig.base_budget,
-        metavar="BLOCKS",
-        help="budget before tuning",
     )
 
 
@@ -316,9 +326,12 @@ class Costs:
         table = self.table
         return table.identity.block_size if table else SparseBalanceConfig.block_size
 
-    def measured(
-        self, tensor_parallel_size: int | None, block_size: int | None
-    ) -> CostModel | None:
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that the table was measured for, or 1."""
+        return self.table.identity.shape.tensor_parallel_size if self.table else 1
+
+    def measured(self, tensor_parallel_size: int, block_size: int) -> CostModel | None:
         """Costs of the table for so many ranks and such blocks; None without one.
 
         Raises:
@@ -329,11 +342,9 @@ class Costs:
         run: dict[str, Any] = self.model.shape.flat()
         # Megatron pads the vocabulary, and by how much is not known here.
         del run["shape.vocab_size"]
-        run["shape.tensor_parallel_size"] = tensor_parallel_size
-        run["block_size"] = block_size
-        known = {name: value for name, value in run.items() if value is not None}
+        run |= {"shape.tensor_parallel_size": tensor_parallel_size, "block_size": block_size}
         assert self.table.path is not None
-        return measured_cost_model(self.table.path, known).with_bandwidth(self.bandwidth)
+        return measured_cost_model(self.table.path, run).with_bandwidth(self.bandwidth)
 
 
 def costs_of(arguments: Namespace, default_model: str | None = None) -> Costs:
@@ -389,41 +400,30 @@ def scenario_of(
     arguments: Namespace,
     costs: Costs,
     samples: Samples,
+    choice: Choice,
     *,
     ranks: int,
-    stages: int,
-    tensor_parallel_size: int | None,
-    context_parallel_size: int,
-    expert_parallel_size: int,
-    micro_batches: int,
     global_batch: int,
-    block_size: int | None,
-    base_budget: int,
     **settings: Any,
 ) -> Scenario:
-    """The job of some layout.
+    """The job of some layout; a cost table's ranks and block size come before those of the choice.
 
     Args:
-        micro_batches: of a rank, as Megatron counts them.
         settings: further fields of :class:`.SparseBalanceConfig`.
 
     Raises:
         ConfigError: samples or ranks cannot be divided in this way.
         CostTableError: the table was measured for something else.
     """
-    measured = costs.measured(tensor_parallel_size, block_size)
-    if measured is not None:
-        block_size = measured.block_size
-        assert costs.table is not None
-        tensor_parallel_size = costs.table.identity.shape.tensor_parallel_size
-    check_cp_sizes(ranks, context_parallel_size, context_parallel_size)
-    groups = ranks // context_parallel_size
-    sizes = {"--micro-batches": micro_batches, "data-parallel ranks": groups}
+    cp_size, positions = choice.context_parallel_size, choice.micro_batches
+    measured = costs.measured(choice.tensor_parallel_size, choice.block_size)
+    check_cp_sizes(ranks, cp_size, cp_size)
+    sizes = {"--micro-batches": positions, "data-parallel ranks": ranks // cp_size}
     per_micro_batch = whole_parts(global_batch, "--global-batch", sizes)
-    cap = -(-per_micro_batch * samples.longest // context_parallel_size)
+    cap = -(-per_micro_batch * samples.longest // cp_size)
     config = SparseBalanceConfig(
-        block_size=block_size or SparseBalanceConfig.block_size,
-        base_budget=base_budget,
+        block_size=choice.block_size,
+        base_budget=choice.base_budget,
         layer_budgets=layer_budgets_of(arguments, costs.model.layers),
         coverage_threshold=arguments.coverage_threshold,
         counted_device=arguments.counted_device,
@@ -433,14 +433,14 @@ def scenario_of(
     return Scenario(
         model=costs.model,
         ranks=ranks,
-        stages=stages,
-        micro_batches=micro_batches,
+        stages=choice.pipeline_stages,
+        micro_batches=positions,
         cap_tokens=arguments.max_tokens_per_micro_batch or cap,
         longest_tokens=samples.longest,
         config=config,
-        tensor_parallel_size=tensor_parallel_size or 1,
-        context_parallel_size=context_parallel_size,
-        expert_parallel_size=expert_parallel_size,
+        tensor_parallel_size=choice.tensor_parallel_size,
+        context_parallel_size=cp_size,
+        expert_parallel_size=choice.expert_parallel_size,
         max_context_parallel=arguments.max_context_parallel,
         sharded_parameters=arguments.fsdp,
         recompute=arguments.recompute,

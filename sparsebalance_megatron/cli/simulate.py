@@ -10,15 +10,15 @@ from dataclasses import replace
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.cli.plan import print_rows
 from sparsebalance_megatron.cli.prediction_flags import (
-    add_flags as add_prediction_flags,
-)
-from sparsebalance_megatron.cli.prediction_flags import (
+    add_group_flags,
+    add_prediction_flags,
     check_flags,
     costs_of,
     samples_of,
     scenario_of,
 )
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.predict.layouts import Choice
 from sparsebalance_megatron.predict.lengths import WorkloadError
 from sparsebalance_megatron.predict.rows import BASELINE, Variant, rows_of
 from sparsebalance_megatron.predict.scenario import SETUPS, Setup
@@ -34,16 +34,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
     )
-    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
-    parser.add_argument(
-        "--cp",
-        "--context-parallel-size",
-        dest="context_parallel_size",
-        type=int,
-        default=1,
-        metavar="C",
-        help="ranks that share every sample, of the same ranks; adds rows",
-    )
+    add_group_flags(parser)
     parser.add_argument(
         "--max-segments",
         type=int,
@@ -100,19 +91,22 @@ def _workload(
     costs = costs_of(arguments, setup.model)
     batch = setup.global_batch_size
     samples = samples_of(arguments, arguments.steps * batch, generator)
+    layout = Choice(
+        tensor_parallel_size=setup.tensor_parallel_size,
+        pipeline_stages=setup.pipeline_stages,
+        context_parallel_size=arguments.context_parallel_size,
+        expert_parallel_size=arguments.ep,
+        micro_batches=setup.micro_batches * arguments.context_parallel_size,
+        block_size=costs.block_size,
+        base_budget=SparseBalanceConfig.base_budget,
+    )
     scenario = scenario_of(
         arguments,
         costs,
         samples,
+        layout,
         ranks=setup.data_parallel_size,
-        stages=setup.pipeline_stages,
-        tensor_parallel_size=setup.tensor_parallel_size,
-        context_parallel_size=arguments.context_parallel_size,
-        expert_parallel_size=arguments.ep,
-        micro_batches=setup.micro_batches * arguments.context_parallel_size,
         global_batch=batch,
-        block_size=None,
-        base_budget=SparseBalanceConfig.base_budget,
         max_segments=arguments.max_segments,
         segment_tokens=arguments.segment_tokens,
     )
