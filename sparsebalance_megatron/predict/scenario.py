@@ -160,9 +160,12 @@ class Setup(NamedTuple):
         """Positions of a rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
-    def scenario(self, config: SparseBalanceConfig, longest_tokens: int = MAX_TOKENS) -> Scenario:
-        """The job, with micro-batches as full as the longest samples make them."""
-        return Scenario(
+    def workload(
+        self, data: str, *, steps: int, seed: int, config: SparseBalanceConfig
+    ) -> Workload:
+        """Global batches of generated lengths, with micro-batches as full as the longest allow."""
+        lengths = GENERATORS[data](steps * self.global_batch_size, seed)
+        job = Scenario(
             model=MODELS[self.model],
             ranks=self.data_parallel_size,
             stages=self.pipeline_stages,
@@ -170,16 +173,10 @@ class Setup(NamedTuple):
             micro_batches=self.micro_batches,
             lockstep_ranks=self.lockstep_ranks,
             config=config,
-            cap_tokens=self.micro_batch_size * longest_tokens,
-            longest_tokens=longest_tokens,
+            cap_tokens=self.micro_batch_size * MAX_TOKENS,
+            longest_tokens=MAX_TOKENS,
         )
-
-    def workload(
-        self, data: str, *, steps: int, seed: int, config: SparseBalanceConfig
-    ) -> Workload:
-        """Global batches of generated lengths on this job."""
-        lengths = GENERATORS[data](steps * self.global_batch_size, seed)
-        return self.scenario(config).workload(batches_of(lengths, self.global_batch_size, steps))
+        return job.workload(batches_of(lengths, self.global_batch_size, steps))
 
 
 SETUPS: Mapping[str, Setup] = {

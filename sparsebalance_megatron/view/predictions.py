@@ -37,11 +37,7 @@ _CHOICE_COLUMNS = {
 
 
 def header_line(workload: Workload, *, recompute: str, order: str) -> str:
-    """Line above every prediction: what numbers depend on besides job and data.
-
-    >>> header_line(workload, recompute="none", order="as filed")  # doctest: +SKIP
-    '20 steps, recompute none, order as filed; costs: ...'
-    """
+    """Line above every prediction: what numbers depend on besides job and data."""
     steps = len(workload.batches)
     return (
         f"{steps} step{'s' if steps != 1 else ''}, recompute {recompute}, order {order}; costs: "
