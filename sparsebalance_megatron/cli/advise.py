@@ -21,7 +21,7 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.layouts import Advice, Choice, advise
-from sparsebalance_megatron.predict.outcome import break_even_slowness
+from sparsebalance_megatron.predict.outcome import MOST_TRIES, break_even_slowness
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.predictions import (
@@ -77,7 +77,8 @@ def run(arguments: Namespace) -> int:
         _choices(arguments, costs.block_size), workload_of, arguments.gpu_memory, progress
     )
     best = found.best
-    slowness = break_even_slowness(best.workload, best.sparse, best.dense)
+    watch = progress_bar("break-even")(MOST_TRIES * arguments.steps)
+    slowness = break_even_slowness(best.workload, best.sparse, best.dense, watch)
     stages = even_stages(best.workload)
     header = header_line(best.workload, recompute=arguments.recompute, order=samples.order)
     sentences = [

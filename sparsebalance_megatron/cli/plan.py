@@ -21,6 +21,7 @@ from sparsebalance_megatron.cli.prediction_flags import (
 from sparsebalance_megatron.config import Batching, Tuning
 from sparsebalance_megatron.predict.layouts import Choice
 from sparsebalance_megatron.predict.outcome import (
+    MOST_TRIES,
     Outcome,
     break_even_slowness,
     predict_rows,
@@ -155,4 +156,5 @@ def _break_even(workload: Workload, outcomes: Mapping[str, Outcome], best: str) 
     if DENSE_BALANCED not in outcomes or best == DENSE_BALANCED:
         return None
     planned = best_row(workload).of(workload)
-    return break_even_slowness(planned, outcomes[best], outcomes[DENSE_BALANCED])
+    watch = progress_bar("break-even")(MOST_TRIES * len(workload.batches))
+    return break_even_slowness(planned, outcomes[best], outcomes[DENSE_BALANCED], watch)

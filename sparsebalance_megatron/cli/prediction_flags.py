@@ -475,6 +475,13 @@ def progress_bar(name: str) -> Callable[[int], Watch]:
     from tqdm import tqdm
 
     def start(steps: int) -> Watch:
-        return tqdm(total=steps, desc=name, unit="step", disable=None, delay=3, leave=False).update
+        bar = tqdm(total=steps, desc=name, unit="step", disable=None, delay=3, leave=False)
+
+        def watch() -> None:
+            bar.update()
+            if bar.n >= steps:
+                bar.close()
+
+        return watch
 
     return start

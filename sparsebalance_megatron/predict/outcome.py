@@ -26,7 +26,8 @@ from sparsebalance_megatron.predict.workload import Workload
 
 _NEAR = 0.005
 """Relative difference of step times at which the search for the break-even ends."""
-_MOST_TRIES = 6
+MOST_TRIES = 6
+"""Times that the search for the break-even plans all steps, at most."""
 _LEAST_SLOWNESS = 1e-2
 
 Watch = Callable[[], object]
@@ -172,7 +173,7 @@ def break_even_slowness(
     wanted_ms = dense.makespan_ms
     known = [(1.0, sparse.makespan_ms)]
     slowness = float(np.clip(wanted_ms / sparse.makespan_ms, 0.5, 4.0))
-    for _ in range(_MOST_TRIES):
+    for _ in range(MOST_TRIES):
         if abs(known[-1][1] / wanted_ms - 1.0) < _NEAR:
             break
         if len(known) > 1:

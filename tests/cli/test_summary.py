@@ -156,6 +156,7 @@ def test_command_writes_json_and_an_80_column_table(
         "speedup_total",
         "problems",
         "explanation",
+        "differences",
     }
     required = {
         "iteration_ms_median",
