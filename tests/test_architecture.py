@@ -84,7 +84,8 @@ IMPORT_RULES = {
         outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "predict")
     ),
     "view/report": ImportRule(
-        outside=("jinja2", "numpy", "scipy"), inside=("learn", "log", "plan", "view.report")
+        outside=("jinja2", "msgspec", "numpy", "scipy"),
+        inside=("learn", "log", "plan", "view.report"),
     ),
     "view": ImportRule(inside=("cost", "predict")),
     "evaluate": ImportRule(

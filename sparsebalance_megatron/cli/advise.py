@@ -77,8 +77,12 @@ def run(arguments: Namespace) -> int:
         _choices(arguments, costs.block_size), workload_of, arguments.gpu_memory, progress
     )
     best = found.best
-    watch = progress_bar("break-even")(MOST_TRIES * arguments.steps)
-    slowness = break_even_slowness(best.workload, best.sparse, best.dense, watch)
+    slowness = break_even_slowness(
+        best.workload,
+        best.sparse,
+        best.dense,
+        progress_bar("break-even")(MOST_TRIES * len(batches)),
+    )
     stages = even_stages(best.workload)
     header = header_line(best.workload, recompute=arguments.recompute, order=samples.order)
     sentences = [
