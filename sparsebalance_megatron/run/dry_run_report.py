@@ -31,7 +31,6 @@ from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import predict
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.schedulers import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 from sparsebalance_megatron.view.predictions import header_line, remarks
 
@@ -59,14 +58,14 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append(remark)
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
-    scheduler = make_scheduler(inputs)
+    scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     workload = inputs.workload(_PREDICTED_STEPS)
     print("\n".join(describe(args, inputs, first, workload, unchecked)), flush=True)
     if (stages := even_stages(workload)) is not None:
         print(stages, flush=True)
     if inputs.valid is not None:
-        largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
+        largest = inputs.largest_evaluation_step(inputs.valid, scheduler.coverage).plan
         tokens_RM = largest.rank_tokens_RM()
         print(
             f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "
