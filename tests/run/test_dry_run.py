@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -14,11 +15,13 @@ from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
     TRAINING_FLAGS,
+    VOCABULARY,
     run_program,
     run_training,
 )
 from step_cases import SHAPE
 
+from sparsebalance_megatron import cli
 from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import RunIdentity
@@ -52,6 +55,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "dry run of 32 ranks: tensor 2 x pipeline 4 x data 4" in result.stdout
     assert "layers per pipeline stage: 1 1 1 1" in result.stdout
     assert "not checked:\n  whether memory suffices: it is counted below" in result.stdout
+    assert "20 steps, recompute none, order of training with seed 1234; costs: " in result.stdout
     assert "ms estimated from counted operations, not measured on any device" in result.stdout
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = micro_batches(result.stdout)
@@ -95,6 +99,43 @@ def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path:
     other = start(tmp_path, *flags, "--hidden-size", "128", "--sparse-balance-dry-run", "4")
     assert other.returncode == 2
     assert "hidden_size" in other.stderr
+
+
+EXPERT_FLAGS = (
+    *("--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+CONFIG = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY},
+}
+
+
+@pytest.mark.parametrize("experts", [(), EXPERT_FLAGS])
+def test_plan_predicts_what_a_dry_run_does(
+    experts: tuple[str, ...],
+    documents: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ("--data-path", str(documents))
+    own = ("--expert-model-parallel-size", "2") if experts else ()
+    result = start(tmp_path, *FLAGS, *experts, *own, *data, "--sparse-balance-dry-run", "4")
+    assert result.returncode == 0, result.stderr
+    config = tmp_path / "config.json"
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config.write_text(json.dumps(CONFIG | (sizes if experts else {})))
+    layout = ("--dp", "4", "--pp", "1", "--micro-batches", "2", "--ep", "2" if experts else "1")
+    attention = ("--block-size", "16", "--base-budget", "4", "--seq-length", "256")
+    words = ["plan", *data, "--model", str(config), *layout, *attention, "--json"]
+    assert cli.main(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    expected = planned["variants"]["ours, base coverage"]["makespan_ms"]
+    assert f"all steps: {shown_ms(expected)} ms" in result.stdout
+    at_most = planned["variants"]["ours, base coverage"]["stages_at_most"][0]
+    (printed,) = re.findall(r"at most ([\d.e-]+), with every micro-batch", result.stdout)
+    # The plan counts sequence parallelism and the distributed optimizer, this run has neither.
+    assert float(printed) > at_most["activations_bytes"] / 2**30 * 0.99
 
 
 @pytest.mark.distributed
