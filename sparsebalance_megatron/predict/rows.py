@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from sparsebalance_megatron.config import Batching, ContextParallel, CoverageTarget, Tuning
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.peers import verl_placement
+from sparsebalance_megatron.predict.workload import Balancer, Workload
 
 
 class Variant(NamedTuple):
@@ -17,7 +18,8 @@ class Variant(NamedTuple):
 
     ``context_parallel``: None leaves the ranks of the job apart, whatever its context-parallel
     size. ``segments``: whether micro-batches may pass the pipeline in segments. ``dense``: whether
-    all layers are.
+    all layers are. ``placed_by``: another balancer. ``waits_in_layers``: whether the job's lockstep
+    groups do.
     """
 
     batching: Batching
@@ -26,6 +28,8 @@ class Variant(NamedTuple):
     context_parallel: ContextParallel | None = None
     segments: bool = False
     dense: bool = False
+    placed_by: Balancer | None = None
+    waits_in_layers: bool = True
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way."""
@@ -46,7 +50,9 @@ class Variant(NamedTuple):
         if self.dense:
             policy = replace(policy, layer_budgets=f"dense:0-{job.layers - 1}")
             workload = replace(workload, cost=workload.cost.with_dense_attention)
-        return replace(workload, job=job, policy=policy)
+        if not self.waits_in_layers:
+            job = replace(job, lockstep_ranks=1)
+        return replace(workload, job=job, policy=policy, placed_by=self.placed_by)
 
 
 def without_sharing(job: Job) -> Job:
@@ -83,6 +89,12 @@ SEGMENTED_ROWS: Mapping[str, Variant] = {
 }
 """Rows whose micro-batches may pass the pipeline in segments."""
 
+PEER_ROWS: Mapping[str, Variant] = {
+    "verl": Variant("latency", "off", placed_by=verl_placement),
+    "ODC": Variant("latency", "off", waits_in_layers=False),
+}
+"""Rows of other balancers for ranks that wait for one another in every layer."""
+
 DENSE, DENSE_BALANCED = "dense", "dense, balanced"
 ROWS_LEGEND: Mapping[str, str] = {
     BASELINE: "samples in order of arrival, fixed budgets",
@@ -94,6 +106,8 @@ ROWS_LEGEND: Mapping[str, str] = {
     "ours, base coverage": "ours with mean coverage held at that of fixed budgets: the default",
     "-cp": "ranks share micro-batches: all alike (static), or as planned (dynamic)",
     "ours-segments": "micro-batches pass the pipeline in pieces",
+    "verl": "fixed budgets, placed and ordered as verl does (its rule, at these predicted times)",
+    "ODC": "fixed budgets, sums balanced, no rank waits in a layer: the limit of its own runtime",
     DENSE: "dense attention in order of arrival, as without the plugin",
     DENSE_BALANCED: "dense attention, placed by makespan",
 }
@@ -126,4 +140,5 @@ def rows_of(workload: Workload) -> dict[str, Variant]:
     segmented = SEGMENTED_ROWS if workload.policy.max_segments > 1 else {}
     in_order = Variant("arrival", "off", context_parallel="static" if is_shared else None)
     dense = {DENSE: in_order._replace(dense=True), DENSE_BALANCED: dense_row(workload)}
-    return {**ROWS, **shared, **segmented, **dense}
+    peers = PEER_ROWS if workload.job.lockstep_ranks > 1 else {}
+    return {**ROWS, **shared, **segmented, **peers, **dense}

@@ -10,22 +10,28 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 
 COVERAGE_EXPONENT = 0.35
+
+Balancer = Callable[[Sequence[float], Sequence[int], Job, int], Placement]
+"""A function of samples' predicted ms and tokens, the job, and the cap of tokens."""
 
 
 def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
@@ -45,8 +51,13 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
 class Workload:
     """Global batches in order, on a job with its costs, its memory and the coverage to expect.
 
-    ``batches``: lengths in tokens of every step's samples, alike in number. ``memory``: of the job;
-    lists of blocks follow from plans.
+    Attributes:
+        batches: lengths in tokens of every step's samples, alike in number.
+        job: the layout, as many micro-batches a step as it may have.
+        policy: how steps are planned.
+        memory: of the job; lists of blocks follow from plans.
+        placed_by: another balancer, which places the samples of every step by their predicted ms
+            at base budgets; None lets the plan place them.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -55,6 +66,7 @@ class Workload:
     cost: CostModel
     coverage: CoverageCurves
     memory: MemoryModel
+    placed_by: Balancer | None = None
 
     @property
     def gpus(self) -> int:
@@ -94,9 +106,27 @@ class Workload:
             batch_sizes=BatchSizes.constant(batch_size),
         )
         for step, batch in enumerate(self.batches):
+            if self.placed_by is not None:
+                placement = self.placed_by(
+                    self._base_ms_S(batch),
+                    batch,
+                    self.job,
+                    self.policy.max_tokens_per_micro_batch,
+                )
+                job = replace(self.job, micro_batches=len(placement[0]))
+                yield planner.plan(step, batch, job, planner.knowledge(), placement=placement)
+                continue
             planned = scheduler.planned(step)
             scheduler.finish_step(step, self._as_predicted(batch, planned.plan))
             yield planned
+
+    def _base_ms_S(self, batch: Sequence[int]) -> list[float]:
+        """Predicted ms of every sample at its base budgets, on all chunks."""
+        job, layers = self.job, self.job.layers
+        scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+        costs = step_costs(batch, job, self.cost, scales, self.policy.dense_L(layers))
+        base_LS = np.minimum(self.policy.base_L(layers)[:, None], costs.blocks_S)
+        return list(costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist())
 
     def _as_predicted(self, batch: Sequence[int], plan: StepPlan) -> StepMeasurement:
         """The measurement of a step that went as expected.
