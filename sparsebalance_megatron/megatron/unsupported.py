@@ -279,11 +279,18 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
 """Those of :data:`SEGMENTS` that are refused for some values: flag -> whether it is."""
 
 
+_LARGEST_SEED = 2**31 - 1
+"""Megatron adds numbers of ranks to it, and numpy takes 32 bits."""
+
+
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
     _refuse(MODEL | TRAINING, get)
     _check_layers(get)
+    selector_named(config.selection, config.router)
+    if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
+        raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
     cp_size = get("context_parallel_size", 1)
     check_sharing(get("seq_length", 0), config, context_parallel_size=cp_size)
     check_segments(get)
@@ -308,6 +315,7 @@ def check_model(transformer_config: object, config: SparseBalanceConfig) -> None
     get = Settings(transformer_config, config)
     _refuse(MODEL, get)
     _check_layers(get)
+    selector_named(config.selection, config.router)
 
 
 def _check_layers(get: Settings) -> None:

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Field -> values; a refusal names the flag."""
 
 ACCEPTED: tuple[dict[str, Any], ...] = (
-    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 1}, {"coverage_decay": 0.0}),
+    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 2}, {"coverage_decay": 0.0}),
     {"base_budget": 2**24},
 )
 """Odd, and a choice: only raised budgets, no search, slow blocks, no past, dense attention."""
