@@ -11,7 +11,6 @@ import pytest
 import torch
 from attention import test_self_check
 from harness import PROGRAMS, train
-
 from step_cases import SHAPE
 
 from sparsebalance_megatron.attention.kernels import tokens
