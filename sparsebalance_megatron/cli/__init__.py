@@ -33,8 +33,8 @@ COMMANDS = {
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
     "trace": "write steps of a run as a trace for Perfetto",
-    "env": "show versions, devices and usable attention implementations",
-    "examples": "list the example scripts and patches, or copy them into a folder",
+    "env": "show versions and devices, and check attention on them",
+    "examples": "show where the example scripts and patches are, or copy them",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
@@ -65,10 +65,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(one_line(message))
-
-    def print_help(self, file: Any = None) -> None:
-        """argparse would leave out what cannot be written, without a word."""
-        print(self.format_help(), end="", file=file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

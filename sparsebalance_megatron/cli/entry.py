@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every command ends: mistakes, lost outputs, signals and full disks in one line each.
+"""How every command ends: mistakes, signals and full disks in one line each.
 
-========================================================  ======  ===========================
-What leaves a command                                      Status  On standard error
-========================================================  ======  ===========================
-ValueError of this package                                 2       its text
-ModuleNotFoundError of a package that commands need        2       the package to install
-OSError of a file, of standard output, of a deleted folder 2       which, and the reason
-BrokenPipeError: whoever reads has read enough             141     nothing
-Ctrl-C, SIGTERM, SIGHUP, once what was begun is cleaned up 128+n   interrupted, or the signal
-anything else, so a bug                                    1       its traceback
-========================================================  ======  ===========================
+- A ValueError of this package, a package that is not installed, an OSError of a file or of a
+  deleted working directory: status 2, and what to mend.
+- Whoever reads has read enough, as ``head`` does: status 141, and nothing.
+- Ctrl-C, SIGTERM and SIGHUP: status 128 and the signal's number, once what was begun is removed.
+- Anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -30,7 +24,6 @@ from sparsebalance_megatron.text_table import printable
 _PACKAGE = "sparsebalance_megatron"
 _INTERRUPTED = 128 + signal.SIGINT
 _CLOSED_PIPE = 128 + signal.SIGPIPE
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _LONGEST_LINE_CHARACTERS = 1000
 
@@ -62,12 +55,6 @@ def _status(
     program: str, run: Callable[[], int], is_mistake: Callable[[BaseException], bool]
 ) -> int:
     try:
-        if sys.stdout is None:
-            return _refused(
-                program, "standard output is closed; send it to a file, or to /dev/null"
-            )
-        if sys.stderr is None:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  For progress bars.
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A character that the terminal's encoding lacks, or a file's name that is no text.
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -80,7 +67,8 @@ def _status(
 
         return _refused(program, what_is_missing(error))
     except BrokenPipeError:
-        _drop_output()
+        # What is still buffered is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except Ended as ended:
         return _refused(program, f"ended by {ended}", ended.status)
@@ -90,8 +78,6 @@ def _status(
         if is_mistake(error):
             return _refused(program, str(error))
         if isinstance(error, OSError) and (reason := _os_error_text(error)):
-            if error.errno in _OUTPUT_ERRORS and error.filename is None:
-                _drop_output()
             return _refused(program, reason)
         if isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == _PACKAGE:
             return _refused(program, str(error))
@@ -104,9 +90,7 @@ def _os_error_text(error: OSError) -> str:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, FileNotFoundError):
         return "the working directory is gone; change into another"
-    # Errors of files have their names.
-    lost = error.errno in _OUTPUT_ERRORS
-    return f"standard output cannot be written: {error.strerror}" if lost else ""
+    return ""
 
 
 def one_line(text: str) -> str:
@@ -147,8 +131,3 @@ def _refused(program: str, reason: str, status: int = 2) -> int:
     with suppress(OSError):
         print(f"{program}: {prefix}{one_line(reason)}", file=sys.stderr)
     return status
-
-
-def _drop_output() -> None:
-    """Discard what is still buffered."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,9 +22,11 @@ from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 class PlannedStep:
     """A plan together with the samples it places.
 
-    ``samples[i]`` is the training sample that the plan calls ``i``; ``scales`` are the cost
-    corrections that its expectation contains. ``plan_ms`` is how long planning took on this rank,
-    ``wait_ms`` how long the step waited for it.
+    Attributes:
+        samples: the training sample that the plan calls i, for every i.
+        scales: cost corrections that the plan's expectation contains.
+        plan_ms: how long planning took on this rank.
+        wait_ms: how long the step waited for the plan.
     """
 
     plan: StepPlan

@@ -308,7 +308,7 @@ def test_what_no_host_can_have_is_refused(choices: dict[str, Any], named: str) -
 @pytest.mark.parametrize("lockstep_ranks", [1, 2])
 def test_no_device_is_called_slow_for_waiting_in_lockstep(lockstep_ranks: int) -> None:
     """One rank is given less in every step, and takes as long as the other, which it waits for."""
-    made = planner(host_job(stages=1, layout={"lockstep_ranks": lockstep_ranks}))
+    made = planner(host_job(layout={"lockstep_ranks": lockstep_ranks}))
     for step in range(8):
         planned = made.plan(
             [LONGEST - step, 1000, LONGEST - 2 * step, 900], placement=(((0,), (2,)), ((1,), (3,)))
@@ -324,8 +324,8 @@ def test_no_device_is_called_slow_for_waiting_in_lockstep(lockstep_ranks: int) -
 
 def test_a_host_says_which_ranks_wait_for_one_another() -> None:
     with pytest.raises(ConfigError, match="lockstep_ranks 3: must divide the 4 data-parallel"):
-        host_job(4, lockstep_ranks=3)
-    plan = planner(host_job(4, lockstep_ranks=4)).plan(lengths(), micro_batches=4).plan
+        host_job(4, layout={"lockstep_ranks": 3})
+    plan = planner(host_job(4, layout={"lockstep_ranks": 4})).plan(lengths(), micro_batches=4).plan
     assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()
 
 
