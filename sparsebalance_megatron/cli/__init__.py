@@ -11,17 +11,13 @@ from __future__ import annotations
 
 try:
     import argparse
-    import errno
     import importlib
-    import io
-    import os
     import sys
     from collections.abc import Sequence
-    from contextlib import suppress
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.text_table import printable
+    from sparsebalance_megatron.cli.entry import ends_in_one_line, one_line
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None
@@ -37,21 +33,13 @@ COMMANDS = {
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
     "trace": "write steps of a run as a trace for Perfetto",
-    "env": "show versions, devices and usable attention implementations",
-    "examples": "list the example scripts and patches, or copy them into a folder",
+    "env": "show versions and devices, and check attention on them",
+    "examples": "show where the example scripts and patches are, or copy them",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
 TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
-
-_PACKAGE = "sparsebalance_megatron"
-_INTERRUPTED = 130
-_CLOSED_PIPE = 141
-"""128 + SIGPIPE, what shells give programs that write into a closed pipe."""
-
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-_LONGEST_LINE_CHARACTERS = 1000
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -76,65 +64,17 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are one line each, whatever words they repeat."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(_one_line(message))
-
-    def print_help(self, file: Any = None) -> None:
-        """argparse would leave out what cannot be written, without a word."""
-        print(self.format_help(), end="", file=file)
+        super().error(one_line(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
+    """Run a subcommand; its exit status, see :mod:`.entry`."""
 
-    Errors that are not this package's own, so bugs, keep their traceback.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if sys.stdout is None:
-            return _refused("standard output is closed; send it to a file, or to /dev/null")
-        if sys.stderr is None:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  For progress bars.
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # A character that the terminal's encoding lacks becomes "?".
-            sys.stdout.reconfigure(errors="replace")
-        try:
-            arguments = parse(argv)
-            return int(_module(arguments.command).run(arguments))
-        finally:
-            sys.stdout.flush()
-    except ValueError as error:
-        if type(error).__module__.partition(".")[0] != _PACKAGE:
-            raise
-        return _refused(str(error))
-    except ModuleNotFoundError as error:
-        from sparsebalance_megatron.supported import what_is_missing
+    def run() -> int:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        return int(_module(arguments.command).run(arguments))
 
-        return _refused(what_is_missing(error))
-    except BrokenPipeError:
-        # Whoever reads has read enough, as `head` does.
-        _drop_output()
-        return _CLOSED_PIPE
-    except OSError as error:
-        # Errors of files have their names; what is left is standard output.
-        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
-            raise
-        _drop_output()
-        return _refused(f"standard output cannot be written: {error.strerror}")
-    except KeyboardInterrupt:
-        return _refused("interrupted", _INTERRUPTED)
-
-
-def _refused(reason: str, status: int = 2) -> int:
-    """The status, after one line on standard error, where that can be written."""
-    prefix = "error: " if status == 2 else ""
-    with suppress(OSError):
-        print(f"sparse-balance: {prefix}{_one_line(reason)}", file=sys.stderr)
-    return status
-
-
-def _drop_output() -> None:
-    """Discard what is still buffered."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ends_in_one_line("sparse-balance", run)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -175,14 +115,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _module(command: str) -> Any:
     return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
-
-
-def _one_line(text: str) -> str:
-    """A text without line breaks and other control characters, cut where no user reads on."""
-    shown = printable(text)
-    if len(shown) > _LONGEST_LINE_CHARACTERS:
-        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
-    return shown
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sparsebalance_megatron.json_file import refuse_output_over_input
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
+_SUFFIXES = frozenset({".html", ".htm", ".json", ".jsonl", ".gz", ".svg"})
+"""Of files that commands write or read."""
 
 
 class OutputError(ValueError):
@@ -51,6 +54,26 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def check_outputs(outputs: Mapping[str, tuple[Path | None, Sequence[str]]]) -> None:
+    """Raise if two outputs are one file, or one has the suffix of another kind of file.
+
+    Args:
+        outputs: flag to the path, None if it was not given, and the suffixes of its kind.
+
+    Raises:
+        OutputError: naming the flags and the file.
+    """
+    given = {flag: (path, own) for flag, (path, own) in outputs.items() if path is not None}
+    for flag, (path, own) in given.items():
+        if path.suffix.lower() in _SUFFIXES and path.suffix.lower() not in own:
+            raise OutputError(f"{flag} {path}: writes {' or '.join(own)}; choose another name")
+    for (flag, (path, _)), (other, (other_path, _)) in itertools.combinations(given.items(), 2):
+        if os.path.abspath(path) == os.path.abspath(other_path) or (
+            path.is_file() and other_path.is_file() and path.samefile(other_path)
+        ):
+            raise OutputError(f"{flag} and {other} are one file, {path}; choose another for one")
+
+
 def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> None:
     """Raise if an output would replace a log of the runs that are read.
 
@@ -62,25 +85,12 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
         refuse_output_over_input(output, logs, "--output")
 
 
-@contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; a pipe without a reader is refused, not waited for.
-
-    Raises:
-        OutputError: with the reason, if it cannot be written.
-    """
-    with writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
-        os.set_blocking(descriptor, True)
-        with os.fdopen(descriptor, "wb") as stream:
-            yield stream
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a whole file.
 
     Raises:
         OutputError: with the reason, if it cannot be written.
     """
-    with output_file(path) as stream:
-        stream.write(text.encode())
+    with writing(path):
+        # Names of files may be no text.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -34,8 +34,8 @@ from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 
 @pytest.fixture
@@ -136,7 +136,6 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
         log = JsonLinesFile(path)
         log.begin(rank_header(), resumed=True)
         log.append(rank_step())
-        log.close()
         lines = path.read_bytes().splitlines()
         assert json.loads(lines[-1])["iteration"] == 1
 
