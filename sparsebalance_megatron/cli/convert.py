@@ -25,7 +25,7 @@ from sparsebalance_megatron.megatron.datasets import quiet_imports
 if TYPE_CHECKING:
     import torch
 
-    from sparsebalance_megatron.convert.hf_config import DenseModel
+    from sparsebalance_megatron.convert.hf_config import Decoder
 
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 """Those of :data:`sparsebalance_megatron.convert.hf_config.DTYPES`, which loads torch."""
@@ -228,7 +228,7 @@ def _install_cpu_adapter() -> None:
 
 
 def _built(
-    model: DenseModel, flags: Sequence[str], dtype: torch.dtype
+    model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
     """Megatron's arguments and its model, whose parameters are those of the mapping."""
     _install_cpu_adapter()
@@ -246,7 +246,7 @@ def _built(
     return args, megatron_model
 
 
-def _model_args(model: DenseModel, args: argparse.Namespace, hf_dir: Path) -> str:
+def _model_args(model: Decoder, args: argparse.Namespace, hf_dir: Path) -> str:
     """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
     from sparsebalance_megatron.convert.megatron_attention import (
         read_settings,
