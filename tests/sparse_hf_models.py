@@ -45,7 +45,7 @@ def make_model(
 
 def make_bare_model(family: str, **config: Any) -> Any:
     """Without settings of sparse attention."""
-    config |= {"head_dim": 16}
+    config = {"head_dim": 16} | ({"sliding_window": None} if family == "Mistral" else {}) | config
     if family == "Qwen3Moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     torch.manual_seed(3)

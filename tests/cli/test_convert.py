@@ -10,24 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from convert.conversions import (
+    model_args,
+    read_documents,
+    reference_logits,
+    reference_loss,
+    run_commands,
+    succeeded,
+)
 from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_config, tiny_model
 from harness import (
     BALANCE_FLAGS,
-    PROGRAMS,
     TRAINING_FLAGS,
     TrainingRun,
-    run_program,
     run_training,
     write_documents,
 )
 from safetensors.torch import load_file
 from sparse_hf_models import CAUSAL
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
@@ -36,7 +39,6 @@ from sparsebalance_megatron import evaluate
 
 pytestmark = pytest.mark.distributed
 
-WORKER = PROGRAMS / "convert_worker.py"
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
 DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
@@ -79,9 +81,14 @@ TRAINED_LAYERS = {
 }
 """Model -> what its config.json says besides once it is trained with these flags."""
 FIXED_ATTENTION = {"sparse_local_block": 1, "sparse_init_block": 0}
-SPARSE_MODEL, SPARSE_BUDGET = "llama-llama3", 3
-SPARSE_READINGS = [*((selection, "") for selection in CAUSAL), (CAUSAL[0], "dense:1")]
-"""Selection and budgets by layer."""
+SPARSE_BUDGET = 3
+SPARSE_READINGS = [
+    *(("llama-llama3", selection, "") for selection in CAUSAL),
+    ("llama-llama3", CAUSAL[0], "dense:1"),
+    ("qwen3-linear", CAUSAL[0], ""),
+    ("qwen3_moe-shares", CAUSAL[1], ""),
+]
+"""Model, selection and budgets by layer."""
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -100,9 +107,9 @@ class Work:
             save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
         config = self.hf("qwen2-tied") / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {KEY: EARLIER}))
-        self.before = self._run("before", self._commands_before())
+        self.before = run_commands(root, "before", self._commands_before())
         self.runs = {variant: self._train(variant) for variant in TRAINED}
-        self.after = self._run("after", self._commands_after())
+        self.after = run_commands(root, "after", self._commands_after())
 
     def hf(self, variant: str) -> Path:
         return self.root / "hf" / variant
@@ -129,11 +136,11 @@ class Work:
             )
             for variant in VARIANTS
         }
-        for selection, layers in SPARSE_READINGS:
-            commands[f"logits by {selection} {layers}"] = (
-                *("logits", str(self.root / f"{selection} {layers}.pt")),
-                *(str(self.hf(SPARSE_MODEL)), str(self.root / "tokens.json")),
-                *(str(SPARSE_BUDGET), selection, layers),
+        for reading in SPARSE_READINGS:
+            variant, selection, layers = reading
+            commands[" ".join(reading)] = (
+                *("logits", str(self.root / f"{' '.join(reading)}.pt"), str(self.hf(variant))),
+                *(str(self.root / "tokens.json"), str(SPARSE_BUDGET), selection, layers),
             )
         for variant, (flags, _) in TRAINED.items():
             commands[f"convert {variant}"] = (
@@ -196,13 +203,6 @@ class Work:
         )
         return commands | {"no iteration": (*commands["tied"], "--iteration", "7")}
 
-    def _run(self, name: str, commands: dict[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-        paths = [self.root / f"{name}.{what}.json" for what in ("commands", "results")]
-        paths[0].write_text(json.dumps(commands))
-        process = run_program((str(WORKER), *map(str, paths)), self.root)
-        assert process.returncode == 0, process.stderr[-4000:]
-        return json.loads(paths[1].read_text())
-
     def _train(self, variant: str) -> TrainingRun:
         """One step over all documents that changes nothing, saved."""
         flags = (
@@ -223,23 +223,6 @@ class Work:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(tmp_path_factory.mktemp("convert"))
-
-
-def model_args(checkpoint: Path) -> list[str]:
-    """The words of the bash array that from-hf left beside the checkpoint."""
-    text = (checkpoint / "model_args.sh").read_text()
-    return text.removeprefix("MODEL_ARGS=(").partition(")")[0].split()
-
-
-def succeeded(result: dict[str, Any]) -> str:
-    assert result["status"] == 0, result["stderr"][-4000:]
-    return result["stdout"]
-
-
-@torch.no_grad()
-def reference_logits(model: torch.nn.Module, documents: Sequence[Tensor]) -> Tensor:
-    """[T, V] of documents that `transformers` sees one at a time."""
-    return torch.cat([model(document[None]).logits[0] for document in documents])
 
 
 NIGHTLY = ("llama-linear", "llama-plain", "qwen2-untied")
@@ -264,14 +247,15 @@ def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize(("selection", "layers"), SPARSE_READINGS)
+@pytest.mark.parametrize("reading", SPARSE_READINGS)
 def test_sparse_logits_are_those_of_the_model_in_transformers(
-    selection: str, layers: str, work: Work
+    reading: tuple[str, str, str], work: Work
 ) -> None:
     """What training computes at base budgets is what the converted model computes."""
-    succeeded(work.before[f"logits by {selection} {layers}"])
-    ours = torch.load(work.root / f"{selection} {layers}.pt")
-    model = tiny_model(SPARSE_MODEL)
+    variant, selection, layers = reading
+    succeeded(work.before[" ".join(reading)])
+    ours = torch.load(work.root / f"{' '.join(reading)}.pt")
+    model = tiny_model(variant)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
         model,
@@ -337,15 +321,11 @@ def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
 
 @pytest.mark.parametrize("variant", TRAINED)
 def test_the_first_training_step_has_the_loss_of_transformers(variant: str, work: Work) -> None:
-    """On two ranks, through --load --finetune. A padding row has logit 0 in Megatron's softmax."""
-    stored = np.fromfile(f"{work.documents}.bin", dtype=np.uint16).astype(np.int64)
-    documents = torch.from_numpy(stored).split(DOCUMENT_LENGTHS)
-    logits = reference_logits(tiny_model(variant).double(), [row[:-1] for row in documents])
-    padded = torch.nn.functional.pad(logits, (0, PADDING_ROWS[variant]))
-    labels = torch.cat([row[1:] for row in documents])
-    expected = torch.nn.functional.cross_entropy(padded, labels).item()
+    """On two ranks, through --load --finetune."""
+    documents = read_documents(work.documents, DOCUMENT_LENGTHS)
+    expected = reference_loss(tiny_model(variant).double(), documents, PADDING_ROWS[variant])
     (step,) = work.runs[variant].steps
-    assert step["tokens"] == len(labels)
+    assert step["tokens"] == sum(DOCUMENT_LENGTHS) - len(DOCUMENT_LENGTHS)
     assert step["lm_loss"] == pytest.approx(expected, rel=FEW_ROUNDINGS)
 
 
