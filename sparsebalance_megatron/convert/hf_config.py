@@ -181,19 +181,19 @@ class Decoder(Struct, kw_only=True):
                 f"num_experts {self.num_experts} contradicts num_local_experts "
                 f"{self.num_local_experts}: keep one"
             )
-        self.num_experts = self.num_experts or self.num_local_experts
         if self.model_type != "qwen3_moe":
-            if self.num_experts:
-                raise ValueError(
-                    f"num_experts {self.num_experts}: {self.model_type} has no experts"
-                )
+            for key in ("num_experts", "num_local_experts"):
+                if number := getattr(self, key):
+                    raise ValueError(f"{key} {number}: {self.model_type} models have none")
             return
+        self.num_experts = self.num_experts or self.num_local_experts
         for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
             if not getattr(self, key):
                 raise ValueError(f"Object missing required field {key}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok {self.num_experts_per_tok}: there are {self.num_experts}"
+                f"num_experts_per_tok {self.num_experts_per_tok}: there are {self.num_experts} "
+                "experts"
             )
         if self.num_experts_per_tok == 1 and self.norm_topk_prob:
             raise ValueError("norm_topk_prob True: Megatron needs num_experts_per_tok of 2 or more")
