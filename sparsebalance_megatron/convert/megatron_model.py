@@ -46,6 +46,14 @@ _FIXED_BY_THE_MODEL = (
 )
 """Arguments that config.json or the conversion decides; flags after -- must not contradict them."""
 
+_NOT_SEEN_IN_SHAPES = (
+    *("num_attention_heads", "kv_channels", "position_embedding_type", "rotary_base"),
+    *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "norm_epsilon"),
+    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function"),
+)
+"""Arguments that change what a model computes, and not the shapes of its parameters."""
+
 _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
     # Megatron asks for them although nothing is trained.
     ("--micro-batch-size", "1"),
@@ -129,6 +137,25 @@ def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
         raise ConvertError(f"Megatron's model has parameters without a source: {listed(unmapped)}")
     if absent := known - names:
         raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")
+
+
+def check_trained(trained: Namespace | None, described: Namespace) -> None:
+    """What trained the weights computes what config.json describes.
+
+    Args:
+        trained: Megatron's arguments in the checkpoint; None where it has none.
+        described: those that config.json makes.
+
+    Raises:
+        ConvertError: with the argument.
+    """
+    for name in _NOT_SEEN_IN_SHAPES if trained else ():
+        fixed = getattr(described, name, None)
+        if (found := getattr(trained, name, fixed)) != fixed:
+            raise ConvertError(
+                f"the checkpoint was trained with {name} {found}, --hf-config makes it {fixed}; "
+                "mend its config.json"
+            )
 
 
 Flag = tuple[str, ...]

@@ -176,6 +176,7 @@ class Work:
             "tied": {"tie_word_embeddings": True},
             "wider": {"intermediate_size": 128},
             "more rows": {"vocab_size": 300},
+            "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
         }
         for name, changes in wrong.items():
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
@@ -405,6 +406,7 @@ REFUSED = {
     "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
     "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
     "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
+    "another base": "was trained with use_rope_scaling True, --hf-config makes it False",
     "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
 
