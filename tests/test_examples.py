@@ -305,10 +305,12 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     assert {flag: trained[flag] for flag in measured} == measured
 
 
-def test_what_is_evaluated_is_what_was_trained(work: Path, megatron_parser: ArgumentParser) -> None:
-    calls = calls_of(
-        "evaluate.sh", ["train"], ["convert"], directory=work, variables={"DATA": "small"}
-    )
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_what_is_evaluated_is_what_was_trained(
+    family: str, work: Path, megatron_parser: ArgumentParser
+) -> None:
+    variables = {"DATA": "small", "FAMILY": family}
+    calls = calls_of("evaluate.sh", ["train"], ["convert"], directory=work, variables=variables)
     (_, *launched), (_, *converting) = calls
     words = get_args_parser().parse_args(launched).training_script_args
     assert not megatron_parser.parse_known_args(words)[1]
@@ -326,6 +328,15 @@ def test_what_is_evaluated_is_what_was_trained(work: Path, megatron_parser: Argu
         "--kv-channels": (model.head_dim,),
         "--max-position-embeddings": (model.max_position_embeddings,),
     }.items() <= trained.items()
+    assert ("--qk-layernorm" in trained) == model.has_qk_norm
+    assert model.model_type == family
+    if model.num_experts:
+        assert {
+            "--num-experts": (model.num_experts,),
+            "--moe-ffn-hidden-size": (model.moe_intermediate_size,),
+            "--moe-router-topk": (model.num_experts_per_tok,),
+        }.items() <= trained.items()
+        assert ("--moe-router-pre-softmax" in trained) != model.norm_topk_prob
 
 
 def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
