@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from sparsebalance_megatron.megatron.latent_attention import with_true_positions
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
-    MicroBatchContext,
+    LocalMicroBatch,
 )
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -191,10 +192,10 @@ class BudgetedCoreAttention(MegatronModule):
         out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device), None)
         return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
-    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
+    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> LocalMicroBatch:
         samples = len(cu_seqlens) - 1
         base = self._base_budget
-        return MicroBatchContext(
+        return LocalMicroBatch(
             layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
@@ -208,29 +209,30 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGF: Tensor,
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         kept: KeptAttention | None,
     ) -> Tensor:
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "implementation": self._options.implementation,
-            "sink_H": self._sink(q_THD),
-        }
         inputs, found = (q_THD, k_TGD, v_TGF), None
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)
         if found is not None:
-            selection = found.selection
-            how["known"] = found.out_THF, found.lse_TH
+            selection, known = found.selection, (found.out_THF, found.lse_TH)
         else:
+            known = None
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
-        sequence = context.sequence
-        if sequence is None:
-            out_THF, lse_TH = block_sparse_attention(*inputs, selection, **how)
-        else:
-            how["exchange"] = context.exchange(self._layer_index)
-            out_THF, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
+        attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
+        if context.sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
+        out_THF, lse_TH = attend(
+            *inputs,
+            selection,
+            softmax_scale=self._softmax_scale,
+            implementation=self._options.implementation,
+            sink_H=self._sink(q_THD),
+            known=known,
+        )
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
@@ -242,7 +244,7 @@ class BudgetedCoreAttention(MegatronModule):
         return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None
 
     @torch.no_grad()
-    def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
         options, sequence = self._options, context.sequence
         if self._base_budget == DENSE:
@@ -252,21 +254,23 @@ class BudgetedCoreAttention(MegatronModule):
         if context.observe:
             # A guarded sample never needs more than the base budget.
             max_budget = max(max_budget, self._base_budget)
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "max_budget": max_budget,
-            "observe": context.observe,
-        }
-        if sequence is None:
-            ranking = rank_sequence(options.selector, q_THD, k_TGD, context.layout, **how)
-        else:
-            how["exchange"] = context.exchange(self._layer_index)
-            ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)
+        rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
+        if sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            rank = partial(rank_slice, sequence=sequence, exchange=exchange)
+        ranking = rank(
+            options.selector,
+            q_THD,
+            k_TGD,
+            softmax_scale=self._softmax_scale,
+            max_budget=max_budget,
+            observe=context.observe,
+        )
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
-    def _everything(self, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def _everything(self, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """All blocks that may be read, unranked. A dense layer covers everything at any budget."""
         if context.observe:
             all_S = k_TGD.new_ones(context.layout.documents, dtype=torch.float32)
@@ -281,7 +285,7 @@ class BudgetedCoreAttention(MegatronModule):
         return Selection.of_everything(layouts, k_TGD.shape[1])
 
     def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 

@@ -18,7 +18,7 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -50,7 +50,7 @@ def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
         options=options,
     )
     with fake_cuda():
-        context = MicroBatchContext(
+        context = LocalMicroBatch(
             layout=packed_layout([0, tokens // 3, tokens], 256, CUDA),
             budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
             max_budgets=(32,),
