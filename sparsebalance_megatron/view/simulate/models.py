@@ -88,6 +88,7 @@ _EXPERTS = {
     "deepseek-v2-lite": (27, 2048, (6 + 2) * 1408, 16, 16, 192, 102400),
     "kimi-k2": (61, 7168, (8 + 1) * 2048, 64, 64, 192, 163840),
     "glm-4.5": (92, 5120, (8 + 1) * 1536, 96, 8, 128, 151552),
+    "qwen3-30b-a3b": (48, 2048, 8 * 768, 32, 4, 128, 151936),
     "gpt-oss-120b": (36, 2880, 4 * 2880, 64, 8, 64, 201088),
 }
 """A model as above, with the routed and shared experts of a token for the MLP. First layers that

@@ -32,6 +32,8 @@ PUBLISHED_BILLIONS = {
     "deepseek-v2-lite": 2.4,
     "kimi-k2": 32,
     "glm-4.5": 32,
+    # Its card says 3.3, with the embedding.
+    "qwen3-30b-a3b": 3.3 - 0.31,
     "gpt-oss-120b": 5.1,
 }
 """Sizes from the model cards (Qwen, activated parameters of experts) and safetensors indices
