@@ -201,26 +201,20 @@ class Decoder(Struct, kw_only=True):
             raise ValueError("mlp_only_layers, decoder_sparse_step: no layer has experts")
 
     def _complete_rope(self) -> Rope:
-        found = {
-            key: rope
-            for key in ("rope_parameters", "rope_scaling")
-            if (rope := getattr(self, key)) not in (None, Rope())
-        }
-        for key, rope in found.items():
+        keys: tuple[str, ...] = ("rope_parameters", "rope_scaling")
+        keys = tuple(key for key in keys if getattr(self, key) not in (None, Rope())) or keys[:1]
+        ropes = [getattr(self, key) or Rope() for key in keys]
+        for key, rope in zip(keys, ropes, strict=True):
             try:
                 rope.complete(self.rope_theta, self.max_position_embeddings)
             except ValueError as error:
                 raise ValueError(f"{key}.{error}") from error
-        if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+        if ropes[0] != ropes[-1]:
             raise ValueError(
-                f"rope_scaling ({found['rope_scaling'].describe()}) contradicts rope_parameters "
-                f"({found['rope_parameters'].describe()}): keep one, with rope_theta in it"
+                f"rope_scaling ({ropes[1].describe()}) contradicts rope_parameters "
+                f"({ropes[0].describe()}): keep one, with rope_theta in it"
             )
-        for rope in found.values():
-            return rope
-        rope = Rope()
-        rope.complete(self.rope_theta, self.max_position_embeddings)
-        return rope
+        return ropes[0]
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:

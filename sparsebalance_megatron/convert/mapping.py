@@ -197,8 +197,10 @@ def is_recomputed(name: str) -> bool:
     return _RECOMPUTED.fullmatch(name) is not None
 
 
-def experts_in(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int | slice, ...]]:
-    """The matrices of single experts that a fused tensor holds, and their places in it.
+def experts_in(
+    name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int | slice, ...], tuple[int, ...]]]:
+    """The matrices of single experts that a fused tensor holds: their places in it, and shapes.
 
     ``transformers`` 5 keeps experts fused: gate and up projections as [experts, 2 * F, hidden],
     gate first. Files have the names of single experts unless they were saved with
@@ -207,13 +209,15 @@ def experts_in(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int | slice
     fused = _FUSED.fullmatch(name)
     if fused is None or len(shape) != 3:
         return {}
-    experts, rows, _ = shape
-    half = rows // 2
-    parts = {"gate": slice(half), "up": slice(half, rows)}
+    experts, rows, columns = shape
+    parts = {"gate": (0, rows // 2), "up": (rows // 2, rows)}
     if fused["kind"] == "down":
-        parts = {"down": slice(rows)}
+        parts = {"down": (0, rows)}
     return {
-        f"{fused['experts']}.{expert}.{part}_proj.weight": (expert, place)
+        f"{fused['experts']}.{expert}.{part}_proj.weight": (
+            (expert, slice(first, last)),
+            (last - first, columns),
+        )
         for expert in range(experts)
-        for part, place in parts.items()
+        for part, (first, last) in parts.items()
     }

@@ -235,7 +235,9 @@ class WeightFiles:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        return self._stored[name].read()
+        stored = self._stored[name]
+        tensor: Tensor = stored.file.get_slice(stored.name)[stored.place]
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored[name].shape
@@ -287,9 +289,10 @@ class WeightFiles:
                 raise ConvertError(
                     f"{path}: {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}"
                 )
-            parts = experts_in(name, shape) or {name: (slice(None),)}
-            for part, place in parts.items():
-                self._stored[part] = _Stored(file=file, name=name, place=place)
+            parts = experts_in(name, shape) or {name: ((slice(None),), shape)}
+            for part, (place, part_shape) in parts.items():
+                stored = _Stored(file=file, name=name, place=place, shape=part_shape)
+                self._stored[part] = stored
                 self.dtypes[part] = _DTYPES[dtype]
 
 
@@ -300,20 +303,7 @@ class _Stored:
     file: Any
     name: str
     place: tuple[int | slice, ...]
-
-    def read(self) -> Tensor:
-        tensor: Tensor = self.file.get_slice(self.name)[self.place]
-        return tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        whole = self.file.get_slice(self.name).get_shape()
-        cut = (
-            len(range(*at.indices(size)))
-            for at, size in zip(self.place, whole, strict=False)
-            if isinstance(at, slice)
-        )
-        return (*cut, *whole[len(self.place) :])
+    shape: tuple[int, ...]
 
 
 class _Index(msgspec.Struct):
