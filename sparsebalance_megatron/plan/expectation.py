@@ -57,6 +57,13 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     )
 
 
+def step_ms(problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray) -> float:
+    """Makespan of placed samples at these budgets."""
+    if where.first_blocks:
+        return float(segmented_times(problem.costs, where, budgets_LS)[1].max())
+    return float(problem.makespans_ms(where, problem.costs.sample_ms(budgets_LS)).max())
+
+
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes and segments that are
     allowed."""

@@ -16,9 +16,9 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
-from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
+from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_CP_SIZES
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -62,7 +62,7 @@ def best_cp_sizes(
         if equal is None:
             raise
         return equal, problem.tuned_where(equal)
-    planned = improve_cp_sizes(
+    planned = anneal(
         start,
         costs,
         search_2SC,

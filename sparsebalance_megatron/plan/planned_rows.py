@@ -8,7 +8,7 @@ pipeline whose micro-batches are rows (:mod:`.placement.rows`).
    positions as the job has; fewer, fuller positions have more equal heights, and average errors of
    prediction. The numbers of positions whose sums of heights are least go on.
 2. *Groups.* Rows are placed on groups, ordered and traded between them by the search that places
-   samples on ranks (:mod:`.placement.search`): a row is a sample there, and a group a rank.
+   samples on ranks (:mod:`.search.annealing`): a row is a sample there, and a group a rank.
 3. *Budgets.* Of these and of the placements that know nothing of rows, those with the shortest
    steps at the expected budgets are tuned; the shortest step wins.
 
@@ -29,7 +29,7 @@ from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.rows import Rows, packed_rows
-from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -138,7 +138,7 @@ def _placed(problem: StepProblem, rows: Rows) -> Arrangement:
     )
     start = balanced(row_2XC.sum(axis=(0, 2)), [1] * len(bins), of_groups.job, len(bins))
     step_ms = row_2XC.sum() / (groups * job.pipeline_stages)
-    placement = improve(
+    placement = searched(
         start,
         of_groups,
         row_2XC,

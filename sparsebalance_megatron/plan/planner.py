@@ -13,14 +13,13 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
-from sparsebalance_megatron.plan.expectation import expectation
+from sparsebalance_megatron.plan.expectation import expectation, step_ms
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
-from sparsebalance_megatron.plan.placement.packed_search import improve_packed
-from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -38,9 +37,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
     latter improved by search, by simulated makespan at the budgets expected after tuning;
-    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just that,
-    except that a balanced packing which the token cap defeats gives way to arrival order where that
-    fits.
+    ``StepPlan.batching`` names the winner. Where the tuned plan is slower than order of arrival at
+    base budgets, order of arrival is tuned too. ``arrival``, ``length`` and ``latency`` mean just
+    that, except that a balanced packing which the token cap defeats gives way to arrival order
+    where that fits.
 
     Where ranks run in lockstep, batching ``makespan`` places samples in rows
     (:mod:`.planned_rows`), and the step may have fewer micro-batches on every rank than the job.
@@ -59,7 +59,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     if problem.plans_rows:
         problem, batching, arrangement, tuned = _best_in_lockstep(problem)
     else:
-        batching, arrangement, tuned = _best_candidate(problem)
+        batching, arrangement, tuned = _or_arrival(problem, *_best_candidate(problem))
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
@@ -122,6 +122,33 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
     arrangement, tuned = best_cp_sizes(problem, equal)
     return batching if arrangement is equal else "makespan", arrangement, tuned
+
+
+def _or_arrival(
+    problem: StepProblem, batching: Batching, where: Arrangement, tuned: TunedBudgets
+) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """The plan, or order of arrival where that takes less for as much of the wanted coverage.
+
+    The placement was chosen at the budgets expected after tuning, and tuning may have ended
+    elsewhere.
+    """
+    pricing, budgets = problem.pricing, problem.budgets
+    if pricing is None or problem.placement is not None or problem.policy.batching != "makespan":
+        return batching, where, tuned
+    try:
+        placement = _placement("arrival", problem.of_groups)
+    except PlanError:
+        return batching, where, tuned
+    arrival_where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+    plan_ms = step_ms(problem, where, tuned.budgets_LS)
+    if step_ms(problem, arrival_where, budgets.allowed.base_LS) >= plan_ms:
+        return batching, where, tuned
+    arrival_tuned = problem.of_groups.tuned(placement)
+    wanted = min(pricing.wanted_coverage, budgets.covered(tuned.budgets_LS))
+    shorter = step_ms(problem, arrival_where, arrival_tuned.budgets_LS) < plan_ms
+    if shorter and budgets.covers(arrival_tuned.budgets_LS, wanted):
+        return "arrival", arrival_where, arrival_tuned
+    return batching, where, tuned
 
 
 def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
@@ -204,26 +231,15 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
 
 
 def _searched(problem: StepProblem, start: Placement) -> Placement:
-    """The best moves first; then, where micro-batches of a pipeline hold several samples, moves
-    that may lengthen the step a little."""
-    job, costs, cap_tokens = problem.job, problem.costs, problem.cap_tokens
-    packed = job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places
-    where = Arrangement.of_groups(start)
-    found = improve(
+    """The best orders first, then the search over places."""
+    packed = len(problem.lengths_tokens) > problem.job.places
+    share = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP
+    return searched(
         start,
-        costs,
+        problem.costs,
         problem.expected_2SC,
-        cap_tokens=cap_tokens,
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP, parts=2 if packed else 1),
-    )
-    if not packed:
-        return found
-    return improve_packed(
-        found,
-        costs,
-        problem.expected_2SC,
-        cap_tokens=cap_tokens,
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
+        cap_tokens=problem.cap_tokens,
+        plan_ms=problem.search_ms(Arrangement.of_groups(start), share),
     )
 
 
