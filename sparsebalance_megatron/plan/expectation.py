@@ -68,12 +68,16 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes and segments that are
     allowed."""
     if problem.plans_segments:
-        return segmented_bound_ms(problem)
+        segmented_ms = segmented_bound_ms(problem)
+        if not problem.plans_cp_sizes:
+            return segmented_ms
     bounded = problem if problem.plans_cp_sizes else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
     limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1
-    return step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
+    bound_ms = step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
+    # A step runs in segments or with planned cp_sizes, not both.
+    return min(bound_ms, segmented_ms) if problem.plans_segments else bound_ms
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

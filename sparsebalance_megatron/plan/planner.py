@@ -107,21 +107,43 @@ def _best_in_lockstep(
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """Micro-batches in one piece, or in segments where those give the shorter step.
+
+    Budgets of micro-batches in one piece are tuned only where those may win.
+    """
     if problem.placement is not None:
         return "arrival", *_as_placed(problem, problem.placement)
-    if problem.plans_segments:
-        return _best_with_segments(problem)
-    if not problem.plans_cp_sizes:
-        batching, placement = _best_placement(problem.of_groups)
-        where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-        return batching, where, problem.of_groups.tuned(placement)
     try:
-        batching, placement = _best_placement(problem.of_groups)
-    except PlanError:  # the cap may ask for wider micro-batches
+        equal = _best_placement(problem.of_groups)
+    except PlanError:
+        if not problem.plans_cp_sizes:
+            raise
+        # The cap may ask for micro-batches that more ranks share.
         return "makespan", *best_cp_sizes(problem, None)
+    cut = best_segments(problem, equal[1]) if problem.plans_segments else None
+    if (
+        cut is not None
+        and not problem.plans_cp_sizes
+        and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem)
+    ):
+        return "makespan", cut.arrangement, cut.tuned
+    batching, where, tuned = _best_in_one_piece(problem, *equal)
+    if cut is not None:
+        whole_ms = step_ms(problem, where, tuned.budgets_LS)
+        if rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
+            return "makespan", cut.arrangement, cut.tuned
+    return batching, where, tuned
+
+
+def _best_in_one_piece(
+    problem: StepProblem, batching: Batching, placement: Placement
+) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """The best placement of micro-batches of equal cp_size, or planned cp_sizes."""
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    arrangement, tuned = best_cp_sizes(problem, equal)
-    return batching if arrangement is equal else "makespan", arrangement, tuned
+    if not problem.plans_cp_sizes:
+        return batching, equal, problem.of_groups.tuned(placement)
+    where, tuned = best_cp_sizes(problem, equal)
+    return batching if where is equal else "makespan", where, tuned
 
 
 def _or_arrival(
@@ -149,20 +171,6 @@ def _or_arrival(
     if shorter and budgets.covers(arrival_tuned.budgets_LS, wanted):
         return "arrival", arrival_where, arrival_tuned
     return batching, where, tuned
-
-
-def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Segments where they give the shorter step. Budgets of micro-batches in one piece are tuned
-    only where those may win."""
-    batching, placement = _best_placement(problem)
-    cut = best_segments(problem, placement)
-    if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
-        return "makespan", cut.arrangement, cut.tuned
-    tuned, whole = problem.tuned(placement), Arrangement.of_groups(placement)
-    whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
-    if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
-        return "makespan", cut.arrangement, cut.tuned
-    return batching, whole, tuned
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:

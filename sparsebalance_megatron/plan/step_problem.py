@@ -159,7 +159,6 @@ class StepProblem:
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
             and job.context_parallel_size == 1
-            and not self.plans_cp_sizes
         )
 
     @property
