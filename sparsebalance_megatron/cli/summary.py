@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
+    check_outputs,
     print_notes,
     print_wrapped,
     refuse_output_over_logs,
@@ -51,6 +52,12 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read both logs, write the JSON, print the table, draw."""
+    check_outputs(
+        {
+            "--output": (arguments.output, (".json",)),
+            "--picture": (arguments.picture, (".svg",)),
+        }
+    )
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(written, arguments.baseline, arguments.run_directory)
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)

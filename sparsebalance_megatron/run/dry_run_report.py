@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import memory_lines
@@ -24,6 +25,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
 from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
@@ -58,6 +60,11 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append(remark)
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
+    if device_type == "cpu":
+        what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
+        check_kernels(*what, keep=False)
+    else:
+        unchecked.append("attention kernels")
     scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     workload = inputs.workload(_PREDICTED_STEPS)
@@ -202,10 +209,11 @@ def _cells(
 
 def _data(inputs: Inputs) -> tuple[str, ...]:
     lines = inputs.train.describe()
-    if len(lines) > 1:
-        return lines
     blend = read_blends(inputs.settings)["train"]
-    return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
+    if len(lines) == 1 and blend is not None:
+        lines = (f"{blend.prefixes[0]}: {lines[0]}",)
+    untrained = inputs.train.untrained()
+    return (*lines, untrained) if untrained else lines
 
 
 @contextmanager
@@ -247,7 +255,6 @@ def _validated_args(
     unchecked = [
         "whether memory suffices: it is counted below, not tried",
         "processes, the network and its libraries (NCCL)",
-        "attention kernels",
     ]
     if args.load or args.pretrained_checkpoint:
         unchecked.append("checkpoints; the plan is that of a run from the start")

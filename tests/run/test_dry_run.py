@@ -198,3 +198,28 @@ def test_a_dry_run_without_the_plugin_is_refused() -> None:
 )
 def test_is_requested(argv: list[str], requested: bool) -> None:
     assert dry_run.is_requested(argv) == requested
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            ("--sparse-balance-router", "torch", "--sparse-balance-selection", "vertical-slash"),
+            "leaves no choice of router",
+        ),
+        (("--seed", "-1"), "--seed -1: must be 1 to 2147483647"),
+        (("--seed", str(2**40)), "must be 1 to 2147483647"),
+        (("--sparse-balance-block-size", "1"), "from 2 to 1048576 tokens"),
+    ],
+)
+def test_it_refuses_what_training_refuses_in_the_same_words(
+    flags: tuple[str, ...], reason: str, documents: Path, tmp_path: Path
+) -> None:
+    given = (*FLAGS, "--data-path", str(documents), *flags)
+    dry = start(tmp_path, *given, "--sparse-balance-dry-run")
+    trained = start(tmp_path, *given)
+    (line,) = (line for line in dry.stderr.splitlines() if "error:" in line)
+    assert reason in line
+    assert line in trained.stderr.splitlines()
+    assert dry.returncode == trained.returncode == 2
+    assert "Traceback" not in dry.stderr + trained.stderr
