@@ -53,9 +53,9 @@ def test_ranks_of_an_expert_group_run_long_micro_batches_first_and_every_reader_
         predicted = step["predicted"]
         ms_2RM = np.sum([predicted["forward_ms"], predicted["backward_ms"]], axis=(2, 3))
         assert (np.diff(ms_2RM.sum(axis=0)) <= 0).all()
-        # Another rank may be the slowest in another layer.
+        # Another rank may be the slowest in another layer, and a group divides its experts.
         slowest_ms = ms_2RM.max(axis=1).sum()
-        assert slowest_ms * (1 - 1e-9) <= predicted["makespan_ms"] <= 1.1 * slowest_ms
+        assert predicted["makespan_ms"] == pytest.approx(slowest_ms, rel=0.1)
         assert predicted["device_slowness"] is None
     assert len(run.steps) == 8
 

@@ -252,7 +252,6 @@ SEGMENTS = {
 EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_WIDTHS}"
 POSITIONS = {
     "positions": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {OVERLAP} {RECOMPUTE} uniform"),
-    "positions-data4": Layout("experts unbalanced", 4, EXPERT_GROUP),
     # Gloo gathers no unequal tensors, as tensor-parallel ranks of experts would.
     "positions-tensor-sequence": Layout(
         *("experts unbalanced", 4),
@@ -411,7 +410,6 @@ def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
     most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["micro_batches"]
     counts = {measured_ms(step).shape[-1] for step in run.steps}
     assert min(counts) < most >= max(counts)
-    print("COUNTS", [measured_ms(step).shape[-1] for step in run.steps], most)
     for step in run.steps:
         assert (measured_ms(step) > 0.0).all()
 
