@@ -31,7 +31,7 @@ CoverageMeanOver = Literal["samples", "tokens"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+AttentionImplementation = Literal["auto", "flash", "triton", "blocks", "tokens", "reference"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 

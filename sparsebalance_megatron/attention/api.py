@@ -23,7 +23,7 @@ from sparsebalance_megatron.attention.select import Selector, rank_sequence, sel
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
-_KERNELS = ("triton", "blocks", "tokens", "reference")
+_KERNELS = ("flash", "triton", "blocks", "tokens", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -84,6 +84,11 @@ class PackedLayout:
         return token_T - first_T[self.block_T]
 
     @cached_property
+    def bounds_N1(self) -> Tensor:
+        """int32: where each block begins, and the end of the sequence."""
+        return torch.nn.functional.pad(self.start_N.int(), (0, 1), value=self.tokens)
+
+    @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
         """Document boundaries in tokens, S + 1 entries, the first is 0."""
         return tuple(self.grid.boundaries.tolist())
