@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's flash operations on the CPU: dense, in float64 inside, as unforgiving as on CUDA.
 
-Rows of no segment hold NaN. A query without keys has output 0 and log-sum-exp +inf. Strides, dtypes,
-bounds and maxima that the kernels on CUDA do not take, or overstep, are refused.
+Rows of no segment hold NaN. A query without keys has output 0 and log-sum-exp +inf. Strides,
+dtypes, bounds and maxima that the kernels on CUDA do not take, or overstep, are refused.
 
 Shape legend: T tokens of the queries, U of the keys, H query heads, G KV heads, D head dim.
 """
@@ -130,7 +130,7 @@ def _check(
 
 @contextlib.contextmanager
 def flash_on_cpu() -> Iterator[list[str]]:
-    """A context in which the implementation "flash" serves the CPU, in any dtype; gives its calls."""
+    """A context in which "flash" serves the CPU, in any dtype; gives the names of its calls."""
     with (
         pytest.MonkeyPatch.context() as patch,
         torch.library._scoped_library("aten", "IMPL") as ops,

@@ -114,9 +114,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
         return f'needs CUDA, and q lies on {device}: use "auto"'
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
-        return (
-            "needs compute capability 8.0, this GPU has {}.{}: use".format(*capability) + ' "auto"'
-        )
+        found = "{}.{}".format(*capability)
+        return f'needs a GPU of compute capability 8.0 or newer, not {found}: use "auto"'
     if dtype not in (torch.float16, torch.bfloat16):
         return f'computes in float16 and bfloat16, not in {dtype}: use "auto"'
     if head_dim > _MOST_HEAD_DIM:
