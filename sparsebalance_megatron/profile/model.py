@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +26,7 @@ from sparsebalance_megatron.attention.sequence.earlier_segments import (
     MicroBatchSegments,
     segment_slice,
 )
+from sparsebalance_megatron.config import AttentionImplementation
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -61,6 +63,11 @@ class ProfiledModel:
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
+
+    def use_attention(self, implementation: AttentionImplementation) -> None:
+        """Attend by this implementation from now on."""
+        self._options = replace(self._options, implementation=implementation)
+        self._core_attention._options = self._options
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""

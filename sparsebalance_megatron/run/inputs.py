@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.fit import configured_cost_model
+from sparsebalance_megatron.cost.fit import configured_cost_model, with_measured_attention
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
@@ -109,7 +109,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         attention_kept=config.recompute_attention == "keep",
     )
     return Inputs(
-        config=config,
+        config=with_measured_attention(config) if device_type == "cuda" else config,
         settings=settings,
         job=settings.job,
         policy=PlanPolicy.from_config(

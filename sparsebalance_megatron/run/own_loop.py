@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.fit import with_measured_attention
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -211,6 +212,8 @@ def trainer_config(
         if unusable:
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
+    if device.type == "cuda":
+        config = with_measured_attention(config)
     return replace(config, enabled=True)
 
 

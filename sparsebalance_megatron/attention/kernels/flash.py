@@ -108,7 +108,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     if selection.columns is not None:
         return 'reads blocks, and this selection has columns besides: use "triton" or "blocks"'
     blocks = max(selection.query_layout.blocks, selection.kv_layout.blocks)
-    most = varlen.MOST_SEGMENTS - _segments_beside_blocks(q_THD.shape[:2].numel())
+    most = varlen.MOST_SEGMENTS - _segments_beside_blocks(q_THD.shape[0] * q_THD.shape[1])
     if blocks > most:
         return f'serves {most} blocks, not {blocks}: use larger blocks, or "auto"'
     return varlen.obstacle(q_THD.device, q_THD.dtype, max(q_THD.shape[2], v_TGF.shape[2]))
