@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
@@ -161,6 +162,46 @@ def block_sparse_attention(
         check_known(q_THD, v_TGF, known)
     check_sink(q_THD, sink_H)
     return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+
+
+def dense_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
+    layout: PackedLayout,
+    *,
+    softmax_scale: float,
+    known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within the documents of a packed sequence, without lists.
+
+    Arguments and results are those of :func:`block_sparse_attention`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
+    """
+    selection = Selection.of_documents(layout)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection)
+    if obstacle := dense.obstacle(q_THD, v_TGF, selection):
+        raise _error(f"dense attention {obstacle}")
+    if known is not None:
+        check_known(q_THD, v_TGF, known)
+    check_sink(q_THD, sink_H)
+    kernel = cast("Kernel", dense)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+
+
+def attends_densely(
+    q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout, implementation: AttentionImplementation
+) -> bool:
+    """Whether :func:`dense_attention` serves here, and the implementation leaves it the choice.
+
+    Kernels that were named for their lists, and the reference, compute all that is asked of them.
+    """
+    if implementation in ("triton", "reference"):
+        return False
+    return dense.obstacle(q_THD, v_TGF, Selection.of_documents(layout)) is None
 
 
 def checked_kernel(

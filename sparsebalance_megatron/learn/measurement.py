@@ -78,16 +78,18 @@ class RankPlace:
 class CoverageTotals:
     """Sums over samples and layers; divide by the counts to get means.
 
-    ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
-    ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
-    pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
-    guard raised. ``lost_tokens`` sums tokens times what base budgets had covered more.
+    ``sums_LUK`` and ``counts_LU`` feed the coverage curves, and lack samples that were not routed
+    since their budgets cover them. ``executed_sum``, of which ``executed_L`` is each layer's part,
+    ``base_sum`` and ``count``, of which ``counts_L`` is each layer's part, cover every (sample,
+    layer) pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget
+    the guard raised. ``lost_tokens`` sums tokens times what base budgets had covered more.
     ``unobserved`` counts pairs whose coverage was not finite: no other figure holds anything of
     them.
     """
 
     sums_LUK: np.ndarray
     counts_LU: np.ndarray
+    counts_L: np.ndarray
     executed_L: np.ndarray
     executed_sum: float
     base_sum: float

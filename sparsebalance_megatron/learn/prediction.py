@@ -117,6 +117,7 @@ class Workload:
             coverage=CoverageTotals(
                 sums_LUK=np.zeros_like(curves.mean_LUK),
                 counts_LU=np.zeros(curves.observed_LU.shape),
+                counts_L=np.full(layers, samples / layers),
                 executed_L=np.full(layers, executed_mean * len(batch)),
                 executed_sum=executed_mean * samples,
                 base_sum=base_mean * samples,

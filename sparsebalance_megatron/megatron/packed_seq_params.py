@@ -10,8 +10,9 @@ Shape legend: L layers of the whole model, S samples of the micro-batch, K budge
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -23,12 +24,16 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, Se
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
+STEPS_PER_FULL_OBSERVATION = 8
+"""In every such step documents are routed that need no lists."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
-    ``grid_SK``: coverage at the budgets of the grid. ``executed_S``, ``base_S``: at the executed
+    ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
+    their budgets cover them. ``executed_S``, ``base_S``: at the executed
     and at the base budget. ``grown_S``: whether the guard raised the planned budget.
     """
 
@@ -36,6 +41,15 @@ class CoverageObservation:
     executed_S: Tensor
     base_S: Tensor
     grown_S: Tensor
+
+    def followed_by(self, others: CoverageObservation) -> CoverageObservation:
+        """The observation of its documents and of others behind them."""
+        return CoverageObservation(
+            **{
+                each.name: torch.cat((getattr(self, each.name), getattr(others, each.name)))
+                for each in fields(self)
+            }
+        )
 
 
 @dataclass(kw_only=True)
@@ -50,7 +64,8 @@ class MicroBatchContext:
     ``step`` is the training step, -1 outside of one; ``position`` and ``chunk`` are its place in
     the rank's order and its virtual stage. ``recompute`` counts what recomputation did.
     ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
-    ``padding_documents``: the last documents, which are of no sample.
+    ``padding_documents``: the last documents, which are of no sample. ``budgets_on_host_LS``: the
+    same budgets, where the layers may tell from them which documents are covered.
     """
 
     layout: PackedLayout
@@ -64,8 +79,33 @@ class MicroBatchContext:
     segments: MicroBatchSegments | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
+    budgets_on_host_LS: np.ndarray | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
+
+    def covered_documents(self, layer: int, base_budget: int) -> int:
+        """Number of first documents of which a layer reads everything, by planned and base budget.
+
+        They need no lists. None are in a slice of a sequence, and in steps that observe all: what
+        smaller budgets would cover is learnt from those.
+        """
+        budgets_LS = self.budgets_on_host_LS
+        observes_all = self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
+        if budgets_LS is None or self.sequence is not None or observes_all:
+            return 0
+        covered_S = self.layout.grid.blocks_S <= np.minimum(budgets_LS[layer], base_budget)
+        return len(covered_S) if covered_S.all() else int(covered_S.argmin())
+
+    def without(self, documents: int) -> MicroBatchContext:
+        """The context of all but the first documents, with observations of its own."""
+        return replace(
+            self,
+            layout=self.layout.split(documents)[1],
+            budgets_LS=self.budgets_LS[:, documents:],
+            pinned_S=None if self.pinned_S is None else self.pinned_S[documents:],
+            budgets_on_host_LS=None,
+            observations={},
+        )
 
     @property
     def segment(self) -> int:
@@ -124,10 +164,9 @@ def micro_batch_context(
         sequence: this operation's slice, on the host; None where it runs the whole sequence.
         segments: of the micro-batch; None where it has one.
     """
-    budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
     padding = len(cu_seqlens) - 1 - len(plan.samples)
-    if padding:
-        budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
+    budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
     if segments is not None and sequence is not None:
         # Only documents that have begun.
@@ -150,6 +189,7 @@ def micro_batch_context(
         segments=segments,
         pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
         padding_documents=padding,
+        budgets_on_host_LS=on_host_LS if sequence is None else None,
     )
 
 
