@@ -32,6 +32,7 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.view.simulate.lengths import GENERATORS
 from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
@@ -112,9 +113,11 @@ def make_planner(stages: int, budget: int) -> HostPlanner:
     per_stage = -(-MODEL.layers // stages)
     layers = tuple(range(MODEL.layers))
     job = HostJob(
+        layout=Job(
+            stage_layers=tuple((layers[s * per_stage :][:per_stage],) for s in range(stages)),
+            data_parallel_size=RANKS,
+        ),
         shape=MODEL.shape,
-        stage_layers=tuple((layers[s * per_stage :][:per_stage],) for s in range(stages)),
-        data_parallel_size=RANKS,
         max_sample_tokens=CAP_TOKENS,
         global_batch_size=SAMPLES,
     )

@@ -148,8 +148,7 @@ class Step:
     def gradients(self, how: str) -> list[torch.Tensor]:
         """Gradients of all weights, after one forward and backward."""
         from sparsebalance_megatron.megatron.packed_seq_params import (
-            micro_batch_context,
-            packed_params,
+            local_micro_batches,
         )
         from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -164,10 +163,13 @@ class Step:
             rank=0,
             position=0,
         )
-        context = micro_batch_context(
-            plan, (0, tokens), block_size=BLOCK_SIZE, observe=True, device=torch.device("cpu")
+        (micro_batch,) = local_micro_batches(
+            *(plan, (0, tokens), [None]),
+            block_size=BLOCK_SIZE,
+            observe=True,
+            device=torch.device("cpu"),
         )
-        params = packed_params(context, max_seqlen_tokens=tokens, device=torch.device("cpu"))
+        params = micro_batch.params(tokens)
         self._model.zero_grad(set_to_none=True)
         losses_1T = self._model(
             self._tokens_1T,

@@ -332,14 +332,8 @@ class Layer:
                     raise SystemExit(f"{count} segments differ by {error:.2g}: nothing was timed")
 
     def times(self, segments: int) -> Times:
-        from sparsebalance_megatron.attention.sequence.earlier_segments import (
-            MicroBatchSegments,
-            segment_slice,
-        )
-        from sparsebalance_megatron.megatron.packed_seq_params import (
-            micro_batch_context,
-            packed_params,
-        )
+        from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
+        from sparsebalance_megatron.megatron.packed_seq_params import local_micro_batches
         from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
         workload, first_blocks = self._workload, self._workload.first_blocks(segments)
@@ -351,25 +345,23 @@ class Layer:
             position=0,
             first_blocks=first_blocks,
         )
-        kept = None if segments == 1 else MicroBatchSegments(count=segments)
+        cu_seqlens, block_size = (0, workload.tokens), workload.block_size
+        slices = [
+            segment_slice(cu_seqlens, first_blocks, segment, block_size=block_size)
+            if segments > 1
+            else None
+            for segment in range(segments)
+        ]
         self._model.zero_grad(set_to_none=True)
         operations = []
-        for segment in range(segments):
-            held = kept and segment_slice(
-                (0, workload.tokens), first_blocks, segment, block_size=workload.block_size
-            )
-            context = micro_batch_context(
-                plan,
-                held.cu_seqlens if held else (0, workload.tokens),
-                block_size=workload.block_size,
-                observe=True,
-                device=workload.device,
-                sequence=held,
-                segments=kept,
-            )
-            params = packed_params(
-                context, max_seqlen_tokens=workload.tokens, device=workload.device
-            )
+        for micro_batch in local_micro_batches(
+            *(plan, cu_seqlens, slices),
+            block_size=block_size,
+            observe=True,
+            device=workload.device,
+        ):
+            held = micro_batch.sequence
+            params = micro_batch.params(workload.tokens)
             tokens_T = slice(held.tokens_T[0], held.tokens_T[-1] + 1) if held else slice(None)
             hidden_T1h = self._hidden_T1h[tokens_T].clone().requires_grad_()
             operations.append((params, tokens_T, hidden_T1h))

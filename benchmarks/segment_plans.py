@@ -23,8 +23,8 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.prediction import Workload
-from sparsebalance_megatron.plan.segments.cuts import cut_at
-from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.segments.cuts import cut_at, makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.view.simulate.variants import (

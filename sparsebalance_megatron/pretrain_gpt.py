@@ -50,13 +50,17 @@ def _train(device_type: str) -> None:
         from sparsebalance_megatron.run.failure_report import failure_report
 
         hooks = integration.training_hooks(args)
-        with failure_report(args):
+        with failure_report(
+            rank=args.rank,
+            world_size=args.world_size,
+            save=args.save,
+            iteration=lambda: getattr(args, "curr_iteration", -1) + 1,
+        ):
             run_pretrain(
                 args,
                 dataset_provider=hooks.dataset_provider,
                 forward_step=hooks.forward_step,
                 layer_spec=hooks.layer_spec,
-                variable_lengths=True,
             )
     else:
         from sparsebalance_megatron.megatron import plain_gpt

@@ -11,8 +11,7 @@ import torch
 
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
-    micro_batch_context,
-    packed_params,
+    local_micro_batches,
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -36,5 +35,7 @@ def params_with(
         position=0,
     )
     boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
-    context = micro_batch_context(plan, boundaries, block_size=BLOCK, observe=True, device=device)
-    return packed_params(context, max_seqlen_tokens=256, device=device)
+    (micro_batch,) = local_micro_batches(
+        plan, boundaries, [None], block_size=BLOCK, observe=True, device=device
+    )
+    return micro_batch.params(256)

@@ -20,7 +20,7 @@ from harness import (
 
 pytestmark = pytest.mark.distributed
 
-PROGRAM = PROGRAMS / "own_loop.py"
+PROGRAM = PROGRAMS / "trainer_loops.py"
 STEPS = 4
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts and attention implementations differ in the order of float32 sums only."""
@@ -49,10 +49,10 @@ def two_ranks(trainer: Path, documents: Path, directory: Path) -> dict[str, Any]
     return _run(2, trainer, documents, directory)
 
 
-def _run(ranks: int, *arguments: Path) -> dict[str, Any]:
-    program = (str(PROGRAM), *map(str, arguments))
+def _run(ranks: int, trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
+    program = (str(PROGRAM), "trainer", str(trainer), str(directory), str(documents))
     run_training(ranks, (), program=program).require_success()
-    paths = [arguments[-1] / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
+    paths = [directory / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
     first, *others = (json.loads(path.read_text()) for path in paths)
     assert all(other == first for other in others)
     return first
@@ -156,9 +156,9 @@ def test_megatron_training_is_never_loaded(
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("step ended twice", "IntegrationError: on_step_end after 0 forward steps, expected 8"),
-        ("half a step", "IntegrationError: on_step_end after 4 forward steps, expected 8"),
-        ("step never ended", "on_step_end was not called for step 0"),
+        ("step ended twice", "IntegrationError: end_step after 0 forward steps, expected 8"),
+        ("half a step", "IntegrationError: end_step after 4 forward steps, expected 8"),
+        ("step never ended", "end_step was not called for step 0"),
         ("budgets left behind", "8 of 8 forward steps never reached the plugin's attention"),
         ("loss of two values", "the loss function returned 2 values"),
         ("resumed within a step", "StateError: the checkpoint has consumed 3 samples, no multiple"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, distribution
-from inspect import signature
+from inspect import getmembers, isfunction, signature
 
 import pytest
 
@@ -18,35 +18,60 @@ from sparsebalance_megatron import cli, integration
 EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
+        *("layout", "shape", "max_sample_tokens", "global_batch_size", "pad_samples_to"),
+        *("recompute_all", "recompute_attention", "neighbours_per_node", "frozen_weights"),
+    ],
+    "HostPlanner": ["config", "job", "cost", "clock"],
+    "Job": [
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
-        *("micro_batch_group_size", "shape", "max_sample_tokens", "global_batch_size"),
-        *("micro_batches_multiple_of", "pad_samples_to", "recompute_all", "recompute_attention"),
-        *("neighbours_per_node", "frozen_weights"),
+        *("micro_batch_group_size", "lockstep_ranks"),
     ],
     "PlannedStep": ["plan", "samples", "scales", "plan_ms", "wait_ms"],
     "arguments_provider": ["other"],
-    "attach": ["run", "planned", "position", "packed_seq_params", "model", "vp_stage", "learn"],
     "begin_host_run": [
         *("config", "transformer_config", "vocab_size", "max_sample_tokens"),
         *("global_batch_size", "pad_samples_to", "frozen_weights"),
-        *("scales_own_loss", "device"),
+        *("scales_own_loss", "lockstep_ranks", "device"),
     ],
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),
         *("micro_batch_size", "global_batch_size", "split", "seed", "device"),
     ],
     "is_enabled": ["args"],
-    "on_step_end": ["run"],
-    "planner": ["config", "job"],
-    "slice_of": ["run", "planned", "position", "values", "padding"],
-    "sparse_balance_layer_spec": ["run", "spec", "vp_stage"],
-    "train_data_iterator": ["run", "consumed_samples", "vp_stage"],
     "training_hooks": ["args"],
-    "whole_of": ["run", "planned", "position", "values"],
-    "wrap_forward_step": ["run", "forward_step"],
-    "wrap_schedule": ["run", "forward_backward"],
 }
-"""Function of sparsebalance_megatron.integration -> its parameters."""
+"""Function or record of sparsebalance_megatron.integration -> its parameters."""
+HANDLES = {
+    "HostPlanner": {
+        "learn": ["planned", "measured"],
+        "load_state_dict": ["state"],
+        "plan": [
+            *("lengths_tokens", "micro_batches", "placement", "pinned_LS"),
+            *("later_lengths_tokens", "step"),
+        ],
+        "state_dict": [],
+    },
+    "HostRun": {
+        "attach": ["planned", "position", "packed_seq_params", "model", "vp_stage", "learn"],
+        "cut": ["planned", "position", "values", "padding"],
+        "end_step": [],
+        "layer_spec": ["spec", "vp_stage"],
+        "load_state_dict": ["state"],
+        "plan_as_placed": ["lengths_tokens", "pinned_LS"],
+        "state_dict": [],
+        "whole": ["planned", "position", "values"],
+    },
+    "TrainerRun": {
+        "end_step": [],
+        "layer_spec": ["spec", "vp_stage"],
+        "load_state_dict": ["state"],
+        "state_dict": [],
+        "train_data_iterator": ["consumed_samples", "vp_stage"],
+        "wrap_forward_step": ["forward_step"],
+        "wrap_schedule": ["forward_backward"],
+    },
+}
+"""Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
     *("advise", "convert", "env", "examples", "plan", "prepare-data", "profile", "report"),
     *("simulate", "summary", "trace", "watch"),
@@ -63,10 +88,20 @@ def test_exports() -> None:
 
 
 def test_integration() -> None:
-    assert sorted(integration.__all__) == sorted(INTEGRATION)
+    assert sorted(integration.__all__) == sorted({*INTEGRATION, *HANDLES, "ModelShape"})
     assert {
         name: list(signature(getattr(integration, name)).parameters) for name in INTEGRATION
     } == INTEGRATION
+
+
+@pytest.mark.parametrize("handle", HANDLES)
+def test_methods_of_handles(handle: str) -> None:
+    methods = getmembers(getattr(integration, handle), isfunction)
+    assert {
+        name: [*signature(method).parameters][1:]
+        for name, method in methods
+        if not name.startswith("_")
+    } == HANDLES[handle]
 
 
 def test_commands() -> None:

@@ -22,7 +22,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.samples import make_scheduler
+from sparsebalance_megatron.run.schedulers import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
@@ -90,7 +90,9 @@ class Pairing:
 
 def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
     """A :class:`PairedScheduler` with one scheduler per variant, each with curves of its own."""
-    job = over_ranks(shared.job, pairing.ranks_in_turn)
+    host_job = shared.settings.host_job
+    layout = over_ranks(host_job.layout, pairing.ranks_in_turn)
+    settings = replace(shared.settings, host_job=replace(host_job, layout=layout))
     schedulers = []
     for variant in pairing.variants:
         policy = replace(
@@ -104,15 +106,21 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
         config = replace(
             shared.config, calibration=variant.calibration or shared.config.calibration
         )
-        schedulers.append(make_scheduler(replace(shared, job=job, policy=policy, config=config)))
+        schedulers.append(
+            make_scheduler(replace(shared, settings=settings, policy=policy, config=config))
+        )
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 
 
 class PairedHooks(TrainingHooks):
     """The plugin's hooks with a paired scheduler, and attention that is dense where it must be."""
 
-    def __init__(self, pairing: Pairing, args: Any, inputs: Inputs, device: torch.device) -> None:
-        super().__init__(args, inputs, device, make_scheduler=partial(paired_scheduler, pairing))
+    def __init__(
+        self, pairing: Pairing, arguments: Any, inputs: Inputs, device: torch.device
+    ) -> None:
+        super().__init__(
+            arguments, inputs, device, make_scheduler=partial(paired_scheduler, pairing)
+        )
         options = AttentionOptions.from_config(inputs.config, inputs.grid)
         self.layer_spec = peer_layer_spec(options, pairing.is_dense)
 

@@ -21,12 +21,12 @@ from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     sparse_balance_layer_spec,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 READS_ALL = -2
 """Step of a micro-batch that is evaluated with dense attention; sparse evaluation has -1."""
 
-Probe = Callable[[int, Tensor, Tensor, AttentionOptions, MicroBatchContext, float], None]
+Probe = Callable[[int, Tensor, Tensor, AttentionOptions, LocalMicroBatch, float], None]
 """Called with a layer's index, q_THD, k_TGD, the layer's options, the micro-batch's context and the
 softmax scale."""
 
@@ -81,7 +81,7 @@ class ArmAttention(PeerAttention):
         )
 
     def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
     ) -> Tensor:
         """As the parent, and keep what will be executed."""
         guarded_S = super().guard_and_observe(ranking, budgets_S, context)

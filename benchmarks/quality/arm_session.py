@@ -26,7 +26,7 @@ from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.samples import make_scheduler
+from sparsebalance_megatron.run.schedulers import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
@@ -121,8 +121,10 @@ class ArmHooks(TrainingHooks):
     model: Any
     scheduler: ArmScheduler
 
-    def __init__(self, spec: RunSpec, args: Any, inputs: Inputs, device: torch.device) -> None:
-        super().__init__(args, inputs, device, make_scheduler=partial(self._scheduler_of, spec))
+    def __init__(self, spec: RunSpec, arguments: Any, inputs: Inputs, device: torch.device) -> None:
+        super().__init__(
+            arguments, inputs, device, make_scheduler=partial(self._scheduler_of, spec)
+        )
         arm, steps = spec.arm, spec.steps
         self.inputs = inputs
         self.device = device

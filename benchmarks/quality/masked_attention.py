@@ -29,10 +29,11 @@ def masked_attention(
     softmax_scale: float,
     implementation: str = "auto",
     sink_H: Tensor | None = None,
+    known: object = None,
 ) -> tuple[Tensor, None]:
     """Takes the place of ``block_sparse_attention``; queries and keys lie in one row.
 
-    No arm has attention sinks.
+    No arm has attention sinks, or keeps attention for a recomputed pass.
 
     Returns:
         out_THD, and None instead of the log-sum-exp, which nothing here reads.

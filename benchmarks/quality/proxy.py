@@ -19,7 +19,7 @@ from quality.scoring import Evaluation
 from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
@@ -44,7 +44,7 @@ class MassProbe:
         q_THD: Tensor,
         k_TGD: Tensor,
         options: AttentionOptions,
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         softmax_scale: float,
     ) -> None:
         layout, selector = context.layout, options.selector
@@ -68,7 +68,7 @@ class MassProbe:
 
 
 def block_mass(
-    q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext, softmax_scale: float
+    q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch, softmax_scale: float
 ) -> Tensor:
     """[T, H, N] attention mass of every token and head in every block of its document."""
     layout = context.layout

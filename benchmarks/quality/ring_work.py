@@ -17,7 +17,7 @@ from quality.masked_attention import listed_blocks
 from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 LEAST_BLOCKS = 32
 """Least blocks of documents that are kept."""
@@ -41,7 +41,7 @@ class WorkProbe:
         q_THD: Tensor,
         k_TGD: Tensor,
         options: AttentionOptions,
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         softmax_scale: float,
     ) -> None:
         layout, selector = context.layout, options.selector

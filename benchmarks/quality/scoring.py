@@ -19,7 +19,7 @@ from quality.documents import Document
 from quality.scoring_sums import Tally
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.data.packing import pack, packed_cu_seqlens
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext, packed_params
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 ROW_TOKENS = 4096
 """Documents are scored in rows of about so many."""
@@ -68,9 +68,7 @@ class Evaluation:
                 torch.from_numpy(row.tokens)[None],
                 torch.from_numpy(row.position_ids)[None],
                 None,
-                packed_seq_params=packed_params(
-                    context, max_seqlen_tokens=self.longest_tokens, device=torch.device("cpu")
-                ),
+                packed_seq_params=context.params(self.longest_tokens),
             )
             at_X = torch.from_numpy(np.flatnonzero(row.loss_mask))
             logits_XW, label_X = logits_1TW[0, at_X].float(), torch.from_numpy(row.labels)[at_X]
@@ -82,9 +80,9 @@ class Evaluation:
                 document_X=np.repeat(np.arange(len(some)), [each.scored.sum() for each in some]),
             )
 
-    def _context(self, lengths_tokens: Sequence[int], budget: int | None) -> MicroBatchContext:
+    def _context(self, lengths_tokens: Sequence[int], budget: int | None) -> LocalMicroBatch:
         width = budget or 1
-        return MicroBatchContext(
+        return LocalMicroBatch(
             layout=packed_layout(
                 packed_cu_seqlens(lengths_tokens), self.block_size, torch.device("cpu")
             ),

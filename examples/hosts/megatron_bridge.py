@@ -53,7 +53,7 @@ class SparseBalance(Callback):
                     self._config, provider, vocab_size=provider.vocab_size, **self._sizes
                 )
             inner = own_spec(provider) if callable(own_spec) else own_spec
-            return integration.sparse_balance_layer_spec(self.run, inner, vp_stage=vp_stage)
+            return self.run.layer_spec(inner, vp_stage=vp_stage)
 
         return spec
 
@@ -78,7 +78,7 @@ class SparseBalance(Callback):
 
     def on_train_step_end(self, context: Any) -> None:
         """Learn from the step; its figures go where the run's own losses go."""
-        figures = integration.on_step_end(self.run)
+        figures = self.run.end_step()
         context.user_state["sparse_balance"] = figures
         writer = context.state.tensorboard_logger
         if writer is not None:

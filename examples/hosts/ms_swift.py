@@ -42,7 +42,7 @@ def with_layer_spec(get_transformer_layer_spec: Any) -> Any:
             RUN.append(
                 integration.begin_host_run(choices, loader.config, vocab_size=vocab_size, **sizes)
             )
-        return integration.sparse_balance_layer_spec(RUN[0], own)
+        return RUN[0].layer_spec(own)
 
     return layer_spec
 
@@ -63,7 +63,7 @@ def with_budgets(train_step: Any) -> Any:
                 metrics, *rest = train_step(trainer, iter(rows))
         finally:
             del trainer.get_batch
-        trainer.sparse_balance_figures = integration.on_step_end(run)
+        trainer.sparse_balance_figures = run.end_step()
         return metrics, *rest
 
     return planned_step

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from sparsebalance_megatron import integration
-
 
 def row_lengths(cu_seqlens: Any) -> list[int]:
     """Tokens of every sequence of a row, from its boundaries; empty ones are left out."""
@@ -41,8 +39,7 @@ def budgets_on(
     def hook(chunk: int) -> Any:
         def exchange(model: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
             position, forwards[chunk] = forwards[chunk], forwards[chunk] + 1
-            carrier = integration.attach(
-                run,
+            carrier = run.attach(
                 planned,
                 position,
                 keywords.get("packed_seq_params"),

@@ -39,18 +39,19 @@ def planned(
     ranks: int,
     cap_tokens: int,
     largest: int,
-    **changes: Any,
+    group_size: int | None = None,
+    pad_samples_to: int = 1,
 ) -> integration.PlannedStep:
     """A plan of so many ranks under a cap on what each holds of a micro-batch."""
     job = replace(
         job,
-        data_parallel_size=ranks,
+        layout=replace(job.layout, data_parallel_size=ranks, micro_batch_group_size=group_size),
         max_sample_tokens=max(lengths),
         global_batch_size=len(lengths),
-        **changes,
+        pad_samples_to=pad_samples_to,
     )
     config = replace(config, max_tokens_per_micro_batch=cap_tokens, max_context_parallel=largest)
-    return integration.planner(config, job).plan(lengths)
+    return integration.HostPlanner(config, job).plan(lengths)
 
 
 class Scheduler:
@@ -63,7 +64,7 @@ class Scheduler:
 
     def __init__(self, config: SparseBalanceConfig, job: Any, run: Any = None) -> None:
         self._config, self._job, self._run = config, job, run
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, Any] = {}
         self.planned: Any = None
 
     def __call__(
@@ -80,7 +81,7 @@ class Scheduler:
             "ranks": ranks,
             "cap_tokens": max_seqlen_per_dp_cp_rank,
             "largest": ranks & -ranks,  # the largest power of two that divides them
-            "micro_batches_multiple_of": microbatch_group_size_per_vp_stage or 1,
+            "group_size": microbatch_group_size_per_vp_stage,
         }
         return self
 

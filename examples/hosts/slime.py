@@ -51,12 +51,12 @@ class Rank:
         trains = "advantages" in keys
         self._open |= trains
         planned = self._plans[first]
-        return integration.attach(self.run, planned, position - first, params, learn=trains)
+        return self.run.attach(planned, position - first, params, learn=trains)
 
     def end_step(self) -> None:
         if self._open:
             self._open = False
-            logger.info("%s", integration.on_step_end(self.run))
+            logger.info("%s", self.run.end_step())
 
 
 RANK = Rank()
@@ -89,7 +89,7 @@ def layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
             max_sample_tokens=args.seq_length,
             global_batch_size=args.global_batch_size,
         )
-    return integration.sparse_balance_layer_spec(RANK.run, vp_stage=vp_stage)
+    return RANK.run.layer_spec(vp_stage=vp_stage)
 
 
 def end_step(*_: Any) -> None:

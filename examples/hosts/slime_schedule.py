@@ -81,8 +81,6 @@ def _static_micro_batches(args: Any, samples: int, ranks: int) -> int | None:
 
 def _placing_planner(args: Any, layout: dict[str, int], lengths: list[int]) -> tuple[Any, int]:
     """A planner of placements, and the token cap of a micro-batch."""
-    from sparsebalance_megatron.cost.table import ModelShape
-
     cap_tokens = (
         args.max_tokens_per_gpu
         if args.use_dynamic_batch_size
@@ -93,7 +91,7 @@ def _placing_planner(args: Any, layout: dict[str, int], lengths: list[int]) -> t
     per_chunk = -(-args.num_layers // chunks)
     chunk_layers = [range(args.num_layers)[c * per_chunk :][:per_chunk] for c in range(chunks)]
     job = integration.HostJob(
-        shape=ModelShape(
+        shape=integration.ModelShape(
             hidden_size=args.hidden_size,
             ffn_hidden_size=args.ffn_hidden_size,
             num_attention_heads=args.num_attention_heads,
@@ -103,19 +101,19 @@ def _placing_planner(args: Any, layout: dict[str, int], lengths: list[int]) -> t
             gated_linear_unit=getattr(args, "swiglu", True),
             tensor_parallel_size=getattr(args, "tensor_model_parallel_size", 1),
         ),
-        stage_layers=tuple(
-            tuple(tuple(layers) for layers in chunk_layers[stage::stages])
-            for stage in range(stages)
+        layout=integration.Job(
+            stage_layers=tuple(
+                tuple(tuple(layers) for layers in chunk_layers[stage::stages])
+                for stage in range(stages)
+            ),
+            data_parallel_size=layout["dp_size"],
+            micro_batch_group_size=layout["microbatch_group_size_per_vp_stage"],
         ),
-        data_parallel_size=layout["dp_size"],
         max_sample_tokens=cap_tokens,
         global_batch_size=len(lengths),
-        micro_batches_multiple_of=layout["microbatch_group_size_per_vp_stage"]
-        if layout["vpp_size"] > 1
-        else 1,
     )
     choices = getattr(args, "sparse_balance", {}) | {
         "tuning": "off",
         "max_tokens_per_micro_batch": cap_tokens,
     }
-    return integration.planner(SparseBalanceConfig(**choices), job), cap_tokens
+    return integration.HostPlanner(SparseBalanceConfig(**choices), job), cap_tokens

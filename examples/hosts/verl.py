@@ -70,9 +70,7 @@ class SparseBalanceEngine(MegatronEngineWithLMHead):
 
         def spec(provider: Any, vp_stage: int | None = None) -> Any:
             inner = own_spec(provider, vp_stage=vp_stage) if callable(own_spec) else own_spec
-            return integration.sparse_balance_layer_spec(
-                self.sparse_balance, inner, vp_stage=vp_stage
-            )
+            return self.sparse_balance.layer_spec(inner, vp_stage=vp_stage)
 
         provider.transformer_layer_spec = spec
 
@@ -98,7 +96,7 @@ class SparseBalanceEngine(MegatronEngineWithLMHead):
             for hooks in open_hooks:
                 hooks.__exit__(None, None, None)
         if not forward_only:
-            figures = integration.on_step_end(self.sparse_balance)
+            figures = self.sparse_balance.end_step()
             if output:
                 output["metrics"] |= {name: [value] for name, value in figures.items()}
         return output

@@ -6,7 +6,7 @@
     schedule = hosts.shared_schedule.Scheduler(config, run.job, run)   # in place of Megatron's
     with shared_micro_batches(run, schedule, engine.module, learn=True):
         engine.forward_backward_batch(batch, loss_function)
-    integration.on_step_end(run)
+    run.end_step()
 
 The batch is on every worker, and each makes the same plan. While :func:`shared_micro_batches` is
 open, verl's functions that cut a micro-batch for a rank, and put outputs together again, are those
@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from verl.models.mcore import model_forward
-
-from sparsebalance_megatron import integration
 
 
 class SharedRows:
@@ -50,12 +48,12 @@ class SharedRows:
         """verl's ``preprocess_thd_engine``: inputs first, then what else the loss needs."""
         if self._ended:
             self._position, self._ended = self._position + 1, False
-            self._carrier = integration.attach(*self._place, model=self._model, learn=self._learn)
+            self._carrier = self._run.attach(*self._place, model=self._model, learn=self._learn)
         if not pre_process:
             return values, self._carrier, None
         samples = [sample.roll(-1, 0) if need_roll else sample for sample in values.unbind()]
         packed = {"values": torch.cat(samples)}
-        part = integration.slice_of(*self._place, packed)
+        part = self._run.cut(*self._place, packed)
         return part["values"][None], self._carrier, part["position_ids"][None]
 
     def put_together(
@@ -71,13 +69,13 @@ class SharedRows:
         self._ended = True
         if not post_process:
             return output
-        whole = integration.whole_of(*self._place, {"output": output[0]})["output"]
+        whole = self._run.whole(*self._place, {"output": output[0]})["output"]
         lengths = input_ids.offsets().diff().tolist()
         return torch.nested.as_nested_tensor(list(whole.split(lengths)), layout=torch.jagged)
 
     @property
-    def _place(self) -> tuple[Any, Any, int]:
-        return self._run, self._schedule.planned, self._position
+    def _place(self) -> tuple[Any, int]:
+        return self._schedule.planned, self._position
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
-from sparsebalance_megatron.view.report.words import changes, headline, numbers_table
+from sparsebalance_megatron.view.report.words import caveats, changes, headline, numbers_table
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run(arguments: Namespace) -> int:
 
 def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
-    print_wrapped([headline(numbers), *changes(numbers)])
+    print_wrapped([headline(numbers), *changes(numbers), *caveats(numbers)])
     # The page says besides how each number is known.
     names, rows = numbers_table(numbers)
     cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]

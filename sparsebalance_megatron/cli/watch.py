@@ -17,6 +17,7 @@ from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.log_directory import step_log_path
 from sparsebalance_megatron.log.reader import RunLog, RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.text_table import printable
 from sparsebalance_megatron.view.report.words import ms_text, text_of
@@ -55,8 +56,12 @@ def run(arguments: Namespace) -> int:
 
 
 def lines(directory: Path, interval_s: float) -> Iterator[str]:
-    """A line at the first look, whenever the log has a new step, and once when it is silent."""
+    """A line at the first look, whenever the log has a new step, and once when it is silent.
+
+    A line on what times include stands before the first step's.
+    """
     hosts: Mapping[Place, str] = {}
+    told = False
     size_bytes, grown_s = -1, 0.0
     shown: object = None
     while True:
@@ -80,7 +85,10 @@ def lines(directory: Path, interval_s: float) -> Iterator[str]:
                     # Ranks write their first lines one after the other, perhaps late.
                     headers = read_rank_logs(directory, ()).headers
                     hosts = {place: header.host for place, header in headers.items()}
-                yield status_line(log, hosts, silent_s if is_silent else None)
+                status = status_line(log, hosts, silent_s if is_silent else None)
+                notice = None if told else lockstep_notice(log.lockstep_ranks)
+                told = True
+                yield f"{notice}\n{status}" if notice else status
         time.sleep(interval_s)
 
 
@@ -117,7 +125,8 @@ def status_line(log: RunLog, hosts: Mapping[Place, str], silent_s: float | None)
         f"{text_of(step.coverage.base_mean, '.3f')}",
         f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
     ]
-    if (slowest := slowest_device(recent)) is not None:
+    # Ranks in lockstep take equally long, so that the one given least would look slowest.
+    if log.lockstep_ranks == 1 and (slowest := slowest_device(recent)) is not None:
         (rank, stage), slowness = slowest
         host = hosts.get(slowest.place)
         where = f" on {printable(host)}" if host else ""

@@ -7,7 +7,7 @@ Shape legend: L layers, S samples of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,36 +20,35 @@ from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, max_cp_size
-from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostJob(Job):
-    """One job of a host that owns its data and its loop; plain data, alike in all its processes.
-
-    A plan chooses the number of micro-batches, so ``micro_batches`` is left out.
+class HostJob:
+    """A model and how it is trained; plain data, alike in all processes of a host.
 
     Attributes:
+        layout: ranks and pipeline stages. Where a plan chooses the number of micro-batches, its
+            ``micro_batches`` is not read.
         shape: the sizes that a layer's cost depends on.
         max_sample_tokens: the longest sample.
         global_batch_size: samples of a training step, on average.
-        micro_batches_multiple_of: what the number of micro-batches divides by; the number of
-            pipeline stages with virtual stages.
         pad_samples_to: tokens that the host pads every sample to a multiple of.
         recompute_all, recompute_attention: what backward computes again (Megatron's
             ``--recompute-granularity`` full, or selective with ``core_attn``).
-        neighbours_per_node: ranks of a node that may share a micro-batch.
+        neighbours_per_node: ranks of a node that may share a micro-batch; tensor-parallel ranks lie
+            in between.
         frozen_weights: whether the model's own weights take no gradients, as beside low-rank
             adapters (LoRA).
     """
 
+    layout: Job
     shape: ModelShape
     max_sample_tokens: int
     global_batch_size: int
-    micro_batches_multiple_of: int = 1
     pad_samples_to: int = 1
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -57,23 +56,26 @@ class HostJob(Job):
     frozen_weights: bool = False
 
     def __post_init__(self) -> None:
+        sizes = vars(self) | {"data_parallel_size": self.layout.data_parallel_size}
         for name in (
             *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
-            *("micro_batches_multiple_of", "pad_samples_to", "neighbours_per_node"),
+            *("pad_samples_to", "neighbours_per_node"),
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+            if sizes[name] < 1:
+                raise ConfigError(f"host job: {name} {sizes[name]}: must be at least 1")
 
     def padded(self, tokens: int) -> int:
         """Tokens of a sample where this host packs it."""
         return -(-tokens // self.pad_samples_to) * self.pad_samples_to
 
-    def cost_model(self, config: SparseBalanceConfig) -> CostModel:
+    def cost_model(self, config: SparseBalanceConfig, run: Mapping[str, Any]) -> CostModel:
         """The costs of this job: those of the configured table, else counted operations.
 
-        A table's device and dtype are not looked at: a process that only plans has neither.
+        Args:
+            run: what a table must share with this run, by the names of ``RunIdentity``; a process
+                that only plans has neither device nor dtype, and gives nothing.
         """
-        cost = configured_cost_model(config, self.shape, {})
+        cost = configured_cost_model(config, self.shape, run)
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
@@ -82,16 +84,34 @@ class HostJob(Job):
             attention_kept=config.recompute_attention == "keep",
         )
 
+    def policy(self, config: SparseBalanceConfig, micro_batch_tokens: int) -> PlanPolicy:
+        """What plans may do.
+
+        Args:
+            micro_batch_tokens: the token cap of a micro-batch where the config names none.
+        """
+        cap_tokens = config.max_tokens_per_micro_batch or -(
+            -micro_batch_tokens // self.layout.context_parallel_size
+        )
+        largest = max_cp_size(self.layout, config, self.neighbours_per_node)
+        return PlanPolicy.from_config(config, cap_tokens, largest)
+
+    def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
+        """Coverage curves that have observed nothing yet."""
+        blocks = -(-self.padded(self.max_sample_tokens) // config.block_size)
+        return CoverageCurves(self.layout.layers, blocks, config.coverage_decay)
+
 
 class HostPlanner:
-    """Plans from lengths alone; knows no data, no loop and no device.
+    """Plans from lengths alone; knows no data, no loop and no device, and loads no torch.
 
     A plan is a pure function of the arguments of :meth:`plan` and of what has been learnt, so every
     process that made the same calls makes the same plan. Knowledge changes in :meth:`learn` and
     :meth:`load_state_dict` only. ``steps`` counts what has been learnt from.
 
     Args:
-        job: of the host.
+        config: the plugin's choices.
+        job: of the host: ``run.job`` of one of its ranks, or made where there is none.
         cost: of the job, recomputation included; None is :meth:`.HostJob.cost_model`.
         clock: seconds, for the time that planning takes.
 
@@ -107,10 +127,6 @@ class HostPlanner:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        longest_tokens = job.padded(job.max_sample_tokens)
-        cap_tokens = config.max_tokens_per_micro_batch or -(
-            -longest_tokens // job.context_parallel_size
-        )
         for name, without in (("max_segments", 1), ("dry_run", None)):
             if getattr(config, name) != without:
                 raise ConfigError(
@@ -118,17 +134,11 @@ class HostPlanner:
                     "loop; drop it"
                 )
         self.job = job
-        self.coverage = CoverageCurves(
-            job.layers,
-            -(-longest_tokens // config.block_size),
-            config.coverage_decay,
-        )
+        self.coverage = job.coverage(config)
         self._planner = StepPlanner(
-            job=job,
-            policy=PlanPolicy.from_config(
-                config, cap_tokens, max_cp_size(job, config, job.neighbours_per_node)
-            ),
-            cost=job.cost_model(config) if cost is None else cost,
+            job=job.layout,
+            policy=job.policy(config, job.padded(job.max_sample_tokens)),
+            cost=job.cost_model(config, {}) if cost is None else cost,
             coverage=self.coverage,
             global_batch_size=job.global_batch_size,
             calibrate=config.calibration,
@@ -182,7 +192,7 @@ class HostPlanner:
                 return self._planner.plan(
                     self.steps if step is None else step,
                     lengths,
-                    replace(self.job, micro_batches=count),
+                    replace(self.job.layout, micro_batches=count),
                     known,
                     later_lengths_tokens=later,
                     placement=placement,
@@ -205,11 +215,12 @@ class HostPlanner:
 
     def _micro_batch_counts(self, lengths: tuple[int, ...], given: int | None) -> range:
         """Numbers of micro-batches to try, the least first."""
-        ranks, multiple = self.job.data_parallel_size, self.job.micro_batches_multiple_of
+        layout = self.job.layout
+        ranks, multiple = layout.data_parallel_size, layout.micro_batches_multiple_of
         if given is not None:
             if given < 1 or given % multiple:
                 raise PlanError(
-                    f"{given} micro-batches: must be a multiple of micro_batches_multiple_of "
+                    f"{given} micro-batches: must be a multiple of the schedule's group of "
                     f"{multiple}"
                 )
             return range(given, given + 1)

@@ -24,9 +24,9 @@ from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 from sparsebalance_megatron.learn.coverage_account import CoverageAccount
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -100,6 +100,9 @@ class StepPlanner:
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
         self._calibrate = calibrate
+        # Ranks in lockstep take equally long: the ratio says which was given less, not which is
+        # slow.
+        self._learns_device_speed = calibrate == "measured" and job.lockstep_ranks == 1
         self._dense_L = policy.dense_L(job.layers)
 
     def knowledge(self) -> Knowledge:
@@ -163,7 +166,7 @@ class StepPlanner:
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
         if self._calibrate != "off":
             self._calibration.update(planned, measured)
-        if self._calibrate == "measured":
+        if self._learns_device_speed:
             self._device_speed.update(planned, measured)
 
     @property

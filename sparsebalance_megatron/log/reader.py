@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -66,6 +67,11 @@ class RunLog:
         """The pipeline schedule that the run planned with; Megatron's default without a header."""
         return self.header.pipeline_schedule if self.header else megatron_order
 
+    @property
+    def lockstep_ranks(self) -> int:
+        """Ranks that waited for one another in every layer; 1 without a header."""
+        return (self.header.lockstep_ranks or 1) if self.header else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
@@ -117,8 +123,7 @@ class _LogReader[R: Record]:
         paths = log_files(self._path) if self._last_bytes is None else ()
         for path in paths or (self._path,):
             with open_regular(path) as stream:
-                self._skip(stream)
-                for number, text in enumerate(bounded_lines(stream, MAX_BYTES), start=1):
+                for number, text in enumerate(self._lines(stream), start=1):
                     if self._is_unwanted(text):
                         continue
                     try:
@@ -139,13 +144,15 @@ class _LogReader[R: Record]:
         if dropped:
             self.problems.append(f"{self._path}: {dropped} lines could not be written in training")
 
-    def _skip(self, stream: BinaryIO) -> None:
-        """Go to the first whole line of what is read."""
+    def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
+        """All lines, or the first, which is the header, and the whole ones of the end."""
         if self._last_bytes is not None:
             first_byte = os.fstat(stream.fileno()).st_size - self._last_bytes
             if first_byte > 0:
+                yield from islice(bounded_lines(stream, MAX_BYTES), 1)
                 stream.seek(first_byte)
                 stream.readline()
+        yield from bounded_lines(stream, MAX_BYTES)
 
     def _is_unwanted(self, text: bytes) -> bool:
         if self._last_bytes is not None and not text.endswith(b"\n"):

@@ -79,6 +79,7 @@ def run_header(
         **{name: getattr(job, name) for name in _SHAPE},
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
         micro_batch_group_size=UNSET if group_size is None else group_size,
+        lockstep_ranks=UNSET if job.lockstep_ranks == 1 else job.lockstep_ranks,
         sources=tuple(DataSource(**source) for source in sources) or UNSET,
         **settings,
     )

@@ -75,8 +75,9 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
     ``seq_length``: tokens of the longest sample. ``grid``: budgets, in blocks, at which coverage is
     observed. ``counts``: of the training samples. ``stage_layers``: global, zero-based layers by
-    pipeline stage and chunk. ``sources`` is there only where a run mixes data sets, and
-    ``micro_batch_group_size`` only where it is not Megatron's default.
+    pipeline stage and chunk. ``sources`` is there only where a run mixes data sets,
+    ``micro_batch_group_size`` only where it is not Megatron's default, and ``lockstep_ranks`` only
+    where several ranks begin every layer together.
     """
 
     config: dict[str, Any]
@@ -97,6 +98,7 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     device: str
     micro_batch_group_size: Count | UnsetType = UNSET
     sources: tuple[DataSource, ...] | UnsetType = UNSET
+    lockstep_ranks: Length | UnsetType = UNSET
 
     @property
     def pipeline_schedule(self) -> MegatronSchedule:

@@ -64,13 +64,11 @@ def run_pretrain(
     dataset_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
     layer_spec: Callable[..., Any] | None = None,
-    variable_lengths: bool = False,
 ) -> None:
     """Call Megatron's ``pretrain`` by keyword, with this plugin's layer spec where one is given.
 
-    ``layer_spec(transformer_config, vp_stage)`` returns the decoder's layer or block spec; None
-    leaves Megatron's own. ``variable_lengths`` lets pipeline stages exchange sequences of any
-    length (``TransformerConfig.variable_seq_lengths``, which has no flag of its own).
+    ``layer_spec(transformer_config, vp_stage)`` returns the decoder's layer or block spec, and lets
+    pipeline stages exchange sequences of any length; None leaves Megatron's own.
     """
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -87,12 +85,10 @@ def run_pretrain(
         model_config = gpt_config_from_args(args)
         if layer_spec is not None:
             use_layer_spec(args, model_config, layer_spec)
-        if variable_lengths:
-            enable_variable_lengths(model_config.transformer)
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args, model_config)
     else:
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args)
-        keywords["model_provider"] = model_provider(args, layer_spec, variable_lengths)
+        keywords["model_provider"] = model_provider(args, layer_spec)
     pretrain(**keywords)
 
 
@@ -105,11 +101,10 @@ def use_layer_spec(args: Namespace, model_config: Any, layer_spec: Callable[...,
         return layer_spec(model_config.transformer, vp_stage)
 
     model_config.transformer_layer_spec = spec_for_builder
+    enable_variable_lengths(model_config.transformer)
 
 
-def model_provider(
-    args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
-) -> Callable[..., Any]:
+def model_provider(args: Namespace, layer_spec: Callable[..., Any] | None) -> Callable[..., Any]:
     """Megatron's ``model_provider`` for a GPT (0.18); arguments as for :func:`run_pretrain`."""
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -121,7 +116,7 @@ def model_provider(
         pg_collection: Any = None,
     ) -> Any:
         transformer_config = config or core_transformer_config_from_args(args)
-        if variable_lengths:
+        if layer_spec is not None:
             enable_variable_lengths(transformer_config)
         spec = (layer_spec or default_layer_spec)(transformer_config, vp_stage)
         return gpt_model(

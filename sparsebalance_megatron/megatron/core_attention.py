@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ from sparsebalance_megatron.megatron.latent_attention import with_true_positions
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
-    MicroBatchContext,
+    LocalMicroBatch,
 )
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -196,10 +197,10 @@ class BudgetedCoreAttention(MegatronModule):
         out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device), None)
         return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
-    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
+    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> LocalMicroBatch:
         samples = len(cu_seqlens) - 1
         base = self._base_budget
-        return MicroBatchContext(
+        return LocalMicroBatch(
             layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
@@ -214,7 +215,7 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGF: Tensor,
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         kept: KeptAttention | None,
     ) -> Tensor:
         inputs, found = (q_THD, k_TGD, v_TGF), None
@@ -232,7 +233,7 @@ class BudgetedCoreAttention(MegatronModule):
             first, rest = layout.split(documents)
             others, sizes = context.without(documents), (first.tokens, rest.tokens)
             cut = [x.split(sizes) for x in (*inputs, *(known or ()))]
-            (*dense_qkv,), (*sparse_qkv,) = zip(*cut[:3], strict=True)
+            dense_qkv, sparse_qkv = zip(*cut[:3], strict=True)
             dense_known, sparse_known = zip(*cut[3:], strict=True) if known else (None, None)
             dense = self._attend_densely(dense_qkv, first, dense_known)
             selection, *sparse = self._attend_to_lists(sparse_qkv, others, selection, sparse_known)
@@ -244,7 +245,7 @@ class BudgetedCoreAttention(MegatronModule):
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
 
-    def _covered_documents(self, q_THD: Tensor, v_TGF: Tensor, context: MicroBatchContext) -> int:
+    def _covered_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
         """Number of first documents that are attended to densely, without lists."""
         if self._base_budget == DENSE:
             documents = context.layout.documents if context.sequence is None else 0
@@ -256,42 +257,46 @@ class BudgetedCoreAttention(MegatronModule):
         return 0
 
     def _attend_densely(
-        self, qkv: Sequence[Tensor], layout: PackedLayout, known: Any
+        self,
+        qkv: Sequence[Tensor],
+        layout: PackedLayout,
+        known: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         q_THD, k_TGD, v_TGF = qkv
         return dense_attention(
             *(q_THD, k_TGD, v_TGF, layout),
             softmax_scale=self._softmax_scale,
-            known=known,
+            known=None if known is None else (known[0], known[1]),
             sink_H=self._sink(q_THD),
         )
 
     def _attend_to_lists(
         self,
         qkv: Sequence[Tensor],
-        context: MicroBatchContext,
+        context: LocalMicroBatch,
         selection: Selection | None,
-        known: Any,
+        known: Sequence[Tensor] | None,
     ) -> tuple[Selection, Tensor, Tensor]:
         """The selection, made anew where none is given, out_THF and lse_TH."""
         q_THD, k_TGD, v_TGF = qkv
         if selection is None:
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "implementation": self._options.implementation,
-            "sink_H": self._sink(q_THD),
-            "known": known,
-        }
-        if context.sequence is None:
-            return selection, *block_sparse_attention(q_THD, k_TGD, v_TGF, selection, **how)
-        how["exchange"] = context.exchange(self._layer_index)
-        inputs = q_THD, k_TGD, v_TGF, selection, context.sequence
-        return selection, *sequence_attention(*inputs, **how)
+        attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
+        if context.sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
+        results = attend(
+            *(q_THD, k_TGD, v_TGF, selection),
+            softmax_scale=self._softmax_scale,
+            implementation=self._options.implementation,
+            sink_H=self._sink(q_THD),
+            known=None if known is None else (known[0], known[1]),
+        )
+        return selection, *results
 
     def _observe_covered(
-        self, documents: int, context: MicroBatchContext, others: MicroBatchContext | None = None
+        self, documents: int, context: LocalMicroBatch, others: LocalMicroBatch | None = None
     ) -> None:
         """Note that the first documents are covered, and what was seen of the others.
 
@@ -320,7 +325,7 @@ class BudgetedCoreAttention(MegatronModule):
         return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None
 
     @torch.no_grad()
-    def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
         options, sequence = self._options, context.sequence
         if self._base_budget == DENSE:
@@ -330,21 +335,23 @@ class BudgetedCoreAttention(MegatronModule):
         if context.observe:
             # A guarded sample never needs more than the base budget.
             max_budget = max(max_budget, self._base_budget)
-        how: dict[str, Any] = {
-            "softmax_scale": self._softmax_scale,
-            "max_budget": max_budget,
-            "observe": context.observe,
-        }
-        if sequence is None:
-            ranking = rank_sequence(options.selector, q_THD, k_TGD, context.layout, **how)
-        else:
-            how["exchange"] = context.exchange(self._layer_index)
-            ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)
+        rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
+        if sequence is not None:
+            exchange = context.exchange(self._layer_index)
+            rank = partial(rank_slice, sequence=sequence, exchange=exchange)
+        ranking = rank(
+            options.selector,
+            q_THD,
+            k_TGD,
+            softmax_scale=self._softmax_scale,
+            max_budget=max_budget,
+            observe=context.observe,
+        )
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
-    def _everything(self, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    def _everything(self, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """All blocks that may be read, unranked. A dense layer covers everything at any budget."""
         if context.observe:
             all_S = k_TGD.new_ones(context.layout.documents, dtype=torch.float32)
@@ -359,7 +366,7 @@ class BudgetedCoreAttention(MegatronModule):
         return Selection.of_everything(layouts, k_TGD.shape[1])
 
     def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 

@@ -76,7 +76,7 @@ def count_sequences(packed: BudgetedPackedSeqParams) -> None:
     update_sequence_statistics(cu_seqlens, times=times)
 
 
-def validate_loss(loss: Tensor) -> None:
+def _validate_loss(loss: Tensor) -> None:
     """Hand a loss to Megatron's re-run machinery, which decides what NaN and Inf mean."""
     for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
         get_rerun_state_machine().validate_result(
@@ -86,6 +86,18 @@ def validate_loss(loss: Tensor) -> None:
             tolerance=0.0,
             fatal=True,
         )
+
+
+def token_loss(
+    loss_mask: Tensor, check_for_nan: bool, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of token losses, token count, and what Megatron reports of a GPT's output."""
+    mask_T = loss_mask.reshape(-1).float()
+    loss = (output.reshape(-1).float() * mask_T).sum()
+    tokens = mask_T.sum().to(torch.int)
+    if check_for_nan:
+        _validate_loss(loss)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
 
 
 class Recorder(Protocol):

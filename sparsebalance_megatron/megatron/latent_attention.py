@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 
 def with_true_positions(attention: type) -> type:
@@ -40,7 +40,7 @@ class TruePositions:
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         packed: Any = keywords.get("packed_seq_params")
-        context: MicroBatchContext | None = getattr(packed, "micro_batch", None)
+        context: LocalMicroBatch | None = getattr(packed, "micro_batch", None)
         self._position_T = None
         if context is not None:
             sequence = context.sequence

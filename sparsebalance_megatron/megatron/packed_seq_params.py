@@ -4,12 +4,14 @@
 Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
 schedules run layers of several micro-batches in turn, and each finds its own here.
 
-Shape legend: L layers of the whole model, S samples of the micro-batch, K budgets of the grid.
+Shape legend: L layers of the whole model, S samples of the micro-batch, K budgets of the grid,
+T tokens of what runs.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -53,19 +55,29 @@ class CoverageObservation:
 
 
 @dataclass(kw_only=True)
-class MicroBatchContext:
-    """Carried by :class:`BudgetedPackedSeqParams`; one per model chunk and micro-batch or segment.
+class LocalMicroBatch:
+    """A micro-batch, or a segment of one, as a model chunk of this rank runs it.
 
-    ``layout`` is that of the whole packed sequence, or of the sequence so far; ``sequence`` is this
-    operation's slice of it, None where the operation runs all of it. ``segments`` is shared by the
-    segments of a micro-batch, and None where it has one.
-    ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
-    ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
-    ``step`` is the training step, -1 outside of one; ``position`` and ``chunk`` are its place in
-    the rank's order and its virtual stage. ``recompute`` counts what recomputation did.
-    ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
-    ``padding_documents``: the last documents, which are of no sample. ``budgets_on_host_LS``: the
-    same budgets, where the layers may tell from them which documents are covered.
+    It is built once and travels through Megatron in :class:`BudgetedPackedSeqParams`.
+
+    Attributes:
+        layout: of the whole packed sequence; of a segment, that of the sequence so far.
+        budgets_LS: on the device.
+        max_budgets: each layer's largest, on the host.
+        observe: whether coverage is observed and guarded, in a training step.
+        step: the training step; -1 outside of one.
+        position: its place in the rank's order.
+        chunk: virtual stage, 0 without virtual stages.
+        sequence: the slice that runs; None where that is the whole packed sequence.
+        segments: shared by the segments of a micro-batch; None where it has one.
+        pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
+        padding_documents: the last documents, which are of no sample.
+        budgets_on_host_LS: the same budgets; None where layers shall not tell from them which
+            documents are covered.
+        inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
+            that read none.
+        observations: by layer, so that a recomputed pass overwrites what it repeats.
+        recompute: counts what recomputation did.
     """
 
     layout: PackedLayout
@@ -80,6 +92,7 @@ class MicroBatchContext:
     pinned_S: Tensor | None = None
     padding_documents: int = 0
     budgets_on_host_LS: np.ndarray | None = None
+    inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
@@ -96,8 +109,8 @@ class MicroBatchContext:
         covered_S = self.layout.grid.blocks_S <= np.minimum(budgets_LS[layer], base_budget)
         return len(covered_S) if covered_S.all() else int(covered_S.argmin())
 
-    def without(self, documents: int) -> MicroBatchContext:
-        """The context of all but the first documents, with observations of its own."""
+    def without(self, documents: int) -> LocalMicroBatch:
+        """The micro-batch of all but the first documents, with observations of its own."""
         return replace(
             self,
             layout=self.layout.split(documents)[1],
@@ -128,94 +141,95 @@ class MicroBatchContext:
             return self.segments.by_layer[layer]
         return None if self.sequence is None else self.sequence.group.exchange
 
+    def params(self, max_seqlen_tokens: int) -> BudgetedPackedSeqParams:
+        """Parameters for Megatron's attention and RoPE: of a packed sequence, in the thd layout.
+
+        In a run that may share sequences the layout is called sbhd, with a batch of one, and the
+        RoPE group is this rank alone: Megatron then applies row i of the table that
+        :func:`.hooks.use_true_positions` puts in place to token i, and cuts nothing itself.
+        """
+        sequence = self.sequence
+        # Made on the host first: torch.tensor(..., device=device) would wait for the device.
+        cu_seqlens = torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
+        cu_seqlens = copied_to(cu_seqlens, self.budgets_LS.device)
+        return BudgetedPackedSeqParams(
+            qkv_format="thd" if sequence is None else "sbhd",
+            cp_group=None if sequence is None else sequence.group.alone,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen_tokens,
+            max_seqlen_kv=max_seqlen_tokens,
+            micro_batch=self,
+            kept=KeptAttention(self.recompute),
+        )
+
 
 @dataclass
 class BudgetedPackedSeqParams(PackedSeqParams):
-    """Megatron's ``PackedSeqParams`` with the micro-batch's budgets on board.
+    """Megatron's ``PackedSeqParams`` with the micro-batch on board.
 
-    ``kept`` holds what layers keep for their recomputed pass. It is here and not in the context,
-    which lives until the step's end: what no backward takes goes with the micro-batch's graph.
+    ``kept`` holds what layers keep for their recomputed pass. It is here and not in the
+    micro-batch, which lives until the step's end: what no backward takes goes with the graph.
     """
 
-    micro_batch: MicroBatchContext | None = None
+    micro_batch: LocalMicroBatch | None = None
     kept: KeptAttention | None = None
 
 
-def micro_batch_context(
+def local_micro_batches(
     plan: MicroBatchPlan,
     cu_seqlens: tuple[int, ...],
+    slices: Sequence[SequenceSlice | None],
     *,
     block_size: int,
     observe: bool,
     device: torch.device,
     step: int = -1,
-    position: int = 0,
     chunk: int = 0,
-    sequence: SequenceSlice | None = None,
-    segments: MicroBatchSegments | None = None,
-) -> MicroBatchContext:
-    """Build the context of one micro-batch.
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+) -> list[LocalMicroBatch]:
+    """Build a planned micro-batch on this rank, segment by segment.
 
     A packed sequence that is padded for sequence parallelism, for fp8 or fp4 products, or for ranks
     that share it, has more documents than the plan has samples; padding gets budget 1, since
     nothing it computes reaches the loss.
 
     Args:
-        sequence: this operation's slice, on the host; None where it runs the whole sequence.
-        segments: of the micro-batch; None where it has one.
+        cu_seqlens: boundaries of the whole packed sequence, padding included.
+        slices: what runs, on the host; a single None is the whole packed sequence.
+        inputs: of each slice; None on stages that read none.
     """
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
     budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
-    if segments is not None and sequence is not None:
-        # Only documents that have begun.
-        samples = len(sequence.cu_seqlens) - 1
-        budgets_LS = budgets_LS[:, :samples].contiguous()
-        pinned_S = None if pinned_S is None else pinned_S[:samples]
-    if sequence is not None:
-        sequence = replace(sequence, device=device)
-    return MicroBatchContext(
-        layout=packed_layout(cu_seqlens, block_size, device)
-        if sequence is None
-        else sequence.whole_layout,
-        budgets_LS=copied_to(budgets_LS, device),
-        max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
-        observe=observe,
-        step=step,
-        position=position,
-        chunk=chunk,
-        sequence=sequence,
-        segments=segments,
-        pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
-        padding_documents=padding,
-        budgets_on_host_LS=on_host_LS if sequence is None else None,
-    )
-
-
-def packed_params(
-    context: MicroBatchContext, *, max_seqlen_tokens: int, device: torch.device
-) -> BudgetedPackedSeqParams:
-    """Parameters for Megatron's attention and RoPE: of a packed sequence, in the thd layout.
-
-    In a run that may share sequences the layout is called sbhd, with a batch of one, and the RoPE
-    group is this rank alone: Megatron then applies row i of the table that
-    :func:`.hooks.use_true_positions` puts in place to token i, and cuts nothing itself.
-    """
-    sequence = context.sequence
-    # Made on the host first: torch.tensor(..., device=device) would wait for the device.
-    cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32)
-    cu_seqlens = copied_to(cu_seqlens, device)
-    return BudgetedPackedSeqParams(
-        qkv_format="thd" if sequence is None else "sbhd",
-        cp_group=None if sequence is None else sequence.group.alone,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen_tokens,
-        max_seqlen_kv=max_seqlen_tokens,
-        micro_batch=context,
-        kept=KeptAttention(context.recompute),
-    )
+    segments = MicroBatchSegments(count=len(slices)) if len(slices) > 1 else None
+    max_budgets = tuple(int(k) for k in plan.budgets_LS.max(axis=1))
+    made = []
+    for number, held in enumerate(slices):
+        # Of a segment, the documents that have begun.
+        begun = len(cu_seqlens if held is None or segments is None else held.cu_seqlens) - 1
+        sequence = None if held is None else replace(held, device=device)
+        made.append(
+            LocalMicroBatch(
+                layout=packed_layout(cu_seqlens, block_size, device)
+                if sequence is None
+                else sequence.whole_layout,
+                budgets_LS=copied_to(budgets_LS[:, :begun].contiguous(), device),
+                max_budgets=max_budgets,
+                observe=observe,
+                step=step,
+                position=plan.position,
+                chunk=chunk,
+                sequence=sequence,
+                segments=segments,
+                pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
+                padding_documents=padding,
+                budgets_on_host_LS=on_host_LS if sequence is None else None,
+                inputs=None if inputs is None else inputs[number],
+            )
+        )
+    return made
 
 
 class LayoutCache:

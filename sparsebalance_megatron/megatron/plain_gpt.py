@@ -13,7 +13,6 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training import get_args
@@ -21,7 +20,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.hooks import validate_loss
+from sparsebalance_megatron.megatron.hooks import token_loss
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -75,16 +74,4 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(_loss, batch["loss_mask"], args.check_for_nan_in_loss_and_grad)
-
-
-def _loss(
-    loss_mask: Tensor, check_for_nan: bool, output: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(output.view(-1).float() * mask)
-    tokens = mask.sum().clone().detach().to(torch.int)
-    if check_for_nan:
-        validate_loss(loss)
-    report = {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
-    return loss, tokens, report
+    return output, partial(token_loss, batch["loss_mask"], args.check_for_nan_in_loss_and_grad)

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
 from sparsebalance_megatron.attention.sequence.ring import RingExchange
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
-from sparsebalance_megatron.config import ExchangeName
+from sparsebalance_megatron.config import ConfigError, ExchangeName
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 
@@ -36,6 +36,24 @@ def rank_place() -> RankPlace:
         world_rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
     )
+
+
+def check_lockstep_ranks(lockstep_ranks: int) -> None:
+    """Refuse an expert group of this rank that is not within so many neighbouring ranks.
+
+    Raises:
+        ConfigError: naming the data-parallel places of its ranks.
+    """
+    ranks_of = torch.distributed.get_process_group_ranks
+    experts = set(ranks_of(parallel_state.get_expert_tensor_and_model_parallel_group()))
+    replica = ranks_of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    places = [place for place, rank in enumerate(replica) if rank in experts]
+    if len({place // lockstep_ranks for place in places}) > 1:
+        raise ConfigError(
+            f"the expert group of data-parallel ranks {places} is no part of {lockstep_ranks} "
+            "neighbouring ones, which plans take for it; use Megatron's default order of ranks, or "
+            "give begin_host_run lockstep_ranks that hold the group"
+        )
 
 
 def data_parallel_group() -> ProcessGroup:
@@ -60,8 +78,8 @@ class SequenceGroups:
     by_size: Mapping[int, SequenceGroup]
     agreement: ProcessGroup
 
-    def of(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
-        """The group that runs a micro-batch of this rank."""
+    def sharing(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
+        """The group of ranks that share a micro-batch of this rank."""
         size = micro_batch.cp_size
         if size not in self.by_size or micro_batch.rank % size:
             raise PlanError(

@@ -4,6 +4,7 @@ own loop."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -28,27 +29,22 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Model, layout, batches and data of one run, by Megatron's names; alike on all ranks.
+    """One run's model, layout, batches and data, by Megatron's names; alike on all ranks.
 
     Attributes:
+        host_job: model and layout; its samples are at most ``--seq-length`` long, its steps the
+            largest.
         dtype: torch's name without the prefix.
-        job: how the largest training step is cut up; ``global_batch_size`` is of that step.
-        recompute_all, recompute_attention: what backward computes again.
+        micro_batch_size: samples of a micro-batch on average.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`token_multiple`.
     """
 
-    shape: ModelShape
+    host_job: HostJob
     dtype: str
-    job: Job
     sequence_parallel: bool
-    recompute_all: bool
-    recompute_attention: bool
-
-    seq_length: int
     micro_batch_size: int
-    global_batch_size: int
 
     split: str
     seed: int
@@ -63,9 +59,18 @@ class RunSettings:
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
 
-    ranks_per_node: int = RANKS_PER_NODE
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the largest training step."""
+        return self.host_job.global_batch_size
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the longest sample."""
+        return self.host_job.max_sample_tokens
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -75,12 +80,12 @@ class RunSettings:
     @property
     def context_parallel_size(self) -> int:
         """Megatron's."""
-        return self.job.context_parallel_size
+        return self.host_job.layout.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
         """Megatron's, which counts no context-parallel ranks."""
-        return self.job.groups.data_parallel_size
+        return self.host_job.layout.groups.data_parallel_size
 
     def check_batch_sizes(self, step: int) -> None:
         """Refuse a global batch size still to come that does not fill its micro-batches evenly."""
@@ -92,11 +97,6 @@ class RunSettings:
                 scheduled=bool(self.batch_size_schedule),
             )
 
-    @property
-    def neighbours_per_node(self) -> int:
-        """Ranks of a node that may share a sequence: tensor-parallel ranks lie in between."""
-        return max(1, self.ranks_per_node // self.shape.tensor_parallel_size)
-
     @classmethod
     def from_transformer_config(
         cls,
@@ -104,6 +104,7 @@ class RunSettings:
         *,
         vocab_size: int,
         data_parallel_size: int,
+        seq_length: int,
         micro_batch_size: int,
         global_batch_size: int,
         batch_size_schedule: tuple[tuple[int, int], ...] = (),
@@ -114,29 +115,25 @@ class RunSettings:
         ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
         Megatron's, which counts no context-parallel ranks.
         """
-        cp_size = transformer_config.context_parallel_size
         return cls(
-            shape=model_shape(transformer_config, vocab_size),
-            dtype=str(transformer_config.params_dtype).removeprefix("torch."),
-            job=Job(
-                stage_layers=stage_layers(transformer_config),
-                data_parallel_size=data_parallel_size * cp_size,
+            host_job=host_job(
+                transformer_config,
+                vocab_size=vocab_size,
+                data_parallel_size=data_parallel_size * transformer_config.context_parallel_size,
                 micro_batches=_micro_batches(
                     global_batch_size,
                     micro_batch_size,
                     data_parallel_size,
                     scheduled=bool(batch_size_schedule),
                 ),
-                context_parallel_size=cp_size,
-                micro_batch_group_size=micro_batch_group_size(transformer_config),
+                max_sample_tokens=seq_length,
+                global_batch_size=global_batch_size,
             ),
+            dtype=dtype_name(transformer_config),
             micro_batch_size=micro_batch_size,
-            global_batch_size=global_batch_size,
             batch_size_schedule=batch_size_schedule,
             sequence_parallel=bool(transformer_config.sequence_parallel),
-            ranks_per_node=_ranks_per_node(),
             pad_to_multiple_of=token_multiple(transformer_config),
-            **_recomputed(transformer_config),
             **others,
         )
 
@@ -182,14 +179,9 @@ def _micro_batches(
     return whole_parts(global_batch_size, flag, sizes)
 
 
-def _recomputed(transformer_config: Any) -> dict[str, Any]:
-    """Name in :class:`RunSettings` of the parts that backward computes again."""
-    granularity = transformer_config.recompute_granularity
-    selective = granularity == "selective"
-    return {
-        "recompute_all": granularity == "full",
-        "recompute_attention": selective and "core_attn" in transformer_config.recompute_modules,
-    }
+def dtype_name(transformer_config: Any) -> str:
+    """The model's dtype, torch's name without the prefix."""
+    return str(transformer_config.params_dtype).removeprefix("torch.")
 
 
 def token_multiple(transformer_config: Any) -> int:
@@ -251,23 +243,55 @@ def micro_batch_group_size(transformer_config: Any) -> int | None:
     return int(size)
 
 
-def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
-    """The job of a host with this model; ``others`` are fields that its config does not hold.
+def expert_group_ranks(transformer_config: Any) -> int:
+    """Neighbouring data-parallel ranks, context-parallel ones counted, that exchange tokens in
+    every layer of experts.
 
-    With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
-    large as the pipeline.
+    An expert-parallel group with its tensor-parallel ranks is so many neighbouring ranks of a
+    stage, and ranks of one tensor-parallel group wait for one another, too.
     """
-    layers = stage_layers(transformer_config)
-    group_size = micro_batch_group_size(transformer_config)
+    if not transformer_config.num_moe_experts:
+        return 1
+    tensor = transformer_config.tensor_model_parallel_size
+    expert_tensor = transformer_config.expert_tensor_parallel_size or tensor
+    together = math.lcm(transformer_config.expert_model_parallel_size * expert_tensor, tensor)
+    return int(together // tensor)
+
+
+def host_job(
+    transformer_config: Any,
+    *,
+    vocab_size: int,
+    data_parallel_size: int,
+    micro_batches: int = 1,
+    lockstep_ranks: int | None = None,
+    **others: Any,
+) -> HostJob:
+    """The job of this model; ``others`` are fields that its config does not hold.
+
+    Args:
+        vocab_size: rows of the embedding, padding included.
+        data_parallel_size: counts context-parallel ranks too.
+        lockstep_ranks: None is as many as an expert group has.
+    """
     shape = model_shape(transformer_config, vocab_size)
+    if lockstep_ranks is None:
+        lockstep_ranks = expert_group_ranks(transformer_config)
+    granularity = transformer_config.recompute_granularity
     return HostJob(
+        layout=Job(
+            stage_layers=stage_layers(transformer_config),
+            data_parallel_size=data_parallel_size,
+            micro_batches=micro_batches,
+            context_parallel_size=transformer_config.context_parallel_size,
+            micro_batch_group_size=micro_batch_group_size(transformer_config),
+            lockstep_ranks=lockstep_ranks,
+        ),
         shape=shape,
-        stage_layers=layers,
-        context_parallel_size=transformer_config.context_parallel_size,
-        micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
-        micro_batch_group_size=group_size,
         neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
-        **_recomputed(transformer_config),
+        recompute_all=granularity == "full",
+        recompute_attention=granularity == "selective"
+        and "core_attn" in transformer_config.recompute_modules,
         **others,
     )
 

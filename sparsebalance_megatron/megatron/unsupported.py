@@ -87,6 +87,10 @@ MODEL = {
     "--moe-token-dispatcher-type": (
         "packed sequences differ in length; use --moe-token-dispatcher-type alltoall"
     ),
+    "--moe-pad-expert-input-to-capacity": (
+        "capacity follows a rank's own tokens, so that ranks of an expert group would exchange "
+        "buffers of different sizes and hang; drop it, or use --expert-model-parallel-size 1"
+    ),
     "--num-query-groups": (
         "a KV head's ranks would choose blocks each by itself; use as many groups as "
         "tensor-parallel ranks, or --sparse-balance-selection token-query-head"
@@ -184,6 +188,9 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--moe-token-dispatcher-type": lambda get: (
         (get("num_experts") or get("num_moe_experts"))
         and get("moe_token_dispatcher_type") == "allgather"
+    ),
+    "--moe-pad-expert-input-to-capacity": lambda get: (
+        get("moe_pad_expert_input_to_capacity") and get("expert_model_parallel_size", 1) > 1
     ),
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
 from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -30,8 +29,8 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         segment_ms = tuple(np.split(ms_2UP.swapaxes(1, 2), end_R[:-1], axis=2))
     else:
         segment_ms = ()
-        times = costs.micro_batch_ms(tuned_2SC, arrangement)
-        times_2RPVM, makespans_R = times.by_micro_batch_2RPVM, makespans_ms(times)
+        times_2RPVM = costs.micro_batch_ms(tuned_2SC, arrangement).by_micro_batch_2RPVM
+        makespans_R = problem.budgets.makespans_ms(tuned.budgets_LS, arrangement)
     times_2RPVM.flags.writeable = False
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.pipeline.operation_times import PipelineGraph, graph_of
+from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
 
 _DEFAULT_MAX_CP_SIZE = 8
@@ -32,6 +32,9 @@ class Job:
             context-parallel ranks.
         micro_batch_group_size: micro-batches that a chunk runs before the stage's next chunk takes
             over; None is as many as there are stages.
+        lockstep_ranks: neighbours among the data-parallel ranks that begin every layer together, a
+            lockstep group: those of an expert-parallel group. It counts context-parallel ranks as
+            ``data_parallel_size`` does, and divides it. 1: no rank waits for another in a layer.
     """
 
     stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
@@ -39,6 +42,14 @@ class Job:
     micro_batches: int = 1
     context_parallel_size: int = 1
     micro_batch_group_size: int | None = None
+    lockstep_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.lockstep_ranks < 1 or self.data_parallel_size % self.lockstep_ranks:
+            raise ConfigError(
+                f"job: lockstep_ranks {self.lockstep_ranks}: must divide the "
+                f"{self.data_parallel_size} data-parallel x context-parallel ranks"
+            )
 
     @classmethod
     def even(cls, *, layers: int, ranks: int, stages: int, micro_batches: int = 1) -> Job:
@@ -77,6 +88,12 @@ class Job:
         return self.data_parallel_size * self.micro_batches
 
     @property
+    def micro_batches_multiple_of(self) -> int:
+        """Divisor of the number of micro-batches: groups of the interleaved schedule are whole."""
+        size = self.micro_batch_group_size or self.pipeline_stages
+        return size if self.virtual_stages > 1 else 1
+
+    @property
     def schedule(self) -> MegatronSchedule:
         """The schedule in which Megatron-Core runs this job's pipelines."""
         return MegatronSchedule(self.micro_batch_group_size)
@@ -95,11 +112,24 @@ class Job:
     @property
     def groups(self) -> Job:
         """The job whose ranks are the context-parallel groups of this one."""
+        cp_size = self.context_parallel_size
         return replace(
             self,
-            data_parallel_size=self.data_parallel_size // self.context_parallel_size,
+            data_parallel_size=self.data_parallel_size // cp_size,
             context_parallel_size=1,
+            lockstep_ranks=math.lcm(self.lockstep_ranks, cp_size) // cp_size,
         )
+
+
+def lockstep_notice(lockstep_ranks: int) -> str | None:
+    """A sentence on what measured times hold where ranks run in lockstep; None where none do."""
+    if lockstep_ranks == 1:
+        return None
+    return (
+        f"Groups of {lockstep_ranks} data-parallel ranks (expert parallelism) wait for one another "
+        "in every layer: measured times, imbalance and waiting include this, and device speeds are "
+        "not learnt."
+    )
 
 
 def whole_parts(samples: int, name: str, sizes: dict[str, int]) -> int:

@@ -12,10 +12,10 @@ from itertools import product
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
 from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start

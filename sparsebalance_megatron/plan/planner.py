@@ -11,14 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
+from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
+from sparsebalance_megatron.plan.planned_rows import best_rows
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -40,6 +42,9 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
+    Where ranks run in lockstep, batching ``makespan`` places samples in rows
+    (:mod:`.planned_rows`), and the step may have fewer micro-batches on every rank than the job.
+
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
     Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
@@ -51,7 +56,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    batching, arrangement, tuned = _best_candidate(problem)
+    if problem.plans_rows:
+        problem, batching, arrangement, tuned = _best_in_lockstep(problem)
+    else:
+        batching, arrangement, tuned = _best_candidate(problem)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
@@ -64,10 +72,38 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         cap_tokens = max(cap_tokens, *(micro_batch.tokens for micro_batch in plan.micro_batches))
     plan.validate(
         inputs.lengths_tokens,
-        inputs.job,
+        problem.job,
         replace(inputs.policy, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
+
+
+def _best_in_lockstep(
+    problem: StepProblem,
+) -> tuple[StepProblem, Batching, Arrangement, TunedBudgets]:
+    """The shortest plan of ranks that wait for one another in every layer, with the problem that
+    it solves: a step may have fewer positions than the job."""
+    of_groups, cp_size = problem.of_groups, problem.job.context_parallel_size
+    try:
+        blind = _candidates(of_groups)
+    except PlanError:
+        blind = {}
+    found = []
+    if rows := best_rows(of_groups, blind.values()):
+        solved, of_group, tuned = rows
+        where = Arrangement.of_groups(of_group.samples, cp_size)
+        found.append((problem.with_positions(solved.job.micro_batches), where, tuned))
+    if problem.plans_cp_sizes or not found:
+        _, where, _ = _best_candidate(problem)
+        where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
+        found.append((problem, where, problem.tuned_where(where)))
+
+    def makespan_ms(plan: tuple[StepProblem, Arrangement, TunedBudgets]) -> float:
+        solved, where, tuned = plan
+        return rounded_ms(solved.budgets.makespans_ms(tuned.budgets_LS, where).max())
+
+    solved, where, tuned = min(found, key=makespan_ms)
+    return solved, "makespan", where, tuned
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:

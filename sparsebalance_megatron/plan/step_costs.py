@@ -25,10 +25,11 @@ from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -40,14 +41,21 @@ _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    ``constant_2C``: ms of a micro-batch whatever it holds. ``sequence_2C``: of every sample in it,
-    on every rank that shares it. ``fixed_2SC``: ms of a sample whatever its budgets, on a rank by
-    itself, attention of dense layers included; ``token_2C`` of it per token and ``visible_2C`` per
-    visible block pair. ``pair_2C``: ms of a block pair in one sparse layer of the chunk.
-    ``dense_L``: which layers are dense. ``exchange_2SC``: ms of
-    receiving all of a sample's keys and values. ``exchange``: how ranks share. ``segments``: what
-    passing the pipeline in segments costs. ``slowness_RP``:
-    factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
+    Attributes:
+        work: how block pairs follow from budgets.
+        constant_2C: ms of a micro-batch whatever it holds.
+        sequence_2C: ms of every sample in it, on every rank that shares it.
+        fixed_2SC: ms of a sample whatever its budgets, on a rank by itself, attention of dense
+            layers included.
+        token_2C: its part of ``fixed_2SC`` per token.
+        visible_2C: its part of ``fixed_2SC`` per visible block pair.
+        pair_2C: ms of a block pair in one sparse layer of the chunk.
+        exchange_2SC: ms of receiving all of a sample's keys and values.
+        exchange: how ranks share.
+        segments: what passing the pipeline in segments costs.
+        dense_L: which layers are dense.
+        slowness_RP: factors on all times of a rank in a stage.
+        layers: costs layer by layer, where ranks wait for one another in every layer.
     """
 
     job: Job
@@ -67,11 +75,13 @@ class StepCosts:
     chunk_of_layer_L: np.ndarray
     dense_L: np.ndarray
     slowness_RP: np.ndarray
+    layers: LayerCosts | None = None
 
     def of(self, samples: slice) -> StepCosts:
         """Costs of some of the samples."""
         return replace(
             self,
+            layers=self.layers and self.layers.subset(samples),
             lengths_tokens_S=self.lengths_tokens_S[samples],
             blocks_S=self.blocks_S[samples],
             fixed_2SC=self.fixed_2SC[:, samples],
@@ -88,14 +98,15 @@ class StepCosts:
         if cp_size == 1:
             return self
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
+        each_S = np.full(len(self.lengths_tokens_S), cp_size)
         return replace(
             self,
             job=self.job.groups,
-            fixed_2SC=self.ms_at_cp_size(
-                self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)
-            ),
+            fixed_2SC=self.ms_at_cp_size(self.fixed_2SC, each_S),
             pair_2C=self.share_W[cp_size] * self.pair_2C,
             slowness_RP=slowness_RWP.max(axis=1),
+            layers=self.layers
+            and self.layers.shared(self.share_W[each_S], self.received_W[each_S]),
         )
 
     @cached_property
@@ -245,21 +256,45 @@ def step_costs(
         np.bincount(some, minlength=chunks)
         for some in (chunk_of_layer_L, chunk_of_layer_L[dense_L])
     )
-    coefficients_2CF = (layers_C - dense_C)[:, None] * layer_2F[:, None]
+    sparse_2F, dense_2F = layer_2F, np.zeros_like(layer_2F)
     if dense_L.any():
         dense_2F = np.sum([_coefficients_2F(cost, part) for part in _DENSE_LAYER_PARTS], axis=0)
-        coefficients_2CF += dense_C[:, None] * dense_2F[:, None]
-    coefficients_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
-    coefficients_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
+    coefficients_2CF = (layers_C - dense_C)[:, None] * sparse_2F[:, None]
+    coefficients_2CF += dense_C[:, None] * dense_2F[:, None]
+    outside_2CF = np.zeros_like(coefficients_2CF)
+    outside_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
+    outside_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
+    coefficients_2CF += outside_2CF
     visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
-    fixed_2SC = (
-        coefficients_2CF[:, None, :, _SEQUENCES]
-        + lengths_S[:, None] * coefficients_2CF[:, None, :, _TOKENS]
-        + visible_S[:, None] * coefficients_2CF[:, None, :, _VISIBLE]
-    )
+
+    def fixed_2SX(coefficients_2XF: np.ndarray) -> np.ndarray:
+        return np.asarray(
+            coefficients_2XF[:, None, :, _SEQUENCES]
+            + lengths_S[:, None] * coefficients_2XF[:, None, :, _TOKENS]
+            + visible_S[:, None] * coefficients_2XF[:, None, :, _VISIBLE]
+        )
+
+    fixed_2SC = fixed_2SX(coefficients_2CF)
     scale_2C = scales.scales_2PV.reshape(2, -1)
     per_token_2 = np.array([cost.exchange.ms_per_token(direction) for direction in Direction])
     exchange_2SC = per_token_2[:, None, None] * lengths_S[:, None] * layers_C
+    layers = None
+    if job.lockstep_ranks > 1:
+        scale_2L = scale_2C[:, chunk_of_layer_L]
+        layer_2LF = np.where(dense_L[:, None], dense_2F[:, None], sparse_2F[:, None])
+        layers = LayerCosts(
+            chunk_of_layer_L=chunk_of_layer_L,
+            fixed_2SL=scale_2L[:, None] * fixed_2SX(layer_2LF),
+            sequence_2L=scale_2L * layer_2LF[..., _SEQUENCES],
+            pair_2L=scale_2L * np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None]),
+            pair_share_S=np.ones(len(lengths_S)),
+            exchange_2SL=np.tile(
+                per_token_2[:, None, None] * lengths_S[:, None], (1, 1, len(dense_L))
+            ),
+            outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
+            outside_sequence_2C=scale_2C * outside_2CF[..., _SEQUENCES],
+            together_2SC=np.zeros_like(fixed_2SC),
+        )
     return StepCosts(
         job=job,
         work=cost.work,
@@ -278,6 +313,7 @@ def step_costs(
         chunk_of_layer_L=chunk_of_layer_L,
         dense_L=dense_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
+        layers=layers,
     )
 
 

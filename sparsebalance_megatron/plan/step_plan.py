@@ -61,6 +61,7 @@ class PlanPolicy:
     max_segments: int = 1
     segment_tokens: int = 1
     layer_budgets: str | None = None
+    plans_positions: bool = False
 
     def base_L(self, layers: int) -> np.ndarray:
         """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.
@@ -154,7 +155,8 @@ class Expectation:
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
     together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments; empty where
-    all run in one piece. ``rank_makespan_ms``: until each rank's last backward.
+    all run in one piece. ``rank_makespan_ms``: until the last backward of each rank, or of its
+    lockstep group; times and imbalances of micro-batches and of rank sums are the ranks' own.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been

@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     BudgetPolicy,
     TunedBudgets,
@@ -27,7 +28,6 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
@@ -160,6 +160,31 @@ class StepProblem:
             and job.context_parallel_size == 1
             and not self.plans_cp_sizes
         )
+
+    @property
+    def plans_rows(self) -> bool:
+        """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
+        return (
+            self.job.lockstep_ranks > 1
+            and self.policy.batching == "makespan"
+            and self.placement is None
+        )
+
+    @property
+    def plans_positions(self) -> bool:
+        """Whether a step may have fewer positions than the job: fuller rows are more equal."""
+        return (
+            self.policy.plans_positions
+            and self.job.lockstep_ranks > 1
+            and self.job.pipeline_stages == 1
+        )
+
+    def with_positions(self, positions: int) -> StepProblem:
+        """This problem with so many micro-batches on every rank."""
+        if positions == self.job.micro_batches:
+            return self
+        job = replace(self.job, micro_batches=positions)
+        return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
 
     @property
     def costs(self) -> StepCosts:

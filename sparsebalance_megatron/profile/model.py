@@ -23,7 +23,6 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    MicroBatchSegments,
     segment_slice,
 )
 from sparsebalance_megatron.config import AttentionImplementation
@@ -35,9 +34,8 @@ from sparsebalance_megatron.megatron.core_attention import (
 )
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
-    MicroBatchContext,
-    micro_batch_context,
-    packed_params,
+    LocalMicroBatch,
+    local_micro_batches,
 )
 from sparsebalance_megatron.megatron.settings import head_dims
 from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
@@ -95,8 +93,8 @@ class ProfiledModel:
             case Part.HEAD:
                 return self._head(tokens)
 
-    def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:
-        return MicroBatchContext(
+    def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> LocalMicroBatch:
+        return LocalMicroBatch(
             layout=packed_layout(
                 tuple(accumulate(lengths_tokens, initial=0)), self._options.block_size, self._device
             ),
@@ -151,21 +149,16 @@ class ProfiledModel:
         ]
 
         def forward() -> list[Tensor]:
-            kept = MicroBatchSegments(count=segments) if segments > 1 else None
+            micro_batches = local_micro_batches(
+                *(plan, cu_seqlens, slices),
+                block_size=block_size,
+                observe=True,
+                device=self._device,
+            )
             outputs = []
-            for held, qkv in zip(slices, inputs, strict=True):
-                context = micro_batch_context(
-                    *(plan, cu_seqlens if held is None else held.cu_seqlens),
-                    block_size=block_size,
-                    observe=True,
-                    device=self._device,
-                    sequence=held,
-                    segments=kept,
-                )
-                params = packed_params(
-                    context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
-                )
-                batched = qkv if held is None else [x[:, None] for x in qkv]
+            for micro_batch, qkv in zip(micro_batches, inputs, strict=True):
+                params = micro_batch.params(self._max_seqlen_tokens)
+                batched = qkv if micro_batch.sequence is None else [x[:, None] for x in qkv]
                 outputs.append(self._core_attention(*batched, packed_seq_params=params))
             return outputs
 
@@ -175,7 +168,7 @@ class ProfiledModel:
 
         return Timed(forward=forward, backward=backward)
 
-    def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
+    def _router(self, tokens: int, context: LocalMicroBatch) -> Timed:
         q_THD, k_TGD, _ = self._queries_keys_values(tokens)
         return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
 
@@ -189,10 +182,8 @@ class ProfiledModel:
         )
         return q_THD, k_TGD, v_TGF
 
-    def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
-        params = packed_params(
-            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
-        )
+    def _linear(self, tokens: int, context: LocalMicroBatch) -> Timed:
+        params = context.params(self._max_seqlen_tokens)
         hidden_T1h = self._hidden(tokens)
         rotary = self._rotary(hidden_T1h, params)
 

@@ -30,7 +30,7 @@ from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
+from sparsebalance_megatron.run.schedulers import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 
 _PREDICTED_STEPS = 2
@@ -208,15 +208,15 @@ def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[
     stages = planned_memory(
         plans,
         inputs.job,
-        settings.shape,
+        settings.host_job.shape,
         selection=config.selection,
         block_size=config.block_size,
         dense_L=inputs.policy.dense_L(inputs.job.layers),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_parallel=settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        recompute_all=settings.recompute_all,
-        recompute_attention=settings.recompute_attention,
+        recompute_all=settings.host_job.recompute_all,
+        recompute_attention=settings.host_job.recompute_attention,
         attention_kept=config.recompute_attention == "keep",
     )
     return memory_lines(stages, _WEIGHTS_SOURCE)

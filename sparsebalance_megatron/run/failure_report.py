@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -61,14 +60,14 @@ class Failure:
     waited: bool
 
 
-def failure_of(error: BaseException, args: Namespace) -> Failure:
+def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
     """The failure of this rank."""
     first_line = str(error).strip().partition("\n")[0]
     name = type(error).__name__
     return Failure(
-        rank=args.rank,
+        rank=rank,
         host=socket.gethostname(),
-        iteration=getattr(args, "curr_iteration", -1) + 1,
+        iteration=iteration,
         error=f"{name}: {first_line}" if first_line else name,
         waited=_waited_for_others(error),
     )
@@ -101,13 +100,21 @@ def describe(failures: Sequence[Failure], world_size: int) -> str:
 
 @contextmanager
 def failure_report(
-    args: Namespace, open_store: Callable[[], Store] | None = None, quiet_s: float = QUIET_S
+    *,
+    rank: int,
+    world_size: int,
+    save: str | None,
+    iteration: Callable[[], int],
+    open_store: Callable[[], Store] | None = None,
+    quiet_s: float = QUIET_S,
 ) -> Iterator[None]:
     """Have one rank report an error that ends training, or SIGTERM, and then go on with it.
 
     KeyboardInterrupt and SystemExit are not reported.
 
     Args:
+        save: where checkpoints go.
+        iteration: gives the one that runs, as Megatron prints it; 0 before the first.
         open_store: connects to where failures are written; None takes the store that torchrun's
             environment names.
         quiet_s: how long the first rank waits for further failures after each.
@@ -129,12 +136,12 @@ def failure_report(
         raise
     except BaseException as error:  # PyTorch's CheckpointException is no Exception
         reports = True
-        failure = failure_of(error, args)
-        failures = _all_failures(failure, args.world_size, open_store or _open_store, quiet_s)
+        failure = failure_of(error, rank, iteration())
+        failures = _all_failures(failure, world_size, open_store or _open_store, quiet_s)
         if failures:
-            print(f"sparse balance: {describe(failures, args.world_size)}", file=sys.stderr)
-            if args.save and not isinstance(error, ValueError):
-                print(f"sparse balance: {resume_advice(Path(args.save))}", file=sys.stderr)
+            print(f"sparse balance: {describe(failures, world_size)}", file=sys.stderr)
+            if save and not isinstance(error, ValueError):
+                print(f"sparse balance: {resume_advice(Path(save))}", file=sys.stderr)
             sys.stderr.flush()
         if isinstance(error, Terminated):
             # An orderly exit ends Megatron's checkpoint writers, which SIGTERM would leave behind.

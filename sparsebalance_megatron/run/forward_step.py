@@ -7,6 +7,7 @@ Shape legend: T tokens of the packed sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,16 +19,11 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
     model_config_of,
+    token_loss,
     use_true_positions,
-    validate_loss,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import (
-    MicroBatchContext,
-    micro_batch_context,
-    packed_params,
-)
-from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.micro_batches import LocalMicroBatch
+from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.run.run import Run
 
 Batch = dict[str, Any]
@@ -53,50 +49,33 @@ class ForwardStep:
         self,
         inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
         run: Callable[[], Run],
-        inputs: Inputs,
+        max_seqlen_tokens: int,
         device: torch.device,
     ) -> None:
         self._inner = inner
         self._run = run
-        self._inputs = inputs
+        self._max_seqlen_tokens = max_seqlen_tokens
         self._device = device
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
             self._run().install(model_config_of(model))
-        micro_batch: LocalMicroBatch = next(data_iterator)
-        context = micro_batch_context(
-            micro_batch.plan,
-            micro_batch.cu_seqlens,
-            block_size=self._inputs.config.block_size,
-            observe=micro_batch.training,
-            device=self._device,
-            step=micro_batch.step,
-            position=micro_batch.position,
-            chunk=micro_batch.chunk,
-            sequence=micro_batch.sequence,
-            segments=micro_batch.segments,
-        )
-        if context.sequence is not None:
-            use_true_positions(model)
-        if micro_batch.training:
-            self._run().begin_micro_batch(context)
-        batch = self._batch(micro_batch, context)
-        output, loss_function = self._inner(iter((batch,)), model)
-        if micro_batch.training:
-            self._run().end_forward(micro_batch.step)
-        return output, partial(self._loss, loss_function, micro_batch.training)
-
-    def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
+        read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
-        if micro_batch.packed is not None:
-            for name in _ROW_KEYS:
-                values_T = torch.as_tensor(getattr(micro_batch.packed, name))
-                batch[name] = copied_to(values_T, self._device)[None]
-        batch["packed_seq_params"] = packed_params(
-            context, max_seqlen_tokens=self._inputs.settings.seq_length, device=self._device
-        )
-        return batch
+        for name, values_T in (read.inputs or {}).items():
+            batch[name] = copied_to(torch.as_tensor(values_T), self._device)[None]
+        # It lives until the step's end, without tokens. Megatron may run a step again: what is read
+        # stays as it is.
+        micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
+        if micro_batch.sequence is not None:
+            use_true_positions(model)
+        if micro_batch.observe:
+            self._run().begin_micro_batch(micro_batch)
+        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
+        output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.observe:
+            self._run().end_forward(micro_batch.step)
+        return output, partial(self._loss, loss_function, micro_batch.observe)
 
     def _loss(
         self, loss_function: LossFunction, training: bool, output: Tensor
@@ -128,17 +107,4 @@ def packed_forward_step(
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
     )
-    return output, partial(_token_loss, batch["loss_mask"], check_for_nan)
-
-
-def _token_loss(
-    loss_mask_1T: Tensor, check_for_nan: bool, output_1T: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of token losses, token count, and what Megatron reports."""
-    losses_T = output_1T.reshape(-1).float()
-    mask_T = loss_mask_1T.reshape(-1)
-    loss = (losses_T * mask_T).sum()
-    tokens = mask_T.sum().to(torch.int)
-    if check_for_nan:
-        validate_loss(loss)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
+    return output, partial(token_loss, batch["loss_mask"], check_for_nan)

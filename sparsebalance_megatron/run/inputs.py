@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.fit import configured_cost_model, with_measured_attention
+from sparsebalance_megatron.cost.fit import with_measured_attention
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
@@ -20,8 +20,7 @@ from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_s
 from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
-from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.plan.job import Job, max_cp_size
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -39,13 +38,17 @@ class Inputs:
 
     config: SparseBalanceConfig
     settings: RunSettings
-    job: Job
     policy: PlanPolicy
     train: SampleIndex
     valid: SampleIndex | None
     test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
+
+    @property
+    def job(self) -> Job:
+        """The layout of the largest training step."""
+        return self.settings.host_job.layout
 
     def workload(self, steps: int) -> Workload:
         """The first training steps, with the prior of coverage: what later steps may be like."""
@@ -65,6 +68,8 @@ class Inputs:
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
     """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
+    if device_type == "cuda":
+        config = with_measured_attention(config)
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -80,7 +85,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             overlong=config.overlong,
             seed=settings.seed,
             split_weights=settings.split,
-            vocab_size=settings.shape.vocab_size,
+            vocab_size=settings.host_job.shape.vocab_size,
             missing_loss_mask=config.missing_loss_mask,
         )
 
@@ -99,30 +104,19 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 else "without --valid-data-path: there is nothing to validate on; give it"
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
-    longest_sequence_tokens = settings.micro_batch_size * settings.seq_length
-    run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
+    job = settings.host_job
+    run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
-    cost = configured_cost_model(config, settings.shape, run).with_recompute(
-        full=settings.recompute_all,
-        attention_only=settings.recompute_attention,
-        attention_kept=config.recompute_attention == "keep",
-    )
     return Inputs(
-        config=with_measured_attention(config) if device_type == "cuda" else config,
+        config=config,
         settings=settings,
-        job=settings.job,
-        policy=PlanPolicy.from_config(
-            config,
-            config.max_tokens_per_micro_batch
-            or -(-longest_sequence_tokens // settings.context_parallel_size),
-            max_cp_size(settings.job, config, settings.neighbours_per_node),
-        ),
+        policy=job.policy(config, settings.micro_batch_size * job.max_sample_tokens),
         train=train,
         valid=valid,
         test=test,
-        grid=budget_grid(-(-settings.seq_length // config.block_size)),
-        cost=cost.with_bandwidth(config.gigabytes_per_second),
+        grid=job.coverage(config).grid,
+        cost=job.cost_model(config, run),
     )
 
 

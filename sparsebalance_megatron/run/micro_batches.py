@@ -8,16 +8,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    MicroBatchSegments,
     segment_slice,
 )
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
@@ -32,6 +31,8 @@ from sparsebalance_megatron.data.packing import (
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
@@ -87,21 +88,27 @@ class SequencePacking:
         """Boundaries of the whole packed sequence in tokens, padding included."""
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
-    def slice(self, micro_batch: MicroBatchPlan) -> SequenceSlice | None:
-        """Slice of a micro-batch that this rank holds; None where it holds all of it.
+    def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
+        """Slice of a micro-batch that this rank holds, which may be all of it.
 
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
         """
-        return None if self.groups is None else self.held(micro_batch)
-
-    def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
-        """As :meth:`slice`, also where this rank holds all of it."""
-        group = SequenceGroup() if self.groups is None else self.groups.of(micro_batch)
+        group = SequenceGroup() if self.groups is None else self.groups.sharing(micro_batch)
         return self._slice(micro_batch, group)
 
-    def segments(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice]:
-        """The slices of a micro-batch's segments."""
+    def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
+        return SequenceSlice.dealt(
+            self.cu_seqlens(micro_batch),
+            group,
+            block_size=self.block_size,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+
+    def slices(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice | None]:
+        """What this rank runs of a micro-batch, segment by segment; None is all of it."""
+        if micro_batch.segments == 1:
+            return [None if self.groups is None else self.held(micro_batch)]
         cu_seqlens = self.cu_seqlens(micro_batch)
         return [
             segment_slice(
@@ -114,27 +121,16 @@ class SequencePacking:
             for segment in range(micro_batch.segments)
         ]
 
-    def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
-        return SequenceSlice.dealt(
-            self.cu_seqlens(micro_batch),
-            group,
-            block_size=self.block_size,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
-
-    def packed(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedSequence:
-        """Tokens that this rank computes of a micro-batch, from all of its samples.
-
-        A micro-batch of several segments is not cut, and not padded.
-        """
+    def packed(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> list[PackedSequence]:
+        """Tokens that this rank computes of a micro-batch, segment by segment, from its samples."""
         pad_to_multiple_of, padding_documents = self._padding(micro_batch)
         whole = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
         )
-        held = self.slice(micro_batch)
-        if held is None:
-            return whole
-        return whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
+        return [
+            whole if held is None else whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
+            for held in self.slices(micro_batch)
+        ]
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
@@ -157,38 +153,6 @@ class SequencePacking:
         return 1, max(0, micro_batch.cp_size - blocks)
 
 
-class Schedule(Protocol):
-    """Source of plans: training's scheduler, or the fixed one of evaluation."""
-
-    def planned(self, step: int) -> PlannedStep: ...
-
-    def follow(self, then: Callable[[PlannedStep], None]) -> None:
-        """Have ``then`` called with the next step's plan, if it is made ahead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalMicroBatch:
-    """One micro-batch, or a segment of one, as this rank runs it, until the step's end.
-
-    ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
-    and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
-    ``sequence`` is the slice of it that runs, None where that is all of it; ``segments`` is shared
-    by the segments of a micro-batch, None where it has one. ``packed``
-    holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
-    others: boundaries, slices and budgets follow from the plan alone.
-    """
-
-    step: int
-    position: int
-    chunk: int
-    training: bool
-    plan: MicroBatchPlan
-    cu_seqlens: tuple[int, ...]
-    sequence: SequenceSlice | None
-    packed: PackedSequence | None
-    segments: MicroBatchSegments | None = None
-
-
 class MicroBatchIterator:
     """Endless iterator over a rank's micro-batches, for Megatron's ``--dataloader-type external``.
 
@@ -196,9 +160,11 @@ class MicroBatchIterator:
     are read ahead: at most those of the step that runs and of the one after it are in memory.
 
     Args:
+        scheduler: training's, or the fixed one of evaluation.
         index: where samples are read; None where the chunk neither embeds tokens nor computes the
             loss.
         packing: packs micro-batches, of which only this rank's slice is kept.
+        device: where the model runs.
         data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
         step: where to start.
@@ -208,10 +174,11 @@ class MicroBatchIterator:
 
     def __init__(
         self,
-        schedule: Schedule,
+        scheduler: Scheduler,
         index: SampleIndex | None,
         packing: SequencePacking,
         *,
+        device: torch.device,
         data_parallel_rank: int,
         chunk: int,
         training: bool,
@@ -219,9 +186,10 @@ class MicroBatchIterator:
         batch_sizes: BatchSizes,
         worker: Executor,
     ) -> None:
-        self._schedule = schedule
+        self._scheduler = scheduler
         self._index = index
         self._packing = packing
+        self._device = device
         self._data_parallel_rank = data_parallel_rank
         self._chunk = chunk
         self._training = training
@@ -231,7 +199,7 @@ class MicroBatchIterator:
         self._position = 0
         self._lock = Lock()
         self._latest: StepPlan | None = None
-        self._packed: dict[tuple[int, int], Future[PackedSequence]] = {}
+        self._packed: dict[tuple[int, int], Future[list[PackedSequence]]] = {}
         self._segments: deque[LocalMicroBatch] = deque()
 
     def __iter__(self) -> MicroBatchIterator:
@@ -239,7 +207,7 @@ class MicroBatchIterator:
 
     def segment_tokens(self) -> list[list[int]] | None:
         """See :meth:`.segmented_schedule.SegmentIterator.segment_tokens`."""
-        planned, packing = self._schedule.planned(self._step), self._packing
+        planned, packing = self._scheduler.planned(self._step), self._packing
         if not planned.in_segments:
             return None
         return [
@@ -252,43 +220,30 @@ class MicroBatchIterator:
 
     def __next__(self) -> LocalMicroBatch:
         if not self._segments:
-            self._segments.extend(self._cut(self._next_micro_batch()))
+            self._segments.extend(self._next_micro_batch())
         return self._segments.popleft()
 
-    def _cut(self, micro_batch: LocalMicroBatch) -> list[LocalMicroBatch]:
-        if micro_batch.plan.segments == 1:
-            return [micro_batch]
-        segments, whole = MicroBatchSegments(count=micro_batch.plan.segments), micro_batch.packed
-        return [
-            replace(
-                micro_batch,
-                sequence=held,
-                segments=segments,
-                packed=whole and whole.part(held.tokens_T, padding_tokens=held.padding_tokens),
-            )
-            for held in self._packing.segments(micro_batch.plan)
-        ]
-
-    def _next_micro_batch(self) -> LocalMicroBatch:
-        planned, position = self._schedule.planned(self._step), self._position
+    def _next_micro_batch(self) -> list[LocalMicroBatch]:
+        planned, step, position = self._scheduler.planned(self._step), self._step, self._position
         micro_batches = self._micro_batches(planned)
         if self._index is not None and position == 0:
             self.read_ahead(planned)
-            self._schedule.follow(self.read_ahead)
-        micro_batch = LocalMicroBatch(
-            step=self._step,
-            position=position,
-            chunk=self._chunk,
-            training=self._training,
-            plan=micro_batches[position],
-            cu_seqlens=self._packing.cu_seqlens(micro_batches[position]),
-            sequence=self._packing.slice(micro_batches[position]),
-            packed=None if self._index is None else self.packed(planned, position),
-        )
+            self._scheduler.follow(self.read_ahead)
         self._position += 1
         if self._position == len(micro_batches):
             self._step, self._position = self._step + 1, 0
-        return micro_batch
+        packed = None if self._index is None else self.packed(planned, position)
+        return local_micro_batches(
+            micro_batches[position],
+            self._packing.cu_seqlens(micro_batches[position]),
+            self._packing.slices(micro_batches[position]),
+            block_size=self._packing.block_size,
+            observe=self._training,
+            device=self._device,
+            step=step,
+            chunk=self._chunk,
+            inputs=None if packed is None else [vars(each) for each in packed],
+        )
 
     def read_ahead(self, planned: PlannedStep) -> None:
         """Start to read a step's samples, unless they were the last to be started; any thread."""
@@ -307,8 +262,8 @@ class MicroBatchIterator:
                     return
                 self._packed[plan.step, position] = packed
 
-    def packed(self, planned: PlannedStep, position: int) -> PackedSequence:
-        """One packed sequence; waits for it. Reads it now if it was not begun or was taken before.
+    def packed(self, planned: PlannedStep, position: int) -> list[PackedSequence]:
+        """One micro-batch; waits for it. Reads it now if it was not begun or was taken before.
 
         Raises:
             OSError, DataError: whatever reading it raised.
@@ -322,7 +277,7 @@ class MicroBatchIterator:
     def _micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
         return planned.plan.for_rank(self._data_parallel_rank).micro_batches
 
-    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedSequence:
+    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> list[PackedSequence]:
         assert self._index is not None, "asked only for samples that the chunk reads"
         samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
         return self._packing.packed(micro_batch, samples)

@@ -22,8 +22,8 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
 from sparsebalance_megatron.megatron.hooks import install_hooks
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
-from sparsebalance_megatron.megatron.sequence_groups import rank_place
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
@@ -71,8 +71,8 @@ class Loop:
         """Show the figures of a step, whose micro-batches reported ``reports``."""
 
 
-class Samples(Protocol):
-    """Interface of the owner of the data: plans made from the lengths of coming samples."""
+class PlanSource(Protocol):
+    """Plans of steps, made from the lengths of coming samples, by whoever owns the data."""
 
     @property
     def coverage(self) -> CoverageCurves:
@@ -106,7 +106,7 @@ class Run:
     def __init__(
         self,
         job: Job,
-        samples: Samples,
+        plans: PlanSource,
         loop: Loop,
         device: torch.device,
         *,
@@ -117,9 +117,10 @@ class Run:
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        check_lockstep_ranks(job.lockstep_ranks)
         self.place = place = rank_place()
         self.job = job
-        self.samples = samples
+        self.plans = plans
         self.extra_steps = extra_steps
         self._loop = loop
         self._device = device
@@ -136,15 +137,15 @@ class Run:
         self._reducer = StepReducer(
             job,
             place,
-            buckets=samples.coverage.buckets,
-            grid_size=len(samples.coverage.grid),
+            buckets=plans.coverage.buckets,
+            grid_size=len(plans.coverage.grid),
             device=device,
         )
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget what the running step has observed."""
-        self.seen: list[MicroBatchContext] = []
+        self.seen: list[LocalMicroBatch] = []
         self.running: PlannedStep | None = None
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
@@ -162,22 +163,22 @@ class Run:
             return
         if planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
-                f"a micro-batch of step {planned.plan.step} begins, but on_step_end was not called "
+                f"a micro-batch of step {planned.plan.step} begins, but end_step was not called "
                 f"for step {running.plan.step}; call it once per step on every rank, after all "
                 "micro-batches of the plan"
             )
 
-    def begin_micro_batch(self, context: MicroBatchContext) -> None:
-        """Name the forward that is running, and keep its context for the step's end."""
-        step = context.step
-        planned = self.samples.planned(step)
+    def begin_micro_batch(self, micro_batch: LocalMicroBatch) -> None:
+        """Name the forward that is running, and keep it for the step's end."""
+        step = micro_batch.step
+        planned = self.plans.planned(step)
         self.check_ended(planned)
         first = self.running is None
         if first:
             self.running = planned
             self._recorder.expect(self._segments_M(planned))
-        self._recorder.bind_forward(context.chunk, context.position, context.segment)
-        self.seen.append(context)
+        self._recorder.bind_forward(micro_batch.chunk, micro_batch.position, micro_batch.segment)
+        self.seen.append(micro_batch)
         # The step's first micro-batch waited for the plan.
         self._host_time.end_forward_step(plan_wait_ms=planned.wait_ms if first else 0.0)
         if first and self._agreement is not None:
@@ -186,7 +187,7 @@ class Run:
 
     def end_forward(self, step: int) -> None:
         """The model's kernels are launched: time to think about the next step."""
-        self.samples.plan_following(step)
+        self.plans.plan_following(step)
 
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """Keep a micro-batch's loss, and the report that the loop will read after the step."""
@@ -204,14 +205,12 @@ class Run:
         forwards = sum(self._segments_M(running)) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
-            return (
-                f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"
-            )
-        blind = sum(len(context.observations) < len(stage[context.chunk]) for context in self.seen)
+            return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
+        blind = sum(len(each.observations) < len(stage[each.chunk]) for each in self.seen)
         if blind:
             return (
                 f"step {running.plan.step}: {blind} of {expected} forward steps never reached the "
-                "plugin's attention; build the model with sparse_balance_layer_spec and give it "
+                "plugin's attention; build the model with run.layer_spec and give it "
                 f"{model_remedy}"
             )
         return None
@@ -244,7 +243,7 @@ class Run:
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
             self._stop_on_mismatch(planned.plan.step, measured)
-            self.samples.finish_step(planned.plan.step, measured)
+            self.plans.finish_step(planned.plan.step, measured)
             self._after_step()
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
@@ -277,7 +276,7 @@ class Run:
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
-        counts = [context.recompute for context in self.seen]
+        counts = [each.recompute for each in self.seen]
         found = [each.totals() for each in counts if each.again or each.changed]
         # A micro-batch that kept nothing counts on the host.
         totals = [copied_to(x, self._device) if x.device.type == "cpu" else x for x in found]

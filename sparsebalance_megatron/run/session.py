@@ -2,26 +2,37 @@
 """Starts and resumes a training run that reads its own data, on one rank.
 
 :class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
-:class:`.samples.DataSamples` need them. :mod:`.training_hooks` puts a session into
-``megatron.training``, :mod:`.own_loop` into a trainer that calls Megatron's schedules itself.
+the iterators need them. :mod:`.training_hooks` puts a session into ``megatron.training``,
+:mod:`.trainer` into a trainer that calls Megatron's schedules itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
+from sparsebalance_megatron.plan.job import lockstep_notice
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import Loop, Run
-from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
+from sparsebalance_megatron.run.schedulers import (
+    evaluation_batch_size,
+    make_evaluation_scheduler,
+    make_scheduler,
+)
 from sparsebalance_megatron.run.sinks import open_sinks
 
 _SAMPLES = "training samples"
@@ -56,7 +67,9 @@ class Session:
         self._after_step = after_step
         self._make_scheduler = make_scheduler
         self._run: Run | None = None
-        self._samples: DataSamples | None = None
+        self._scheduler: Scheduler
+        self._packing: SequencePacking
+        self._place: RankPlace
         self._record: dict[str, str] = {}
         self._loaded_state: dict[str, Any] | None = None
         self._log_directory: LogDirectory | None = None
@@ -68,13 +81,7 @@ class Session:
             raise StateError("the run has not started: ask for the training iterator first")
         return self._run
 
-    @property
-    def samples(self) -> DataSamples:
-        """The samples of the run, once it has started."""
-        assert self._samples is not None, "run raises before"
-        return self._samples
-
-    def start(self, *, consumed_samples: int, iteration: int | None = None) -> DataSamples:
+    def start(self, *, consumed_samples: int, iteration: int | None = None) -> None:
         """Start the run, unless it has started; collective over all ranks, on which errors are
         alike.
 
@@ -102,14 +109,13 @@ class Session:
             if iteration is None:
                 iteration = (self._loaded_state or {}).get("iteration", steps)
             self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
-        return self.samples
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
         self._record = fingerprint(inputs)
         check_ranks_agree(self._record)
         settings = inputs.settings
-        what = inputs.config, settings.shape, settings.dtype, self.device
+        what = inputs.config, settings.host_job.shape, settings.dtype, self.device
         (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
         print_rank_0(f"sparse balance: {checked}")
         if inputs.config.log_dir is not None:
@@ -125,8 +131,17 @@ class Session:
             )
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
-        place = rank_place()
-        self._samples = samples = DataSamples(inputs, scheduler, place)
+        if notice := lockstep_notice(inputs.job.lockstep_ranks):
+            print_rank_0(f"sparse balance: {notice}")
+        self._place = place = rank_place()
+        self._packing = packing = SequencePacking.of_run(
+            inputs.config,
+            largest_cp_size=inputs.policy.max_context_parallel,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            neighbours_per_node=settings.host_job.neighbours_per_node,
+            timeout_minutes=settings.distributed_timeout_minutes,
+        )
+        self._scheduler = scheduler
         return Run(
             inputs.job,
             scheduler,
@@ -134,15 +149,72 @@ class Session:
             self.device,
             extra_steps=extra_steps,
             sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
-            agreement=samples.packing.agreement,
+            agreement=packing.agreement,
             after_step=self._after_step,
-            token_counts=samples.token_counts,
+            token_counts=self._token_counts,
+        )
+
+    def _token_counts(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
+        counts = self.inputs.train.counts
+        return {
+            "padded-tokens": sum(map(self._packing.padded_tokens, plan.micro_batches)),
+            "truncated-tokens": counts.truncated_tokens,
+            "dropped-tokens": counts.dropped_tokens,
+        }
+
+    def train_iterator(
+        self, *, consumed_samples: int, vp_stage: int | None = None
+    ) -> MicroBatchIterator:
+        """This rank's training micro-batches for one model chunk, from the beginning of a step."""
+        sizes = self.inputs.settings.batch_sizes
+        return self._iterator(
+            self._scheduler, self.inputs.train, consumed_samples, vp_stage, sizes, training=True
+        )
+
+    def evaluation_iterator(
+        self, index: SampleIndex, *, consumed_samples: int, vp_stage: int | None = None
+    ) -> MicroBatchIterator:
+        """Micro-batches of validation or test samples, at base budgets; the last step that has
+        begun begins anew."""
+        batch_size = evaluation_batch_size(self.inputs)
+        scheduler = make_evaluation_scheduler(self.inputs, index, self._scheduler.coverage)
+        begun = consumed_samples // batch_size * batch_size
+        sizes = BatchSizes.constant(batch_size)
+        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
+
+    def _iterator(
+        self,
+        scheduler: Scheduler,
+        index: SampleIndex,
+        consumed_samples: int,
+        vp_stage: int | None,
+        sizes: BatchSizes,
+        *,
+        training: bool,
+    ) -> MicroBatchIterator:
+        job, chunk = self.inputs.job, vp_stage or 0
+        last = job.pipeline_stages - 1, job.virtual_stages - 1
+        reads = (self._place.pipeline_rank, chunk) in ((0, 0), last)
+        step = sizes.step_at(consumed_samples)
+        assert step is not None, "start has checked it"
+        return MicroBatchIterator(
+            scheduler,
+            index if reads else None,
+            self._packing,
+            device=self.device,
+            data_parallel_rank=self._place.data_parallel_rank,
+            chunk=chunk,
+            training=training,
+            step=step,
+            batch_sizes=sizes,
+            worker=ThreadPoolExecutor(1, "sparse-balance-read"),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """State that resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
-            state = self.samples.scheduler.state_dict()
+            state = self._scheduler.state_dict()
             steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
             assert steps is not None, "the scheduler counts by the same sizes"
             return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
@@ -154,7 +226,7 @@ class Session:
         """Take over the state of an earlier run, on every rank the same, before iterators exist."""
         self._loaded_state = state
         if self._run is not None:
-            _take_over(state, self.samples.scheduler, self._record)
+            _take_over(state, self._scheduler, self._record)
 
 
 def print_rank_0(message: str) -> None:

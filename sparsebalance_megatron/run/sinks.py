@@ -89,7 +89,7 @@ class StepSinks:
         if self.scalars is not None and self.scalars.due(step.iteration):
             scalars = step_scalars(
                 step,
-                shape=self.inputs.settings.shape,
+                shape=self.inputs.settings.host_job.shape,
                 block_size=self.inputs.config.block_size,
                 world_size=self.place.world_size,
             )

@@ -27,7 +27,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepMeasurement,
     StepTimes,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
@@ -51,7 +51,7 @@ class ObservedCoverage:
     values_OC: torch.Tensor | None
 
     @classmethod
-    def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
+    def gather(cls, seen: Iterable[LocalMicroBatch]) -> ObservedCoverage:
         """Gather what the layers of this rank's micro-batches observed, without padding documents.
 
         Ranks that share a micro-batch see the same, and only the first reports it; of segments, the

@@ -16,7 +16,7 @@ from sparsebalance_megatron.attention.kernels.contract import Kernel
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 triton = pytest.importorskip("triton")
@@ -86,7 +86,7 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         options=options,
     )
     with fake_cuda(), torch.no_grad():
-        context = MicroBatchContext(
+        context = LocalMicroBatch(
             layout=packed_layout([0, 2000, 4096], 128, CUDA),
             budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
             max_budgets=(8,),

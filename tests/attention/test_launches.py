@@ -22,7 +22,7 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -64,7 +64,7 @@ def _layer(kernel: Kernel, tokens: int, query_heads: int) -> Layer:
     peak, forward, backward = PeakMemory(), Launches(), Launches()
     with fake_cuda():
         with peak:
-            context = MicroBatchContext(
+            context = LocalMicroBatch(
                 layout=packed_layout([0, tokens // 3, tokens], 256, CUDA),
                 budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
                 max_budgets=(32,),

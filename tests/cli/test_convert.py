@@ -79,9 +79,14 @@ TRAINED_LAYERS = {
 }
 """Model -> what its config.json says besides once it is trained with these flags."""
 FIXED_ATTENTION = {"sparse_local_block": 1, "sparse_init_block": 0}
-SPARSE_MODEL, SPARSE_BUDGET = "llama-llama3", 3
-SPARSE_READINGS = [*((selection, "") for selection in CAUSAL), (CAUSAL[0], "dense:1")]
-"""Selection and budgets by layer."""
+SPARSE_BUDGET = 3
+SPARSE_READINGS = [
+    *(("llama-llama3", selection, "") for selection in CAUSAL),
+    ("llama-llama3", CAUSAL[0], "dense:1"),
+    ("qwen3-linear", CAUSAL[0], ""),
+    ("qwen3_moe-shares", CAUSAL[1], ""),
+]
+"""Model, selection and budgets by layer."""
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -129,11 +134,11 @@ class Work:
             )
             for variant in VARIANTS
         }
-        for selection, layers in SPARSE_READINGS:
-            commands[f"logits by {selection} {layers}"] = (
-                *("logits", str(self.root / f"{selection} {layers}.pt")),
-                *(str(self.hf(SPARSE_MODEL)), str(self.root / "tokens.json")),
-                *(str(SPARSE_BUDGET), selection, layers),
+        for reading in SPARSE_READINGS:
+            variant, selection, layers = reading
+            commands[" ".join(reading)] = (
+                *("logits", str(self.root / f"{' '.join(reading)}.pt"), str(self.hf(variant))),
+                *(str(self.root / "tokens.json"), str(SPARSE_BUDGET), selection, layers),
             )
         for variant, (flags, _) in TRAINED.items():
             commands[f"convert {variant}"] = (
@@ -264,14 +269,15 @@ def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize(("selection", "layers"), SPARSE_READINGS)
+@pytest.mark.parametrize("reading", SPARSE_READINGS)
 def test_sparse_logits_are_those_of_the_model_in_transformers(
-    selection: str, layers: str, work: Work
+    reading: tuple[str, str, str], work: Work
 ) -> None:
     """What training computes at base budgets is what the converted model computes."""
-    succeeded(work.before[f"logits by {selection} {layers}"])
-    ours = torch.load(work.root / f"{selection} {layers}.pt")
-    model = tiny_model(SPARSE_MODEL)
+    variant, selection, layers = reading
+    succeeded(work.before[" ".join(reading)])
+    ours = torch.load(work.root / f"{' '.join(reading)}.pt")
+    model = tiny_model(variant)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
         model,

@@ -14,6 +14,7 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import watch
+from sparsebalance_megatron.plan.job import lockstep_notice
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=4, noise=0.0)
 
@@ -40,6 +41,22 @@ def test_the_device_that_takes_longer_is_named_with_its_host(
     assert line.startswith("iteration 4 | ")
     assert "slowest rank 1 stage 0 on node0 1.50x" in line
     assert "1 damaged" in line
+
+
+def test_ranks_in_lockstep_are_told_once_and_none_is_called_slowest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RUN.write(tmp_path) / "steps.jsonl"
+    header, *records = (json.loads(line) for line in path.read_text().splitlines())
+    write_lines(path, [header | {"lockstep_ranks": 2}, *records[:-1]])
+    monkeypatch.setattr(
+        watch.time, "sleep", lambda _: write_lines(path, [header | {"lockstep_ranks": 2}, *records])
+    )
+    first, then = islice(watch.lines(tmp_path, 1.0), 2)
+    notice, status = first.splitlines()
+    assert notice == lockstep_notice(2)
+    assert status.startswith("iteration 3 | ") and then.startswith("iteration 4 | ")
+    assert "slowest" not in first + then
 
 
 @pytest.mark.parametrize(("age_s", "silent"), [(30.0, False), (600.0, True), (-9000.0, False)])

@@ -52,7 +52,7 @@ class FakeRun:
         self.calls.append(("plan", lengths, *pins))
         return FakePlan(f"plan of {lengths}", lengths)
 
-    def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
+    def layer_spec(self, spec: Any, *, vp_stage: int | None = None) -> Any:
         return f"budgeted {spec}"
 
     def attach(self, planned: Any, position: int, params: Any, **how: Any) -> str:

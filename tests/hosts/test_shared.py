@@ -18,9 +18,8 @@ from step_cases import SHAPE
 from sparsebalance_megatron import SparseBalanceConfig, integration
 
 JOB = integration.HostJob(
+    layout=integration.Job(stage_layers=(((0, 1),),), data_parallel_size=1),
     shape=SHAPE,
-    stage_layers=(((0, 1),),),
-    data_parallel_size=1,
     max_sample_tokens=1,
     global_batch_size=1,
 )
@@ -102,16 +101,16 @@ def test_megatrons_scheduler_gives_contiguous_aligned_members(
 class Rows(FakeRun):
     """A run of two ranks, of which this has every second token."""
 
-    def slice_of(self, planned: Any, position: int, values: Any, padding: float) -> Any:
+    def cut(self, planned: Any, position: int, values: Any) -> Any:
         self.calls.append(("slice", planned, position))
         cut = {name: value[::2] for name, value in values.items()}
         return cut | {"position_ids": torch.zeros(len(cut["values"]))}
 
-    def whole_of(self, planned: Any, position: int, values: Any) -> Any:
+    def whole(self, planned: Any, position: int, values: Any) -> Any:
         self.calls.append(("whole", planned, position))
         return {name: value.repeat_interleave(2, 0)[:-1] for name, value in values.items()}
 
-    def attach(self, planned: Any, position: int, params: Any, **how: Any) -> str:
+    def attach(self, planned: Any, position: int, **how: Any) -> str:
         self.calls.append(("attach", planned, position, how["learn"]))
         return "carried"
 

@@ -30,12 +30,13 @@ BLOCK = 64
 LONGEST = 8192
 
 
-def host_job(ranks: int = 2, stages: int = 1, chunks: int = 1, **changes: Any) -> HostJob:
+def host_job(
+    ranks: int = 2, stages: int = 1, chunks: int = 1, layout: Any = None, **changes: Any
+) -> HostJob:
     return HostJob(
         **{
+            "layout": replace(job_shape(ranks, 1, stages, chunks), **layout or {}),
             "shape": SHAPE,
-            "stage_layers": job_shape(ranks, 1, stages, chunks).stage_layers,
-            "data_parallel_size": ranks,
             "max_sample_tokens": LONGEST,
             "global_batch_size": 16,
         }
@@ -82,7 +83,7 @@ def test_every_sample_is_placed_once_under_the_cap(
     seed: int, count: int, ranks: int, stages: int, chunks: int
 ) -> None:
     multiple = stages if chunks > 1 else 1
-    job = host_job(ranks, stages, chunks, micro_batches_multiple_of=multiple)
+    job = host_job(ranks, stages, chunks)
     tokens = lengths(max(count, ranks * multiple), seed)
     plan = planner(job).plan(tokens).plan
     assert sorted(
@@ -227,7 +228,7 @@ def test_ranks_share_samples_above_the_cap() -> None:
     assert next(each.cp_size for each in plan.micro_batches if 0 in each.samples) == 4
     with pytest.raises(PlanError, match="fits in no micro-batch of 2048 tokens per rank"):
         planner(host_job(4), max_context_parallel=2, **cap).plan(tokens)
-    groups = planner(host_job(4, context_parallel_size=2))
+    groups = planner(host_job(4, layout={"context_parallel_size": 2}))
     given = groups.plan(tokens, placement=(((0,),), ((1, 2, 3, 4, 5, 6),))).plan
     assert [(each.rank, each.cp_size) for each in given.micro_batches] == [(0, 2), (2, 2)]
     with pytest.raises(PlanError, match="the job 2 ranks of 1; context-parallel ranks are not"):
@@ -275,6 +276,30 @@ def test_what_no_host_can_have_is_refused(choices: dict[str, Any], named: str) -
         HostPlanner(SparseBalanceConfig(**choices), job)
 
 
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_no_device_is_called_slow_for_waiting_in_lockstep(lockstep_ranks: int) -> None:
+    """One rank is given less in every step, and takes as long as the other, which it waits for."""
+    made = planner(host_job(stages=1, lockstep_ranks=lockstep_ranks))
+    for step in range(8):
+        planned = made.plan(
+            [LONGEST - step, 1000, LONGEST - 2 * step, 900], placement=(((0,), (2,)), ((1,), (3,)))
+        )
+        measured = measurement(planned, made.coverage)
+        times_2RPVM = np.broadcast_to(
+            planned.times_2RPVM.max(axis=1, keepdims=True), planned.times_2RPVM.shape
+        )
+        made.learn(planned, replace(measured, times_2RPVM=times_2RPVM))
+    slowness_RP = made.plan(lengths()).scales.device_slowness_RP
+    assert (slowness_RP == 1.0).all() == (lockstep_ranks == 2)
+
+
+def test_a_host_says_which_ranks_wait_for_one_another() -> None:
+    with pytest.raises(ConfigError, match="lockstep_ranks 3: must divide the 4 data-parallel"):
+        host_job(4, lockstep_ranks=3)
+    plan = planner(host_job(4, lockstep_ranks=4)).plan(lengths(), micro_batches=4).plan
+    assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()
+
+
 def test_state_of_another_version_is_refused_and_of_another_model_named() -> None:
     made = planner()
     with pytest.raises(StateError, match="version 0, not"):
@@ -294,11 +319,12 @@ for name in ("torch", "megatron"):
 import warnings
 warnings.simplefilter("ignore")
 from sparsebalance_megatron import SparseBalanceConfig, integration
-from sparsebalance_megatron.cost.table import ModelShape
-shape = ModelShape(**{vars(SHAPE)!r})
-job = integration.HostJob(shape=shape, stage_layers=(((0, 1),),), data_parallel_size=2,
-                          max_sample_tokens=4096, global_batch_size=4)
-planned = integration.planner(SparseBalanceConfig(block_size=64), job).plan([100, 4000, 20, 900])
+shape = integration.ModelShape(**{vars(SHAPE)!r})
+layout = integration.Job(stage_layers=(((0, 1),),), data_parallel_size=2)
+sizes = dict(max_sample_tokens=4096, global_batch_size=4)
+job = integration.HostJob(layout=layout, shape=shape, **sizes)
+planner = integration.HostPlanner(SparseBalanceConfig(block_size=64), job)
+planned = planner.plan([100, 4000, 20, 900])
 print(len(planned.plan.micro_batches))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

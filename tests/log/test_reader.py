@@ -186,6 +186,17 @@ def test_a_reader_simulates_the_schedule_of_the_run(tmp_path: Path, group_size: 
     assert read_run_log(write(tmp_path, record(1))).schedule == megatron_order
 
 
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_a_header_says_which_ranks_wait_for_one_another(
+    tmp_path: Path, lockstep_ranks: int
+) -> None:
+    job = replace(JOB, data_parallel_size=4, lockstep_ranks=lockstep_ranks)
+    header = json.loads(encode(header_of(job)))
+    assert ("lockstep_ranks" in header) == (lockstep_ranks > 1)
+    assert read_run_log(write(tmp_path, header, record(1))).lockstep_ranks == lockstep_ranks
+    assert read_run_log(write(tmp_path, record(1))).lockstep_ranks == 1
+
+
 RANK_HEADER = {
     "type": "rank",
     "world_rank": 0,
@@ -338,6 +349,7 @@ def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path: Path, lines: list
     (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
     tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1)
     assert [each.iteration for each in tail.steps] == [4, 5, 6] and not tail.problems
+    assert tail.header == read_run_log(tmp_path).header
 
 
 def test_a_log_that_outgrew_its_file_is_read_from_the_next(

@@ -67,6 +67,8 @@ TYPED = {
     "--tensor-parallel-num-weight-shards": "2",
     "--expert-tensor-parallel-num-weight-shards": "2",
     "--moe-token-dispatcher-type": "allgather --num-experts 4",
+    "--moe-pad-expert-input-to-capacity": " --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall",
     "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2 "
     "--sparse-balance-selection token-kv-head",
     "--cuda-graph-impl": "local",
@@ -224,6 +226,7 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
         "--context-parallel-size 2 --sparse-balance-max-tokens-per-micro-batch 128",
         "--moe-token-dispatcher-type allgather",
         "--moe-token-dispatcher-type alltoall --num-experts 4",
+        "--moe-pad-expert-input-to-capacity --num-experts 4 --moe-token-dispatcher-type alltoall",
         "--num-query-groups 2 --group-query-attention --tensor-model-parallel-size 2",
         "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
         "--sparse-balance-selection token-query-head",

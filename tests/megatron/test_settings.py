@@ -10,6 +10,7 @@ import pytest
 
 from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.settings import (
+    expert_group_ranks,
     micro_batch_group_size,
     token_multiple,
 )
@@ -28,6 +29,34 @@ def test_only_groups_of_virtual_stages_that_differ_from_the_pipeline_are_named(
         microbatch_group_size_per_vp_stage=given_size,
     )
     assert micro_batch_group_size(transformer_config) == expected
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert_parallel", "expert_tensor", "tensor", "ranks"),
+    [
+        (None, 1, None, 2, 1),
+        (8, 1, None, 1, 1),
+        (8, 8, None, 1, 8),
+        (8, 2, None, 4, 2),
+        (8, 2, 1, 2, 1),
+        (8, 4, 1, 2, 2),
+        (8, 2, 1, 4, 1),
+        (8, 1, 2, 1, 2),
+        (6, 6, 1, 4, 3),
+    ],
+)
+def test_an_expert_group_is_neighbouring_data_parallel_ranks(
+    experts: int | None, expert_parallel: int, expert_tensor: int | None, tensor: int, ranks: int
+) -> None:
+    """In the last case groups are ranks 0 to 5 and 6 to 11, while ranks 4 to 7 are tensor-parallel:
+    3 data-parallel ranks hang together."""
+    transformer_config = SimpleNamespace(
+        num_moe_experts=experts,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=expert_tensor,
+        tensor_model_parallel_size=tensor,
+    )
+    assert expert_group_ranks(transformer_config) == ranks
 
 
 def config(**fields: Any) -> SimpleNamespace:

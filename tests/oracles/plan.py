@@ -146,40 +146,62 @@ def most_coverage(chains, limit):
     return best
 
 
-def shared_makespans(forward, backward, cp_sizes, schedule="1f1b"):
-    """Makespan of every rank where the ranks of a slot begin each operation together.
+def waiting_pipelines(forward, backward, cp_sizes, schedule="1f1b", lockstep=1):
+    """{(rank, stage, kind, chunk, micro-batch): (start, end)} of ranks that wait for one another.
+
+    An operation begins when all ranks that share its micro-batch, and all that are in lockstep with
+    any of these, are ready for it. It ends when the slowest rank in lockstep has done it.
 
     Args:
         forward: of rank r, stage p, chunk v, micro-batch m: forward[r][p][v][m]. backward alike.
-        cp_sizes: of the slot that rank r takes part in at position m: widths[r][m].
+        cp_sizes: of the micro-batch that rank r takes part in at position m: cp_sizes[r][m].
+        lockstep: neighbours that wait for one another.
     """
     ranks, stages, chunks = len(forward), len(forward[0]), len(forward[0][0])
     positions = len(forward[0][0][0])
-    ends = {}
     programs = [stage_program(stages, positions, schedule, chunks, p) for p in range(stages)]
-    path = [(p, c) for c in range(chunks) for p in range(stages)]
-    changed = True
-    while changed:
-        changed = False
-        for p in range(stages):
-            for number, (kind, c, m) in enumerate(programs[p]):
-                for r in range(ranks):
-                    first = r // cp_sizes[r][m] * cp_sizes[r][m]
-                    start = 0.0
-                    for member in range(first, first + cp_sizes[r][m]):
-                        place = path.index((p, c))
-                        waited = []
-                        if number:
-                            waited.append((member, p, *programs[p][number - 1]))
-                        if kind == "F" and place:
-                            waited.append((member, path[place - 1][0], "F", path[place - 1][1], m))
-                        if kind == "B" and place + 1 == len(path):
-                            waited.append((member, p, "F", c, m))
-                        if kind == "B" and place + 1 < len(path):
-                            waited.append((member, path[place + 1][0], "B", path[place + 1][1], m))
-                        start = max([start, *(ends.get(other, 0.0) for other in waited)])
-                    end = start + (forward if kind == "F" else backward)[r][p][c][m]
-                    if end > ends.get((r, p, kind, c, m), -1.0):
-                        ends[r, p, kind, c, m] = end
-                        changed = True
-    return [max(end for key, end in ends.items() if key[0] == r) for r in range(ranks)]
+    times = {}
+    while len(times) < ranks * sum(map(len, programs)):
+        before = len(times)
+        for p, program in enumerate(programs):
+            for r in range(ranks):
+                done = sum((r, p, *operation) in times for operation in program)
+                if done == len(program):
+                    continue
+                kind, c, m = program[done]
+                party = _waiting_together(r, [row[m] for row in cp_sizes], lockstep)
+                needed = [(each, p, *program[done - 1]) for each in party if done]
+                source = input_of(stages, chunks, p, kind, c, m)
+                needed += [(each, *source) for each in party if source]
+                if any(key not in times for key in needed):
+                    continue
+                start = max((times[key][1] for key in needed), default=0.0)
+                for each in party:
+                    first = each // lockstep * lockstep
+                    slowest = max(
+                        (forward if kind == "F" else backward)[other][p][c][m]
+                        for other in range(first, first + lockstep)
+                    )
+                    times[each, p, kind, c, m] = (start, start + slowest)
+        assert len(times) > before, "deadlock"
+    return times
+
+
+def _waiting_together(rank, cp_sizes, lockstep):
+    party, grown = set(), {rank}
+    while grown != party:
+        party = grown
+        grown = {
+            other
+            for each in party
+            for size in (cp_sizes[each], lockstep)
+            for other in range(each // size * size, each // size * size + size)
+        }
+    return sorted(party)
+
+
+def waiting_makespans(*arguments):
+    """End of every rank of :func:`waiting_pipelines`."""
+    times = waiting_pipelines(*arguments)
+    ranks = 1 + max(key[0] for key in times)
+    return [max(end for key, (_, end) in times.items() if key[0] == r) for r in range(ranks)]

@@ -27,10 +27,10 @@ from plan.plan_cases import (
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_cp_sizes
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.cp_size_moves import Kind, Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.cp_size_search import _CpSizeSearch, improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
@@ -94,7 +94,7 @@ def test_shared_micro_batches_begin_together(shape, seed):
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
     times = shared_times(shape, cp_sizes_RM, seed)
     name = "no_pipeline" if stages == 1 else "interleaved" if chunks > 1 else "1f1b"
-    naive = oracle.shared_makespans(*times.tolist(), cp_sizes_RM.tolist(), name)
+    naive = oracle.waiting_makespans(*times.tolist(), cp_sizes_RM.tolist(), name)
     assert makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)) == pytest.approx(naive, rel=1e-12)
 
 
@@ -140,7 +140,7 @@ def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     )
     name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
     expected = plan.expectation
-    naive = oracle.shared_makespans(*expected.times_2RPVM.tolist(), cp_sizes_RM.tolist(), name)
+    naive = oracle.waiting_makespans(*expected.times_2RPVM.tolist(), cp_sizes_RM.tolist(), name)
     assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
 

@@ -9,8 +9,8 @@ import numpy as np
 from plan.plan_cases import cost_model, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.search_effort import OPERATIONS_PER_MS, SearchEffort

@@ -69,10 +69,8 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
                 parameter.mul_(8)
     models = {
         "megatron": build(args, megatron_layer_spec),
-        "plugin": build(args, plugin_layer_spec(base_budget=1000), variable_lengths=True),
-        "dense layers": build(
-            args, plugin_layer_spec(layer_budgets="dense:1-2 1000:0"), variable_lengths=True
-        ),
+        "plugin": build(args, plugin_layer_spec(base_budget=1000)),
+        "dense layers": build(args, plugin_layer_spec(layer_budgets="dense:1-2 1000:0")),
     }
     truth = losses_and_gradients(exact, on_documents)
     result = {}
@@ -87,8 +85,8 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
     return result
 
 
-def build(args, layer_spec, variable_lengths=False):
-    return model_provider(args, layer_spec, variable_lengths)().float().train()
+def build(args, layer_spec):
+    return model_provider(args, layer_spec)().float().train()
 
 
 class LatentCoreAttention(DotProductAttention):

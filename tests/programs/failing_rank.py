@@ -98,10 +98,10 @@ def differ_in(step: int) -> None:
 
 def lose_numbers_from(step: int) -> None:
     """The loss of rank 1 is NaN from a step on, whenever that is run."""
-    token_loss = forward_step._token_loss
+    token_loss = forward_step.token_loss
     lost = []
     at(step, lambda: lost.append(True))
-    forward_step._token_loss = lambda mask, check, output: token_loss(
+    forward_step.token_loss = lambda mask, check, output: token_loss(
         mask, check, output * (float("nan") if lost else 1.0)
     )
 

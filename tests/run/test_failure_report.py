@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_failure_before_the_first_iteration() -> None:
 def test_errors_that_only_say_that_another_rank_did_not_answer(
     error: Exception, waited: bool
 ) -> None:
-    assert failure_of(error, Namespace(rank=0)).waited is waited
+    assert failure_of(error, 0, 0).waited is waited
 
 
 def test_an_error_inside_a_collective_waited() -> None:
@@ -71,7 +71,10 @@ def test_an_error_inside_a_collective_waited() -> None:
         torch.distributed.all_reduce("no tensor")  # type: ignore[arg-type]
     except Exception as error:
         caught = error
-    assert failure_of(RuntimeError().with_traceback(caught.__traceback__), Namespace(rank=0)).waited
+    assert failure_of(RuntimeError().with_traceback(caught.__traceback__), 0, 0).waited
+
+
+report = partial(failure_report, rank=0, world_size=1, save=None, iteration=lambda: 5)
 
 
 def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]) -> list[str]:
@@ -79,8 +82,8 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
     store = HashStore()
 
     def rank(number: int, error: Exception) -> None:
-        args = Namespace(rank=number, world_size=len(errors), save=None, curr_iteration=4)
-        with pytest.raises(type(error)), failure_report(args, lambda: store, quiet_s=0.5):
+        ranks = {"rank": number, "world_size": len(errors)}
+        with pytest.raises(type(error)), report(**ranks, open_store=lambda: store, quiet_s=0.5):
             raise error
 
     threads = [threading.Thread(target=rank, args=pair) for pair in errors.items()]
@@ -103,8 +106,7 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     def gone() -> HashStore:
         raise RuntimeError("connection refused")
 
-    args = Namespace(rank=1, world_size=2, save=None)
-    with pytest.raises(KeyError), failure_report(args, gone):
+    with pytest.raises(KeyError), report(rank=1, world_size=2, open_store=gone):
         raise KeyError("weights")
     asked, told = capfd.readouterr().err.splitlines()
     assert asked == "sparse balance: other ranks cannot be asked: connection refused"
@@ -112,8 +114,7 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
 
 
 def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    args = Namespace(rank=0, world_size=1, save=None)
-    with pytest.raises(SystemExit) as raised, failure_report(args):
+    with pytest.raises(SystemExit) as raised, report():
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.code == 143
     assert "rank 0 on" in capfd.readouterr().err
@@ -121,6 +122,6 @@ def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[s
 
 
 def test_interruptions_are_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), failure_report(Namespace(rank=0, world_size=1, save=None)):
+    with pytest.raises(SystemExit), report():
         raise SystemExit(2)
     assert capfd.readouterr().err == ""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsebalance_megatron.megatron import hooks
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
@@ -23,7 +23,7 @@ def packed(
     """
     sequence = None if member is None else SimpleNamespace(group=SimpleNamespace(member=member))
     segments = SimpleNamespace(count=segment_count) if segment_count > 1 else None
-    micro_batch = MicroBatchContext(
+    micro_batch = LocalMicroBatch(
         **{"layout": None, "budgets_LS": None, "max_budgets": (), "observe": False},  # not read
         sequence=sequence,
         segments=segments,

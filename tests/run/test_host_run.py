@@ -34,7 +34,7 @@ def four_ranks(host: Path) -> list[dict[str, Any]]:
 
 
 def _run(ranks: int, host: Path) -> list[dict[str, Any]]:
-    program = (str(PROGRAMS / "host_loop.py"), str(host), str(host.parent))
+    program = (str(PROGRAMS / "trainer_loops.py"), "host", str(host), str(host.parent))
     run_training(ranks, (), program=program).require_success()
     paths = [host.parent / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
     return [json.loads(path.read_text()) for path in paths]
@@ -85,7 +85,7 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
         ("wrong row", "the sequence's samples have 5"),
         ("other format", "needs PackedSeqParams in the thd layout"),
         ("no such micro-batch", "micro-batch 99: the plan has"),
-        ("step never ended", "but on_step_end was not called for step"),
+        ("step never ended", "but end_step was not called for step"),
         ("other plans", "PlanMismatchError: ranks 1 executed another plan than rank 0"),
         ("step log", "--sparse-balance-log-dir here: not for a trainer with its own loop"),
     ],
@@ -140,5 +140,5 @@ def test_a_mistake_with_shared_micro_batches_is_told(
 
 def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["pp1"]["mistakes"]["one rank only"] for rank in ranks)
-    assert "on_step_end: ranks 1 have a problem of their own to report" in first
-    assert re.search(r"on_step_end after \d forward steps, expected \d: attach each", second)
+    assert "end_step: ranks 1 have a problem of their own to report" in first
+    assert re.search(r"end_step after \d forward steps, expected \d: attach each", second)

@@ -62,7 +62,7 @@ def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, P
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
         plan = micro_batch(lengths, rank=2 * cp_size, cp_size=cp_size)
-        found.append((packing.slice(plan), packing.packed(plan, samples(lengths))))
+        found += zip(packing.slices(plan), packing.packed(plan, samples(lengths)), strict=True)
     return found
 
 
@@ -109,13 +109,14 @@ def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
     packing = SequencePacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
     plan = micro_batch([5, 2])
-    assert packing.slice(plan) is None
+    assert packing.slices(plan) == [None]
     assert packing.cu_seqlens(plan) == (0, 5, 7, 8)
-    assert packing.packed(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    (row,) = packing.packed(plan, samples([5, 2]))
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("rank", "cp_size"), [(0, 8), (1, 2)])
 def test_a_micro_batch_of_ranks_without_a_group_is_refused(rank: int, cp_size: int) -> None:
     packing = SequencePacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
     with pytest.raises(PlanError, match=f"ranks {rank} to {rank + cp_size - 1}: groups of 1, 2"):
-        packing.slice(micro_batch([40], rank=rank, cp_size=cp_size))
+        packing.slices(micro_batch([40], rank=rank, cp_size=cp_size))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from learn.scheduler_cases import BLOCK_TOKENS, scheduler
 from learn.scheduler_cases import index as index  # a fixture
 
@@ -55,6 +56,7 @@ def iterator_of(
         schedule,
         index,
         PACKING,
+        device=torch.device("cpu"),
         data_parallel_rank=rank,
         chunk=0,
         training=True,
@@ -85,9 +87,9 @@ def test_every_row_is_that_of_its_micro_batch(
             planned = schedule.planned(step)
             for micro_batch in planned.plan.for_rank(1).micro_batches:
                 read = next(micro_batches)
-                assert (read.step, read.plan) == (step, micro_batch)
-                assert_holds(read.packed, index, planned, micro_batch)
-                assert read.cu_seqlens[-1] == len(read.packed.tokens)
+                assert (read.step, read.position) == (step, micro_batch.position)
+                assert_holds(PackedSequence(**read.inputs), index, planned, micro_batch)
+                assert read.layout.cu_seqlens[-1] == len(read.inputs["tokens"])
                 schedule.plan_following(step)
 
 
@@ -129,7 +131,7 @@ def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
     planned = schedule.planned(0)
     reader = iterator_of(schedule, index, CountingExecutor())
     reader.read_ahead(planned)
-    first, again = reader.packed(planned, 0), reader.packed(planned, 0)
+    (first,), (again,) = reader.packed(planned, 0), reader.packed(planned, 0)
     assert first is not again
     assert np.array_equal(first.tokens, again.tokens)
 
@@ -155,7 +157,8 @@ def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
     reader = iterator_of(schedule, index, worker)
     reader.read_ahead(planned)
     micro_batch = planned.plan.for_rank(1).micro_batches[0]
-    assert_holds(reader.packed(planned, 0), index, planned, micro_batch)
+    (row,) = reader.packed(planned, 0)
+    assert_holds(row, index, planned, micro_batch)
 
 
 def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
@@ -173,7 +176,7 @@ def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
-    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).packed is None
+    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).inputs is None
 
 
 def _fail(_: int) -> Any:

@@ -16,7 +16,7 @@ from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
@@ -78,7 +78,7 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
     found = [
         ObservedCoverage.gather(
             [
-                MicroBatchContext(
+                LocalMicroBatch(
                     observations={0: observation},
                     layout=packed_layout((0, 40), 16, "cpu"),
                     budgets_LS=torch.ones(1, 1, dtype=torch.int32),

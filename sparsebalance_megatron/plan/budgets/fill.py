@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
+from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
@@ -39,28 +39,6 @@ _MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
-
-
-def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarray) -> np.ndarray:
-    """Block pairs that each unit adds above its floors at price level 0..LEVELS, of whole
-    micro-batches.
-
-    Its pairs are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the chunk's layers
-    of the terms of :meth:`.WorkModel.growth`.
-    """
-    order_S = np.argsort(micro_batch_of_S, kind="stable")
-    filled_J, first_J = np.unique(micro_batch_of_S[order_S], return_index=True)
-    length_S1, size_S = costs.length_blocks_S[order_S, None], ladder.size_S[order_S]
-    growth_JCQ = np.zeros((costs.job.places, costs.chunks, LEVELS + 1))
-    for chunk in range(costs.chunks):
-        terms = costs.work.growth(ladder.budgets_QLZ[:, costs.chunk_of_layer_L == chunk])
-        a_ZQ, b_ZQ = (term_QLZ.sum(axis=1).T for term_QLZ in terms)
-        a_ZQ, b_ZQ = a_ZQ - a_ZQ[:, :1], b_ZQ - b_ZQ[:, :1]
-        # Rows of sizes are taken whole, which is several times as fast as single entries.
-        pairs_SQ = length_S1 * np.ascontiguousarray(a_ZQ)[size_S]
-        pairs_SQ -= np.ascontiguousarray(b_ZQ)[size_S]
-        growth_JCQ[filled_J, chunk] = np.add.reduceat(pairs_SQ, first_J)
-    return growth_JCQ
 
 
 @dataclass(frozen=True, kw_only=True)

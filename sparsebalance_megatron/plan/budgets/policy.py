@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor, Tuning
-from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.budgets.fill import Filling
 from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price
 from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
@@ -25,10 +26,9 @@ from sparsebalance_megatron.plan.budgets.problem import (
     base_budgets_LS,
     feasible_range,
 )
+from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
@@ -203,22 +203,21 @@ class MakespanPolicy(BudgetPolicy):
         pricing = pricing or price(problem)
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
         micro_batch_of_S = where.micro_batch_of_S
-        floor_times = problem.micro_batch_ms(allowed.floor_LS, where)
-        floor_ms_R = makespans_ms(floor_times)
+        floor_ms_R = problem.makespans_ms(allowed.floor_LS, where)
         least_ms = floor_ms_R.max() * ROUNDING
+        units = units_of(problem, ladder, where)
         filling = Filling(
-            costs=costs,
-            floor_times=floor_times,
-            growth_JCQ=unit_growth_JCQ(costs, ladder, micro_batch_of_S),
+            costs=units.costs,
+            floor_times=units.floor_times,
+            growth_JCQ=units.growth_JCQ,
             effort=SearchEffort(SHARE_OF_STEP_FOR_FILLING * rounded_ms(least_ms)),
         )
-        unit_LS = micro_batch_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
 
         def filled_LS(limit_ms: float) -> np.ndarray:
-            return ladder.budgets_LS(filling.levels_JC(limit_ms).ravel()[unit_LS])
+            return units.budgets_LS(filling.levels_JC(limit_ms))
 
         def step_ms(budgets_LS: np.ndarray) -> float:
-            return float(makespans_ms(problem.micro_batch_ms(budgets_LS, where)).max())
+            return float(problem.makespans_ms(budgets_LS, where).max())
 
         tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
         if not problem.covers(tuned_LS, wanted):

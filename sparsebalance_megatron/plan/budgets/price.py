@@ -17,6 +17,7 @@ blocks), Q price levels, I sequences of steps (of a layer and sample or size).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -106,13 +107,20 @@ class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
     ``size_S``: the size of every sample. ``first_Z``: a sample of each size, among those that the
-    ladder was priced for, and ``blocks_Z`` its blocks.
+    ladder was priced for, and ``blocks_Z`` its blocks. ``curves``: of coverage.
     """
 
     size_S: np.ndarray
     first_Z: np.ndarray
     blocks_Z: np.ndarray
     budgets_QLZ: np.ndarray
+    curves: CoverageCurves
+
+    @cached_property
+    def coverage_ZLQ(self) -> np.ndarray:
+        """Coverage of a sample of each size; 0 where the curve is not known."""
+        coverage_QLZ = self.curves.coverage_LS(self.blocks_Z, self.budgets_QLZ)
+        return np.ascontiguousarray(np.nan_to_num(coverage_QLZ).transpose(2, 1, 0))
 
     def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
         """Budgets with every layer of every sample at a level of its own."""
@@ -150,11 +158,12 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
         size_S=size_S.reshape(-1),
         first_Z=first_Z,
         blocks_Z=blocks_Z,
-        budgets_QLZ=_budgets_by_level(steps),
+        budgets_QLZ=budgets_by_level(steps),
+        curves=problem.coverage,
     )
 
 
-def _budgets_by_level(steps: BudgetSteps) -> np.ndarray:
+def budgets_by_level(steps: BudgetSteps) -> np.ndarray:
     """The budget of each sequence once all its steps up to a level are taken, [Q, ...].
 
     The slope of a sequence never rises, so neither do its levels fall: a step's point may simply be
@@ -245,11 +254,11 @@ def budget_steps(
         low_LS=low_LS,
         points_LSK=points_LSK,
         pairs_LSK=pairs_LSK,
-        slope_LSK=_envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
+        slope_LSK=envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
     )
 
 
-def _envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
+def envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
     """Slopes of the concave envelope of each sequence; -inf for steps that are none."""
     slope_LSK = np.where(real_LSK, gain_LSK / np.maximum(ms_LSK, _LEAST_MS), -np.inf)
     lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
+from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -119,4 +121,10 @@ class BudgetProblem:
 
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
+        if self.costs.job.lockstep_ranks > 1:
+            return group_times(self.costs, budgets_LS, where)
         return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)
+
+    def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+        """[R] ms until the last operation of each rank, or of its lockstep group, ends."""
+        return makespans_ms(self.micro_batch_ms(budgets_LS, where))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules: orders of operations, a simulator, bounds."""
+"""Pipeline schedules: orders of operations, their graphs, a simulator."""

@@ -5,14 +5,21 @@ A schedule is a pure function of (stages, micro-batches, chunks per stage). What
 everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 ``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``,
 ``get_schedule_table``).
+
+Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
+(chunks per stage), M micro-batches of all pipelines, U segments of all micro-batches,
+O operations; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.plan_error import PlanError
@@ -27,20 +34,54 @@ class Operation(NamedTuple):
     segment: int = 0
 
 
-StageOperation = tuple[int, Operation]
-"""(stage, operation)."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineOrder:
-    """``by_stage``: operations in the order each stage runs them. ``inputs``: what each waits for.
+    """The operations of a pipeline, or of several side by side, as numbers.
 
-    Besides, an operation waits for the one before it on its own stage. Sends are buffered: a stage
-    never waits for a receiver.
+    Operations are numbered by direction, stage, chunk, micro-batch and segment. An operation waits
+    for its inputs, and for the one before it on its own stage. Sends are buffered: a stage never
+    waits for a receiver.
+
+    >>> megatron_order(2, 3, 1).on_stage_PO
+    array([[ 0,  1,  6,  2,  7,  8],
+           [ 3,  9,  4, 10,  5, 11]])
+
+    Attributes:
+        chunks: of each stage.
+        segments_M: segments of each micro-batch.
+        on_stage_PO: operations of each stage in the order in which it runs them, pipeline after
+            pipeline; all stages run equally many.
+        inputs: arrays [O] that each name one operation that every operation waits for; the number
+            of operations stands for none.
+        step_O: a step for every operation, later than those of all that it waits for; None lets the
+            graph find one.
+        first_R: the first segment of each pipeline.
     """
 
-    by_stage: tuple[tuple[Operation, ...], ...]
-    inputs: Mapping[StageOperation, tuple[StageOperation, ...]]
+    chunks: int
+    segments_M: np.ndarray
+    on_stage_PO: np.ndarray
+    inputs: tuple[np.ndarray, ...]
+    step_O: np.ndarray | None = None
+    first_R: np.ndarray
+
+    @property
+    def stages(self) -> int:
+        return len(self.on_stage_PO)
+
+    @cached_property
+    def by_stage(self) -> tuple[tuple[Operation, ...], ...]:
+        """The operations of each stage in the order in which it runs them."""
+        segments, directions = int(self.segments_M.sum()), list(Direction)
+        micro_batch_U = np.repeat(np.arange(len(self.segments_M)), self.segments_M)
+        segment_U = np.arange(segments) - np.searchsorted(micro_batch_U, micro_batch_U)
+        shape = 2, self.stages, self.chunks, segments
+        direction_PO, _, chunk_PO, unit_PO = np.unravel_index(self.on_stage_PO, shape)
+        columns = direction_PO, chunk_PO, micro_batch_U[unit_PO], segment_U[unit_PO]
+        return tuple(
+            tuple(Operation(directions[first], *rest) for first, *rest in of_stage)
+            for of_stage in np.stack(columns, axis=2).tolist()
+        )
 
 
 Schedule = Callable[[int, int, int], PipelineOrder]
@@ -79,24 +120,26 @@ class MegatronSchedule:
                 f"pipeline of {stages} stages, {chunks} chunks and {micro_batches} micro-batches: "
                 "each must be at least 1"
             )
-        size = self._group_size(stages, micro_batches) if chunks > 1 else micro_batches
+        if chunks == 1:
+            return segmented_order([(1,) * micro_batches], stages)
+        size = self._group_size(stages, micro_batches)
         table = [
             (chunk, m)
             for first in range(0, micro_batches, size)
             for chunk in range(chunks)
             for m in range(first, min(first + size, micro_batches))
         ]
-        forwards = [Operation(Direction.FORWARD, chunk, m) for chunk, m in table]
-        backwards = [Operation(Direction.BACKWARD, chunks - 1 - chunk, m) for chunk, m in table]
-        per_stage = 2 if chunks > 1 else 1
+        chunk_O, micro_batch_O = np.array(table).T
+        run_2O = np.stack([chunk_O, chunks - 1 - chunk_O]) * micro_batches + micro_batch_O
+        ahead_P1 = 2 * np.arange(stages)[::-1, None] + (chunks - 1) * size
         return PipelineOrder(
-            by_stage=tuple(
-                _forwards_ahead(
-                    forwards, backwards, per_stage * (stages - stage - 1) + (chunks - 1) * size
-                )
-                for stage in range(stages)
+            chunks=chunks,
+            segments_M=np.ones(micro_batches, dtype=np.int64),
+            on_stage_PO=_on_stage_PO(
+                run_2O, _places_2PO(np.arange(len(table)), len(table), ahead_P1)
             ),
-            inputs=_inputs_along_the_model(stages, micro_batches, chunks),
+            inputs=(_inputs_along_the_model(stages, chunks, micro_batches),),
+            first_R=np.zeros(1, dtype=np.int64),
         )
 
     def _group_size(self, stages: int, micro_batches: int) -> int:
@@ -154,51 +197,109 @@ class SegmentedSchedule:
                 f"schedule segments: segments {self.segments_M} for {micro_batches} micro-batches; "
                 "give each at least 1"
             )
-        forwards, backwards = (
-            [
-                Operation(direction, 0, m, segment)
-                for m, segments in enumerate(self.segments_M)
-                for segment in range(segments)[::step]
-            ]
-            for direction, step in ((Direction.FORWARD, 1), (Direction.BACKWARD, -1))
-        )
-        further_ahead = max(self.segments_M) - 1
-        return PipelineOrder(
-            by_stage=tuple(
-                _forwards_ahead(forwards, backwards, stages - stage - 1 + further_ahead)
-                for stage in range(stages)
+        return segmented_order([self.segments_M], stages)
+
+
+def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> PipelineOrder:
+    """The order of :class:`SegmentedSchedule` in several pipelines at once.
+
+    With w the most segments of a micro-batch less one, the last stage runs w forwards first, then
+    forward and backward in turn. If all operations took one step, it would do so without a pause,
+    and its neighbours one step earlier or later: so a step is known for every operation.
+
+    Args:
+        segments_RM: segments of each micro-batch, at least 1; pipelines may differ in all of it.
+    """
+    segments_M = np.fromiter(chain.from_iterable(segments_RM), dtype=np.int64)
+    micro_batches_R = np.fromiter(map(len, segments_RM), dtype=np.int64)
+    first_micro_batch_R = np.cumsum(micro_batches_R) - micro_batches_R
+    segments_R = np.add.reduceat(segments_M, first_micro_batch_R)
+    first_R = np.cumsum(segments_R) - segments_R
+    further_R = np.maximum.reduceat(segments_M, first_micro_batch_R) - 1
+    unit_U = np.arange(segments_R.sum())
+    number_U = unit_U - np.repeat(first_R, segments_R)
+    stage_P1 = np.arange(stages)[:, None]
+    further_U = np.repeat(further_R, segments_R)
+    ahead_PU = further_U + stages - 1 - stage_P1
+    end_M = np.cumsum(segments_M)
+    # The segments of each micro-batch in the opposite order.
+    reversed_U = np.repeat(2 * end_M - segments_M - 1, segments_M) - unit_U
+    places_2PU = _places_2PO(number_U, np.repeat(segments_R, segments_R), ahead_PU)
+    places_2PU += 2 * (unit_U - number_U)
+    step_2PU = np.stack(
+        [
+            np.where(number_U <= ahead_PU, number_U, 2 * number_U - further_U) + stage_P1,
+            (2 * (number_U + stages) - 1 + further_U)[reversed_U] - stage_P1,
+        ]
+    )
+    return PipelineOrder(
+        chunks=1,
+        segments_M=segments_M,
+        on_stage_PO=_on_stage_PO(np.stack([unit_U, reversed_U]), places_2PU),
+        inputs=(_inputs_along_the_model(stages, 1, len(unit_U)),),
+        step_O=step_2PU.reshape(-1),
+        first_R=first_R,
+    )
+
+
+def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:
+    """Tokens of segments whose backward has not ended, at most, on a stage of
+    :class:`SegmentedSchedule`.
+
+    Args:
+        tokens_MU: of every segment of every micro-batch, in the order in which they run.
+        stages: from this one to the last.
+    """
+    forward_U = np.concatenate(tokens_MU)
+    backward_U = np.concatenate([tokens_U[::-1] for tokens_U in tokens_MU])
+    ahead = stages - 1 + max(map(len, tokens_MU)) - 1
+    gone_U = np.concatenate([np.zeros(ahead, dtype=np.int64), np.cumsum([0, *backward_U])])
+    return int((np.cumsum(forward_U) - gone_U[: len(forward_U)]).max())
+
+
+def _places_2PO(
+    number_O: np.ndarray, forwards_O: np.ndarray | int, ahead_PO: np.ndarray
+) -> np.ndarray:
+    """Places in a stage's order of its forwards and its backwards of these numbers: ``ahead``
+    forwards, then forward and backward in turn, then the backwards that are left."""
+    return np.stack(
+        [
+            np.where(number_O < ahead_PO, number_O, 2 * number_O - ahead_PO),
+            np.where(
+                number_O + ahead_PO < forwards_O,
+                2 * number_O + ahead_PO + 1,
+                forwards_O + number_O,
             ),
-            inputs=_inputs_along_the_model(stages, micro_batches, 1, self.segments_M),
-        )
+        ]
+    )
 
 
-def _forwards_ahead(
-    forwards: list[Operation], backwards: list[Operation], ahead: int
-) -> tuple[Operation, ...]:
-    """``ahead`` forwards, then forward and backward in turn, then the backwards that are left."""
-    ahead = min(ahead, len(forwards))
-    order = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        order += [forward, backward]
-    return (*order, *backwards[len(forwards) - ahead :])
+def _on_stage_PO(run_2O: np.ndarray, places_2PO: np.ndarray) -> np.ndarray:
+    """Operations of each stage in order.
+
+    Args:
+        run_2O: forwards of any stage, and its backwards, as they follow one another.
+        places_2PO: of each in the order of its stage.
+    """
+    _, stages, forwards = places_2PO.shape
+    numbers_2PO = np.arange(2 * stages).reshape(2, stages, 1) * forwards + run_2O[:, None]
+    on_stage_PO = np.empty((stages, 2 * forwards), dtype=np.int64)
+    on_stage_PO[np.arange(stages)[:, None], places_2PO] = numbers_2PO
+    return on_stage_PO
 
 
-def _inputs_along_the_model(
-    stages: int, micro_batches: int, chunks: int, segments_M: Sequence[int] | None = None
-) -> dict[StageOperation, tuple[StageOperation, ...]]:
+def _inputs_along_the_model(stages: int, chunks: int, segments: int) -> np.ndarray:
     """Data flows through chunk 0 of all stages, then through chunk 1 of all stages, and so on.
 
     A forward waits for the previous chunk's forward, a backward for the next chunk's backward, the
     backward of the model's last chunk for its own forward.
     """
-    places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
-    inputs: dict[StageOperation, tuple[StageOperation, ...]] = {}
-    for m, segments in enumerate(segments_M or [1] * micro_batches):
-        for s in range(segments):
-            path = [(stage, Operation(Direction.FORWARD, chunk, m, s)) for stage, chunk in places]
-            path += [
-                (stage, Operation(Direction.BACKWARD, chunk, m, s)) for stage, chunk in places[::-1]
-            ]
-            inputs[path[0]] = ()
-            inputs |= {node: (before,) for before, node in itertools.pairwise(path)}
-    return inputs
+    none = 2 * stages * chunks * segments
+    forward_PVU, backward_PVU = np.arange(none).reshape(2, stages, chunks, segments)
+    waited_2PVU = np.full((2, stages, chunks, segments), none)
+    waited_2PVU[0, 1:] = forward_PVU[:-1]
+    waited_2PVU[0, 0, 1:] = forward_PVU[-1, :-1]
+    waited_2PVU[1, :-1] = backward_PVU[1:]
+    waited_2PVU[1, -1, :-1] = backward_PVU[0, 1:]
+    waited_2PVU[1, -1, -1] = forward_PVU[-1, -1]
+    return waited_2PVU.reshape(-1)

@@ -3,7 +3,8 @@
 
 An operation starts when its stage has finished the operation before it and its inputs have arrived.
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
-share a micro-batch begin each of its operations together.
+share a micro-batch begin each of its operations together. Ranks of a lockstep group begin and end
+every operation together, so the group is simulated as one rank with the largest times.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
 R data-parallel ranks or candidate pipelines, O operations, X columns of R in
@@ -35,41 +36,64 @@ class Event:
 
 
 def makespans_ms(times: OperationTimes) -> np.ndarray:
-    """[R] ms until the last operation of each rank ends. Trusts the times to be finite."""
+    """[R] ms until the last operation of each rank ends. Trusts the times to be finite.
+
+    Where the graph holds several pipelines, R are these, and the times are of one rank.
+
+    Raises:
+        PlanError: ranks do not divide into lockstep groups.
+    """
+    if times.lockstep_ranks > 1:
+        return np.repeat(makespans_ms(times.by_lockstep_group), times.lockstep_ranks)
     graph, members = times.graph, times.members
-    if len(graph.by_stage) == 1 and not members.share:
+    if graph.last_PR.size == 1 and not members.share:
         return _work_of_one_stage_R(times)
-    finish_OX = _finish_OX(times)
-    return members.back_in_order(finish_OX[:-1].max(axis=0))
+    ends_RX = _finish_OX(times)[graph.last_PR].max(axis=0)
+    return members.back_in_order(ends_RX).reshape(-1)
 
 
 def longest_through_ms(times: OperationTimes) -> np.ndarray:
     """Longest chain through the forward or the backward of each (chunk, micro-batch), [R, P, V, M].
 
     The makespan less this is by how much both together may grow without delaying the step: a chain
-    that uses either of them, or both, is no longer than this. A shared micro-batch is one.
+    that uses either of them, or both, is no longer than this. A shared micro-batch is one. A rank
+    that is faster than others of its lockstep group may also grow by what it waits for them.
+    Micro-batches pass in one piece.
+
+    Raises:
+        PlanError: ranks do not divide into lockstep groups.
     """
-    graph, members = times.graph, times.members
+    graph = times.graph
+    groups = times.by_lockstep_group
+    members = groups.members
     _, stages, chunks, micro_batches = graph.shape_2PVM
-    if stages == 1 and not members.share:
+    if stages == 1 and times.lockstep_ranks == 1 and not members.share:
         work_R111 = _work_of_one_stage_R(times)[:, None, None, None]
         return np.broadcast_to(work_R111, (len(work_R111), 1, chunks, micro_batches))
-    tail = graph.durations_OX(members.in_order(times.ms_OR))
+    tail = graph.durations_OX(members.in_order(groups.ms_OR))
     finish = graph.finish_OX(tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)
-    for start, stop in reversed(list(graph.waves)):
-        after = tail.take(graph.after_O[start:stop], axis=0)
-        for output_O in graph.outputs:
-            np.maximum(after, tail.take(output_O[start:stop], axis=0), out=after)
+    for wave in reversed(graph.waves):
+        first, *others = graph.followers
+        after = tail.take(first[wave], axis=0)
+        for follower_O in others:
+            np.maximum(after, tail.take(follower_O[wave], axis=0), out=after)
         if members.share:
-            members.maximum(after, slice(start, stop))
-        rest[start:stop] = after
-        tail[start:stop] += after
+            members.maximum(after, wave)
+        rest[wave] = after
+        through_tail = tail[wave]
+        through_tail += after
     through = np.empty_like(finish)
     through[graph.run_O] = finish + rest
-    forwards = len(through) // 2
-    both_OX = np.maximum(through[:forwards], through[forwards:])
-    return members.back_in_order(both_OX).T.reshape(-1, stages, chunks, micro_batches)
+    through_OR = members.back_in_order(through)
+    if times.lockstep_ranks > 1:
+        through_OR, slowest_OR = (
+            np.repeat(each, times.lockstep_ranks, axis=1) for each in (through_OR, groups.ms_OR)
+        )
+        through_OR -= slowest_OR - times.ms_OR
+    forwards = len(through_OR) // 2
+    both_OR = np.maximum(through_OR[:forwards], through_OR[forwards:])
+    return both_OR.T.reshape(-1, stages, chunks, micro_batches)
 
 
 def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
@@ -78,23 +102,30 @@ def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
     Where ranks share a micro-batch, each rank's operation ends when it has taken its own time.
 
     Raises:
-        PlanError: a time is negative or not finite.
+        PlanError: a time is negative or not finite, or ranks do not divide into lockstep groups.
     """
     if not np.isfinite(times.ms_OR).all() or times.ms_OR.min(initial=0.0) < 0:
         raise PlanError("a time of the pipeline is negative or not finite")
-    graph, members = times.graph, times.members
-    end_OX = _finish_OX(times)
+    groups = times.by_lockstep_group
+    graph, members = groups.graph, groups.members
+    end_OX = _finish_OX(groups)
     start_OX = graph.start_OX(end_OX, members)
-    start_OR, end_OR = members.back_in_order(start_OX), members.back_in_order(end_OX)
-    running = np.concatenate(graph.by_stage).tolist()
-
-    def event(index: int, start_ms: float, end_ms: float) -> Event:
-        stage, operation = graph.operations[graph.run_O[index]]
-        return Event(stage=stage, **operation._asdict(), start_ms=start_ms, end_ms=end_ms)
-
+    runs_as = np.argsort(graph.run_O)[graph.order.on_stage_PO.reshape(-1)]
+    starts, ends = (
+        np.repeat(members.back_in_order(each_OX[runs_as]), times.lockstep_ranks, axis=1).T.tolist()
+        for each_OX in (start_OX, end_OX)
+    )
+    running = [
+        (stage, operation)
+        for stage, operations in enumerate(graph.order.by_stage)
+        for operation in operations
+    ]
     return tuple(
-        tuple(event(index, start_O[index], end_O[index]) for index in running)
-        for start_O, end_O in zip(start_OR.T.tolist(), end_OR.T.tolist(), strict=True)
+        tuple(
+            Event(stage=stage, **operation._asdict(), start_ms=start_ms, end_ms=end_ms)
+            for (stage, operation), start_ms, end_ms in zip(running, start_O, end_O, strict=True)
+        )
+        for start_O, end_O in zip(starts, ends, strict=True)
     )
 
 

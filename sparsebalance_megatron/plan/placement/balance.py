@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.plan_error import PlanError
 
 

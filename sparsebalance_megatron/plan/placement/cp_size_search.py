@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.cp_size_moves import (
     Kind,
     Moves,

@@ -15,7 +15,7 @@ import itertools
 
 import numpy as np
 
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1

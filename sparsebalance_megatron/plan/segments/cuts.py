@@ -6,9 +6,9 @@ of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are tho
 those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
 in numpy.
 
-Shape legend: S samples of a global batch, L layers, P pipeline stages, M micro-batches, U segments
-of a micro-batch or of all, I samples of all micro-batches, E pieces (parts of samples), X places;
-a leading 2: forward and backward.
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates,
+P pipeline stages, M micro-batches, U segments of a micro-batch or of all, I samples of all
+micro-batches, E pieces (parts of samples), X places; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.plan.pipeline import simulator as pipeline
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _PLACES_PER_SEGMENT = 4
@@ -75,6 +77,25 @@ def cut_at(
             first_blocks, pairwise([0, *np.cumsum(segments_M).tolist()]), strict=True
         )
     ]
+
+
+def makespans_ms(candidates: Sequence[Sequence[Cut]], slowness_RP: np.ndarray) -> np.ndarray:
+    """[R] ms until the last operation of each candidate ends.
+
+    Args:
+        candidates: micro-batches of a rank, in the order in which they run.
+        slowness_RP: of the devices that run each candidate.
+    """
+    segments_RM = [[len(cut.tokens_U) for cut in cuts] for cuts in candidates]
+    cuts = list(chain.from_iterable(candidates))
+    ms_2UP = np.stack(
+        [
+            np.concatenate([cut.forward_UP for cut in cuts]),
+            np.concatenate([cut.backward_UP for cut in cuts]),
+        ]
+    )
+    ms_2UP *= np.repeat(slowness_RP, list(map(sum, segments_RM)), axis=0)
+    return pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP))
 
 
 def _prefix(

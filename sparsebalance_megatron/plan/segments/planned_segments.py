@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.fill import unit_growth_JCQ
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tuned_budgets
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.units import unit_growth_JCQ
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.segments.cuts import cut_at
-from sparsebalance_megatron.plan.segments.pipeline import makespans_ms
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -109,13 +110,16 @@ def segmented_times(
     ms_2UP = np.stack(
         [np.concatenate(of) for of in ([c.forward_UP for c in cuts], [c.backward_UP for c in cuts])]
     )
-    ranks = list(itertools.batched(cuts, where.cp_sizes_RM.shape[1]))
-    segments_R = [sum(len(cut.tokens_U) for cut in rank) for rank in ranks]
-    ms_2UP *= np.repeat(costs.slowness_RP, segments_R, axis=0)
+    segments_RM = [list(map(len, of_rank)) for of_rank in where.first_blocks]
+    ms_2UP *= np.repeat(costs.slowness_RP, list(map(sum, segments_RM)), axis=0)
     first_J = [0, *itertools.accumulate(len(cut.tokens_U) for cut in cuts[:-1])]
     ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
     times_2RPM = ms_2JP.reshape(2, *where.cp_sizes_RM.shape, -1).swapaxes(2, 3)
-    return times_2RPM[:, :, :, None], makespans_ms(ranks, costs.slowness_RP), ms_2UP
+    return (
+        times_2RPM[:, :, :, None],
+        makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP)),
+        ms_2UP,
+    )
 
 
 def _balanced_over_stages(problem: StepProblem, where: Arrangement) -> np.ndarray:
@@ -173,12 +177,9 @@ class _StageLevels:
         covered_RPQ = np.zeros_like(growth_RPQ)
         weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
         np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
-        coverage_QLZ = np.nan_to_num(
-            budgets.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
-        )
         for stage in range(stages):
-            of_stage_QZ = coverage_QLZ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
-            covered_RPQ[:, stage] = (weight_RZ[:, None] * of_stage_QZ).sum(axis=2)
+            of_stage_ZQ = ladder.coverage_ZLQ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
+            covered_RPQ[:, stage] = (weight_RZ[..., None] * of_stage_ZQ).sum(axis=1)
         return cls(
             pricing=pricing,
             stage_of_L=costs.chunk_of_layer_L,

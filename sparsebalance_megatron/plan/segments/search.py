@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places
-from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places, makespans_ms
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _SEGMENTS_PER_RANK = (12, 20, 32, 48)

@@ -112,6 +112,8 @@ class RunSummary:
     - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
     - ``coverage_gain``, ``coverage_gain_by_token``: mean coverage less that of base budgets, where
       every sample counts alike, and where every token does.
+    - ``lockstep_ranks``: how many ranks waited for one another in every layer; times, imbalance and
+      waiting include this.
     """
 
     steps: int
@@ -130,6 +132,7 @@ class RunSummary:
     lower_bound_ms: float | None
     work_ratio: float | None
     split: TimeSplit | None = None
+    lockstep_ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         for old, new in pairs
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
-    before, after = summarize(baseline.steps), summarize(balanced.steps)
+    before, after = (summarize(log.steps, log.lockstep_ranks) for log in (baseline, balanced))
     return Comparison(
         baseline=before,
         sparse_balance=after,
@@ -185,7 +188,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
     )
 
 
-def summarize(steps: Sequence[StepRecord]) -> RunSummary:
+def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
     """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
@@ -228,6 +231,7 @@ def summarize(steps: Sequence[StepRecord]) -> RunSummary:
         lower_bound_ms=_average(step.predicted.lower_bound_ms for step in after),
         work_ratio=_average(step.predicted.work_ratio for step in after),
         split=split_time(after),
+        lockstep_ranks=lockstep_ranks,
     )
 
 

@@ -38,6 +38,7 @@ from sparsebalance_megatron.view.report.timeline import (
 )
 from sparsebalance_megatron.view.report.words import (
     Table,
+    caveats,
     headline,
     numbers_table,
     run_facts,
@@ -140,6 +141,7 @@ class Report:
     title: str
     facts: str
     headline: str
+    caveats: Sequence[str]
     numbers: RunSummary | Comparison
     numbers_table: Table
     waterfall: Chart | None
@@ -179,7 +181,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     evidence = gather(log, {iteration, *(each.iteration for each in worst)})
     wanted = [(evidence, "predicted", "predicted"), (evidence, "measured", "measured")]
     problems = [*evidence.problems]
-    numbers: RunSummary | Comparison = summarize(log.steps)
+    numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
     averaged, why = {"this run": settled(log.steps)}, None
     if baseline_log is not None:
         baseline = gather(baseline_log, {iteration})
@@ -200,6 +202,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
+        caveats=caveats(numbers),
         numbers=numbers,
         numbers_table=numbers_table(numbers),
         waterfall=None if why is None else waterfall(why),

@@ -14,7 +14,8 @@ import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
+from sparsebalance_megatron.plan.pipeline.graph import graph_of
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import Schedule, SegmentedSchedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsebalance_megatron.log.reader import RankLogs
 from sparsebalance_megatron.log.records import SIDES, RunHeader, StepRecord
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
 
@@ -76,6 +77,18 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
     return [f"From the baseline's {ms_text(why.baseline.step_ms)} ms: {parts} ms."]
 
 
+def caveats(numbers: RunSummary | Comparison) -> list[str]:
+    """Sentences on what the measured times include besides a rank's own work."""
+    notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
+    alike = len(set(notices.values())) == 1
+    named = [
+        notice if alike else f"{name.capitalize()}: {notice}"
+        for name, notice in notices.items()
+        if notice
+    ]
+    return list(dict.fromkeys(named))
+
+
 def run_facts(header: RunHeader | None) -> str:
     """Facts about a run from the log's header."""
     if header is None:
@@ -93,13 +106,15 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
+def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
+    if isinstance(numbers, RunSummary):
+        return {"this run": numbers}
+    return {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
+
+
 def numbers_table(numbers: RunSummary | Comparison) -> Table:
     """The runs side by side, and where each number comes from."""
-    runs = (
-        {"this run": numbers}
-        if isinstance(numbers, RunSummary)
-        else {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
-    )
+    runs = _by_name(numbers)
     rows = [(name, *map(value, runs.values()), kind) for name, kind, value in _ROWS]
     return Table(("", *runs, "how it is known"), rows)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import plan as oracle
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.pipeline.orders import (
@@ -17,7 +18,9 @@ from sparsebalance_megatron.plan.pipeline.orders import (
     Operation,
     SegmentedSchedule,
     megatron_order,
+    most_tokens_in_flight,
     schedule_name,
+    segmented_order,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -95,19 +98,24 @@ def test_orders_that_megatron_does_not_run_are_refused(group, sizes, words):
 
 
 def test_a_group_size_counts_with_chunks_only():
-    assert MegatronSchedule(4)(2, 6, 1) == megatron_order(2, 6, 1)
-    assert MegatronSchedule(2)(2, 6, 2) == megatron_order(2, 6, 2)
-    assert MegatronSchedule(3)(2, 6, 2) != megatron_order(2, 6, 2)
+    assert MegatronSchedule(4)(2, 6, 1).by_stage == megatron_order(2, 6, 1).by_stage
+    assert MegatronSchedule(2)(2, 6, 2).by_stage == megatron_order(2, 6, 2).by_stage
+    assert MegatronSchedule(3)(2, 6, 2).by_stage != megatron_order(2, 6, 2).by_stage
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (3, 4, 1), (2, 4, 3)])
-def test_every_operation_has_inputs_that_run(sizes):
+def test_every_operation_waits_for_what_makes_its_input(sizes):
+    stages, micro_batches, chunks = sizes
     order = megatron_order(*sizes)
-    run = {(stage, each) for stage, of_stage in enumerate(order.by_stage) for each in of_stage}
-    assert set(order.inputs) == run
-    assert {source for waited_for in order.inputs.values() for source in waited_for} < run
-    first = [node for node, waited_for in order.inputs.items() if not waited_for]
-    assert first == [(0, Operation(FORWARD, 0, m)) for m in range(sizes[1])]
+    (input_O,) = order.inputs
+    places = list(itertools.product("FB", range(stages), range(chunks), range(micro_batches)))
+    places.append(None)
+    for number, (kind, p, c, m) in enumerate(places[:-1]):
+        source = oracle.input_of(stages, chunks, p, kind, c, m)
+        if source is not None:
+            stage, *rest = source
+            source = (rest[0], stage, *rest[1:])
+        assert places[input_O[number]] == source
 
 
 @st.composite
@@ -158,10 +166,23 @@ def _run_as_in_a_longer_1f1b(stages, segments_M):
         assert [o.direction for o in operations] == [o.direction for o in expected]
 
 
+@given(segmented_pipelines(), st.integers(0, 99))
+def test_tokens_in_flight_are_counted(pipeline, seed):
+    stages, segments_M = pipeline
+    generator = np.random.default_rng(seed)
+    tokens_MU = [generator.integers(1, 50, segments) for segments in segments_M]
+    held = most = 0
+    for operation in SegmentedSchedule(segments_M)(stages, len(segments_M), 1).by_stage[0]:
+        tokens = int(tokens_MU[operation.micro_batch][operation.segment])
+        held += tokens if operation.direction is FORWARD else -tokens
+        most = max(most, held)
+    assert most_tokens_in_flight(tokens_MU, stages) == most
+
+
 @given(st.integers(1, 6), st.integers(1, 7))
 def test_one_segment_each_is_1f1b(stages, micro_batches):
     order = SegmentedSchedule((1,) * micro_batches)(stages, micro_batches, 1)
-    assert order == megatron_order(stages, micro_batches, 1)
+    assert order.by_stage == megatron_order(stages, micro_batches, 1).by_stage
 
 
 @given(segmented_pipelines())
@@ -208,6 +229,20 @@ def _messages(operations, stage, stages):
         else:
             posted.append(output(before) | input_(after))
     return [messages for messages in [*posted, output(operations[-1])] if messages]
+
+
+@given(segmented_pipelines(), st.lists(segmented_pipelines(), max_size=3))
+def test_pipelines_side_by_side_run_in_their_own_orders(pipeline, others):
+    """Operations of a pipeline are those of its micro-batches, numbered through all pipelines."""
+    stages, _ = pipeline
+    segments_RM = [segments_M for _, segments_M in (*others, pipeline)]
+    together = segmented_order(segments_RM, stages)
+    first = sum(map(len, segments_RM[:-1]))
+    alone = SegmentedSchedule(segments_RM[-1])(stages, len(segments_RM[-1]), 1)
+    for found, expected in zip(together.by_stage, alone.by_stage, strict=True):
+        own = [each._replace(micro_batch=each.micro_batch - first) for each in found]
+        assert own[-len(expected) :] == list(expected)
+        assert [2 * sum(map(sum, segments_RM[:-1]))] == [len(own) - len(expected)]
 
 
 @pytest.mark.parametrize("segments_M", [(1,), (1, 2, 3), (0, 1)])

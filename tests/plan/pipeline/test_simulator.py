@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import costs_without_constants, flat, job_shape
+from plan.plan_cases import costs_without_constants, flat, job_shape, random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.context_groups import first_places, unshared
+from sparsebalance_megatron.plan.pipeline.graph import graph_of
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import (
-    Operation,
-    PipelineOrder,
     SegmentedSchedule,
     megatron_order,
     schedule_name,
@@ -28,8 +29,9 @@ from sparsebalance_megatron.plan.pipeline.simulator import (
     makespans_ms,
     simulate,
 )
-from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_plan import PlanError
+
+FORWARD, BACKWARD = Direction
 
 
 @st.composite
@@ -111,10 +113,10 @@ def test_every_operation_of_the_longest_chain_delays_the_next(times):
 def all_forwards_first(stages, micro_batches, chunks):
     """GPipe's order, which Megatron has not."""
     known = megatron_order(stages, micro_batches, chunks)
-    order = tuple(
-        Operation(direction, 0, m) for direction in Direction for m in range(micro_batches)
-    )
-    return PipelineOrder(by_stage=(order,) * stages, inputs=known.inputs)
+    backward_PO = known.on_stage_PO >= known.on_stage_PO.size // 2
+    forwards_first_PO = np.argsort(backward_PO, axis=1, kind="stable")
+    on_stage_PO = np.take_along_axis(known.on_stage_PO, forwards_first_PO, axis=1)
+    return replace(known, on_stage_PO=on_stage_PO, step_O=None)
 
 
 def test_the_simulator_runs_a_schedule_that_it_does_not_know():
@@ -127,10 +129,9 @@ def test_the_simulator_runs_a_schedule_that_it_does_not_know():
 def waits_for_two(stages, micro_batches, chunks):
     """Stage 1's forward of a micro-batch also waits for stage 0's forward of the next one."""
     known = megatron_order(stages, micro_batches, chunks)
-    forward = [Operation(Direction.FORWARD, 0, m) for m in range(micro_batches)]
-    inputs = dict(known.inputs)
-    inputs[1, forward[0]] = ((0, forward[0]), (0, forward[1]))
-    return PipelineOrder(by_stage=known.by_stage, inputs=inputs)
+    next_O = np.full(known.on_stage_PO.size, known.on_stage_PO.size)
+    next_O[micro_batches] = 1
+    return replace(known, inputs=(*known.inputs, next_O), step_O=None)
 
 
 def test_an_operation_may_wait_for_several():
@@ -140,16 +141,33 @@ def test_an_operation_may_wait_for_several():
     assert longest_through_ms(times)[0, 0, 0, 1] == pytest.approx(makespans_ms(times)[0])
 
 
-def without_inputs(stages, micro_batches, chunks):
-    known = megatron_order(stages, micro_batches, chunks)
-    return PipelineOrder(by_stage=known.by_stage[::-1], inputs=known.inputs)
+def changed(**changes):
+    """A broken schedule: 1F1B with other arrays."""
+
+    def schedule(stages, micro_batches, chunks):
+        order = megatron_order(stages, micro_batches, chunks)
+        return replace(order, **{name: change(order) for name, change in changes.items()})
+
+    return schedule
 
 
-def test_broken_schedules():
-    with pytest.raises(PlanError, match="deadlocks"):
-        flat(np.ones((2, 1, 2, 1, 3)), without_inputs)
-    with pytest.raises(PlanError, match=r"schedule has 4 .*, times are of 8"):
-        flat(np.ones((2, 1, 2, 2, 1)), lambda p, m, v: megatron_order(p, m, 1))
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (
+            changed(
+                on_stage_PO=lambda order: order.on_stage_PO[:, ::-1], step_O=lambda order: None
+            ),
+            "deadlocks",
+        ),
+        (changed(on_stage_PO=lambda order: order.on_stage_PO[::-1]), "each of its operations once"),
+        (changed(step_O=lambda order: order.step_O[::-1]), "not later than what it waits for"),
+        (lambda p, m, v: megatron_order(p, m - 1, v), "2 micro-batches, times are of 2, 1, 3"),
+    ],
+)
+def test_broken_schedules(schedule, words):
+    with pytest.raises(PlanError, match=words):
+        flat(np.ones((2, 1, 2, 1, 3)), schedule)
 
 
 def test_bad_times():
@@ -167,25 +185,106 @@ def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
     """Against ends that follow from the definition, operation by operation."""
     stages, ranks = 3, 2
     graph = graph_of(SegmentedSchedule(SEGMENTS), stages, 1, len(SEGMENTS))
-    assert len(graph.operations) == 2 * stages * sum(SEGMENTS)
-    ms_OR = np.random.default_rng(seed).exponential(1.0, (len(graph.operations), ranks))
+    ms_OR = np.random.default_rng(seed).exponential(1.0, (2 * stages * sum(SEGMENTS), ranks))
     times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(ranks, len(SEGMENTS)))
-    order = SegmentedSchedule(SEGMENTS)(stages, len(SEGMENTS), 1)
+    by_stage = SegmentedSchedule(SEGMENTS)(stages, len(SEGMENTS), 1).by_stage
+    segments = [(m, segment) for m, many in enumerate(SEGMENTS) for segment in range(many)]
+    places = list(itertools.product(Direction, range(stages), segments))
     for rank in range(ranks):
-        ms = dict(zip(graph.operations, ms_OR[:, rank], strict=True))
+        ms = dict(zip(places, ms_OR[:, rank], strict=True))
         ends = {}
         while len(ends) < len(ms):
-            for stage, operations in enumerate(order.by_stage):
-                for before, operation in zip((None, *operations), operations, strict=False):
-                    waits_for = [*order.inputs[stage, operation]]
-                    waits_for += [(stage, before)] if before else []
-                    if all(node in ends for node in waits_for):
-                        start = max((ends[node] for node in waits_for), default=0.0)
-                        ends[stage, operation] = start + ms[stage, operation]
+            for stage, operations in enumerate(by_stage):
+                end_ms = 0.0
+                for operation in operations:
+                    place = operation.direction, stage, operation[2:]
+                    source = oracle.input_of(
+                        stages, 1, stage, operation.direction[0].upper(), 0, operation[2:]
+                    )
+                    if source is not None:
+                        direction = FORWARD if source[1] == "F" else BACKWARD
+                        source = direction, source[0], operation[2:]
+                    if source is not None and source not in ends:
+                        break
+                    end_ms = max(end_ms, ends.get(source, 0.0)) + ms[place]
+                    ends[place] = end_ms
         events = simulate(times)[rank]
-        found = {
-            (e.stage, Operation(e.direction, e.chunk, e.micro_batch, e.segment)): e.end_ms
-            for e in events
-        }
+        found = {(e.direction, e.stage, (e.micro_batch, e.segment)): e.end_ms for e in events}
         assert found == pytest.approx(ends)
         assert makespans_ms(times)[rank] == pytest.approx(max(ends.values()))
+
+
+LOCKSTEP = st.sampled_from([(4, 2, 1), (4, 2, 4), (4, 4, 2), (6, 3, 1), (6, 6, 2), (8, 2, 8)])
+"""Ranks, ranks of a lockstep group, ranks of the largest micro-batch."""
+
+
+def waiting_times(sizes, shape, seed):
+    """Times of ranks that wait for one another, equal where a micro-batch is shared; the oracle's
+    events."""
+    ranks, lockstep, widest = sizes
+    stages, chunks, positions = shape
+    cp_sizes_RM = random_cp_sizes(ranks, positions, widest, seed)
+    times = np.random.default_rng(seed).exponential(1.0, (2, ranks, *shape))
+    first_RM = first_places(cp_sizes_RM).reshape(ranks, positions) // positions
+    times = np.take_along_axis(times, first_RM[None, :, None, None], axis=1)
+    name = schedule_name(stages, chunks)
+    naive = oracle.waiting_pipelines(*times.tolist(), cp_sizes_RM.tolist(), name, lockstep)
+    found = OperationTimes.of_micro_batches(times, cp_sizes_RM, lockstep_ranks=lockstep)
+    return found, naive
+
+
+SHAPES = st.sampled_from([(1, 1, 3), (2, 1, 4), (3, 1, 3), (2, 2, 4)])
+"""Stages, chunks, micro-batches."""
+
+
+@settings(max_examples=30)
+@given(LOCKSTEP, SHAPES, st.integers(0, 2**32 - 1))
+def test_ranks_of_a_lockstep_group_begin_and_end_together(sizes, shape, seed):
+    """Every operation of every rank, where ranks share micro-batches as well."""
+    times, naive = waiting_times(sizes, shape, seed)
+    found = {
+        (rank, e.stage, e.direction[0].upper(), e.chunk, e.micro_batch): (e.start_ms, e.end_ms)
+        for rank, events in enumerate(simulate(times))
+        for e in events
+    }
+    assert found.keys() == naive.keys()
+    for place, span in naive.items():
+        assert found[place] == pytest.approx(span, abs=1e-9)
+    ends_R = [max(end for key, (_, end) in naive.items() if key[0] == r) for r in range(sizes[0])]
+    assert makespans_ms(times) == pytest.approx(ends_R, rel=1e-12)
+
+
+@settings(max_examples=20)
+@given(LOCKSTEP, SHAPES, st.integers(0, 2**32 - 1))
+def test_a_rank_of_a_lockstep_group_may_grow_until_its_longest_chain_is_the_step(
+    sizes, shape, seed
+):
+    """No rank is delayed by less than that, and one is by more."""
+    times, _ = waiting_times(sizes, shape, seed)
+    step_ms = makespans_ms(times).max()
+    through_RPVM = longest_through_ms(times)
+    assert through_RPVM.max() == pytest.approx(step_ms)
+    rank, position = seed % sizes[0], seed % shape[2]
+    size = times.cp_sizes_RM[rank, position]
+    members = slice(rank // size * size, rank // size * size + size)
+    slack_ms = step_ms - through_RPVM[members, 0, 0, position].max()
+    for added_ms, same in ((0.99 * slack_ms, True), (slack_ms + 0.5, False)):
+        grown_ms = []
+        for direction in range(2):
+            grown_2RPVM = times.by_micro_batch_2RPVM.copy()
+            grown_2RPVM[direction, members, 0, 0, position] += added_ms
+            grown = OperationTimes.of_micro_batches(
+                grown_2RPVM, times.cp_sizes_RM, lockstep_ranks=sizes[1]
+            )
+            grown_ms.append(makespans_ms(grown).max())
+        assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
+
+
+@pytest.mark.parametrize(("ranks", "lockstep", "cp_size"), [(4, 3, 1), (6, 3, 2), (12, 6, 4)])
+def test_lockstep_groups_that_micro_batches_straddle_are_refused(ranks, lockstep, cp_size):
+    cp_sizes_RM = np.full((ranks, 2), cp_size)
+    times = OperationTimes.of_micro_batches(
+        np.ones((2, ranks, 2, 1, 2)), cp_sizes_RM, lockstep_ranks=lockstep
+    )
+    with pytest.raises(PlanError, match=f"lockstep groups of {lockstep} ranks"):
+        makespans_ms(times)

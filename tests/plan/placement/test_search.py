@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, flat, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.placement.packed_search import improve_packed
 from sparsebalance_megatron.plan.placement.search import _Search, improve

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
 
-from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
+from sparsebalance_megatron.plan.pipeline.graph import graph_of
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import planned_segments
-from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
-from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
-from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
+from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at, makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -47,31 +46,21 @@ SEGMENTS_M = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 
 
 @given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
-def test_makespans_are_those_of_the_general_simulator(segments_M, stages, seed):
+def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, seed):
     cuts = random_cuts(segments_M, stages, seed)
     slowness_P = np.random.default_rng(seed + 1).uniform(1.0, 2.0, stages)
     graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
-    ms_OR = np.empty((len(graph.operations), 1))
-    for number, (stage, operation) in enumerate(graph.operations):
-        cut = cuts[operation.micro_batch]
-        ms_UP = cut.forward_UP if operation.direction is Direction.FORWARD else cut.backward_UP
-        ms_OR[number] = ms_UP[operation.segment, stage] * slowness_P[stage]
+    ms_2UP = np.array(
+        [
+            np.concatenate([cut.forward_UP for cut in cuts]) * slowness_P,
+            np.concatenate([cut.backward_UP for cut in cuts]) * slowness_P,
+        ]
+    )
+    ms_OR = ms_2UP.swapaxes(1, 2).reshape(-1, 1)
     times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
     other = random_cuts([1, 2], stages, seed)
     found = makespans_ms([other, cuts], np.stack([np.ones(stages), slowness_P]))
     assert found[1] == pytest.approx(simulated_ms(times)[0], rel=1e-12)
-
-
-@given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
-def test_tokens_in_flight_are_counted(segments_M, stages, seed):
-    cuts = random_cuts(segments_M, stages, seed)
-    order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1).by_stage[0]
-    held = most = 0
-    for operation in order:
-        tokens = int(cuts[operation.micro_batch].tokens_U[operation.segment])
-        held += tokens if operation.direction is Direction.FORWARD else -tokens
-        most = max(most, held)
-    assert most_tokens_in_flight([cut.tokens_U for cut in cuts], stages) == most
 
 
 @given(

@@ -14,6 +14,7 @@ from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     Explanation,
@@ -21,6 +22,7 @@ from sparsebalance_megatron.view.report.numbers import (
     TimeSplit,
 )
 from sparsebalance_megatron.view.report.words import (
+    caveats,
     changes,
     headline,
     run_facts,
@@ -43,9 +45,8 @@ def numbers(*sentences: str) -> list[float]:
 
 def compared(**changes: Any) -> Comparison:
     values: dict[str, Any] = dict.fromkeys(("speedup", "speedup_paired", "speedup_total"))
-    return Comparison(
-        baseline=summary(), sparse_balance=summary(), problems=(), **(values | changes)
-    )
+    values |= {"baseline": summary(), "sparse_balance": summary(), "problems": ()}
+    return Comparison(**(values | changes))
 
 
 def explained(**changes: Any) -> Explanation:
@@ -79,6 +80,16 @@ def test_a_run_alone() -> None:
     split = TimeSplit(steps=9, compute_ms=800.0, waiting_ms=150.0, rest_ms=50.0)
     assert numbers(headline(summary(split=split))) == [1000, 80, 15, 5]
     assert numbers(headline(summary())) == []
+
+
+def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
+    alone, lockstep = summary(lockstep_ranks=1), summary(lockstep_ranks=4)
+    notice = lockstep_notice(4)
+    assert caveats(alone) == []
+    assert caveats(lockstep) == [notice]
+    assert caveats(compared(baseline=lockstep, sparse_balance=lockstep)) == [notice]
+    both = compared(baseline=alone, sparse_balance=lockstep)
+    assert caveats(both) == [f"Sparse balance: {notice}"]
 
 
 def test_what_ran() -> None:

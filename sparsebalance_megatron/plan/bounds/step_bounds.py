@@ -10,25 +10,14 @@ C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks, M
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import longest_chain
+from sparsebalance_megatron.plan.bounds.chain_mixture import chain_mixture
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HALVINGS = 12
 """Bisections in the search for the largest contradicted time."""
-_ROUNDS = (60, 300)
-"""Least and most rounds of the game: 300 come within 2 % of its value."""
-_OPERATIONS = 40_000
-"""Operations simulated in all rounds together, between those limits."""
-_LEARNING_RATE = 3.0
-_PROFILE_STEP = 0.05
-"""Rounding of a chunk's work over the mean chunk's: one mixture serves all steps of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +130,9 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     )
 
 
-def _ways(first_2XP: np.ndarray) -> np.ndarray:
+def _ways(first_2SP: np.ndarray) -> np.ndarray:
     """What passing the stages before each takes, from the ms of the first chunk of every stage."""
-    return np.asarray(np.cumsum(first_2XP, axis=-1) - first_2XP)
+    return np.asarray(np.cumsum(first_2SP, axis=-1) - first_2SP)
 
 
 def _least_mixed_ms(sample_2SC: np.ndarray, mixture_2CM: np.ndarray) -> np.ndarray:
@@ -159,9 +148,15 @@ def _least_mixed_ms(sample_2SC: np.ndarray, mixture_2CM: np.ndarray) -> np.ndarr
 class _PlacedWork:
     """Bounds that depend on which cp_sizes a step leaves its samples by when it ends.
 
-    ``chain_WS``: what a step takes at least with a sample at each cp_size. ``mixed_WS``: what it
-    adds to the mixed chains; ``work_WSP``: to the mean work of a rank. Their constants count once.
-    ``way_2SP``: to each stage and back from it, at the best of all cp_sizes.
+    Constants count once.
+
+    Attributes:
+        chain_WS: ms that a step takes at least with a sample at each cp_size.
+        mixed_WS: ms that the sample adds to the mixed chains.
+        mixed_constant_ms: constants of all places in the mixed chains.
+        work_WSP: ms that the sample adds to the mean work of a rank on each stage.
+        work_constant_P: constants of a rank on each stage.
+        way_2SP: ms to each stage and back from it, at the best of all cp_sizes.
     """
 
     chain_WS: np.ndarray
@@ -204,59 +199,3 @@ class _PlacedWork:
             else:
                 high_ms = middle_ms
         return low_ms
-
-
-def chain_mixture(
-    work_2PV: np.ndarray, micro_batches: int, schedule: Schedule = megatron_order
-) -> np.ndarray:
-    """[2, P, V, M]: in which share of the mixed chains each operation is.
-
-    A pipeline takes at least as long as any chain of operations that wait for one another, and so
-    at least as long as any weighted mean of chains. The weights come from a zero-sum game: the
-    scheduler splits a rank's work over its micro-batches so that the longest chain is short, the
-    adversary weights chains so that their mean is long. Its value, by duality of linear programs,
-    is the shortest step that any split of the work can give.
-
-    For any times of the operations, the pipeline takes at least the sum of times x shares; for work
-    with this profile that is close to the best bound of its kind.
-
-    Args:
-        work_2PV: of all micro-batches together, to any scale.
-
-    Raises:
-        PlanError: the schedule does not exist for these numbers.
-    """
-    profile_2PV = work_2PV / work_2PV.mean() if work_2PV.any() else np.ones_like(work_2PV)
-    steps = np.rint(profile_2PV / _PROFILE_STEP).astype(int)
-    return _mixture(tuple(steps.ravel().tolist()), work_2PV.shape, micro_batches, schedule)
-
-
-@lru_cache(maxsize=32)
-def _mixture(
-    profile: tuple[int, ...], shape: tuple[int, ...], micro_batches: int, schedule: Schedule
-) -> np.ndarray:
-    """Play the game in rounds: find the longest chain, then move work away from it.
-
-    Work moves by multiplicative weights; later rounds weigh more in the mixture.
-    """
-    work_2PV1 = np.array(profile, dtype=np.float64).reshape(*shape, 1)
-    work_2PV1 /= max(work_2PV1.sum(), 1.0)
-    least, most = _ROUNDS
-    rounds = min(max(_OPERATIONS // (work_2PV1.size * micro_batches), least), most)
-    _, stages, chunks = shape
-    graph = graph_of(schedule, stages, chunks, micro_batches)
-    alone_RM = unshared(1, micro_batches)
-    mixture_2PVM = np.zeros((*shape, micro_batches))
-    losses_M = np.zeros(micro_batches)
-    for number in range(1, rounds + 1):
-        share_M = np.exp(losses_M.min() - losses_M)
-        share_M /= share_M.sum()
-        ms_OR = (work_2PV1 * share_M).reshape(-1, 1)
-        times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=alone_RM)
-        chain_2PVM = longest_chain(times).reshape(mixture_2PVM.shape)
-        mixture_2PVM += number * chain_2PVM
-        gain_M = (work_2PV1 * chain_2PVM).sum(axis=(0, 1, 2))
-        losses_M += _LEARNING_RATE / np.sqrt(number) * gain_M
-    mixture_2PVM /= rounds * (rounds + 1) / 2
-    mixture_2PVM.flags.writeable = False
-    return mixture_2PVM

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from oracles.dealing import best_dealt_makespan
 from plan.plan_cases import (
     cost_model,
     costs_without_constants,
@@ -22,13 +21,11 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.pipeline.step_bounds import chain_mixture, step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 BUDGET = 6
-SHAPES = [(1, 1, 3), (2, 1, 4), (3, 1, 5), (4, 1, 8), (2, 2, 4)]
-"""Stages, virtual stages, micro-batches."""
 
 
 def bounds_and_costs(lengths, job):
@@ -117,39 +114,3 @@ def test_unhideable_samples_are_named():
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
     assert best >= bounds.bound_ms > bounds.mixed_ms
-
-
-def profile(stages: int, virtual_stages: int, heavy: float) -> np.ndarray:
-    """Backwards twice as long as forwards, and a last chunk with the head."""
-    work_2PV = np.ones((2, stages, virtual_stages))
-    work_2PV[1] *= 2.0
-    work_2PV[:, -1, -1] *= heavy
-    return work_2PV
-
-
-@settings(max_examples=20)
-@given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
-def test_no_pipeline_is_shorter_than_the_mixture(shape: tuple[int, int, int], seed: int) -> None:
-    """Whatever the times, those of another profile included."""
-    *stages, micro_batches = shape
-    mixture_2PVM = chain_mixture(profile(*stages, 1.25), micro_batches)
-    times_2PVM = np.random.default_rng(seed).exponential(1.0, (2, *shape))
-    makespan_ms = float(makespans_ms(flat(times_2PVM[:, None]))[0])
-    assert (times_2PVM * mixture_2PVM).sum() <= makespan_ms * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("heavy", [1.0, 1.25])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_as_long_as_the_best_dealt_work(shape: tuple[int, int, int], heavy: float) -> None:
-    """One rank's work in any parts to its micro-batches: a linear program."""
-    *stages, micro_batches = shape
-    work_2PV = profile(*stages, heavy)
-    mixture_2PVM = chain_mixture(work_2PV, micro_batches)
-    least = (mixture_2PVM * work_2PV[..., None]).sum(axis=(0, 1, 2)).min()
-    best = best_dealt_makespan(work_2PV.tolist(), micro_batches)
-    assert 0.97 * best <= least <= best * (1 + 1e-9)
-
-
-def test_one_mixture_serves_steps_that_differ_little() -> None:
-    work_2PV = profile(2, 1, 1.25)
-    assert chain_mixture(work_2PV, 4) is chain_mixture(7.0 * work_2PV * 1.001, 4)

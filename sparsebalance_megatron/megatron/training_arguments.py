@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's ``args``, as far as a run under ``megatron.training`` needs them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from sparsebalance_megatron.config import flag_name
+from sparsebalance_megatron.megatron.arguments import destination
+from sparsebalance_megatron.megatron.compat import (
+    arguments_of_weights,
+    model_provider,
+    saved_arguments,
+    use_layer_spec,
+)
+
+STATE_ATTRIBUTE = "sparse_balance_state"
+"""Attribute of ``args`` that carries the scheduler's state into checkpoints."""
+
+
+class TrainingArguments:
+    """What a run reads of ``args``, and the state that it leaves there for checkpoints.
+
+    ``check_for_nan`` asks Megatron to stop at a loss that is not finite.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self.check_for_nan = bool(args.check_for_nan_in_loss_and_grad)
+
+    @property
+    def iteration(self) -> int | None:
+        """Steps trained before; None until Megatron has looked for a checkpoint."""
+        return getattr(self._args, "iteration", None)
+
+    @property
+    def consumed_train_samples(self) -> int:
+        """Training samples of those steps."""
+        return int(self._args.consumed_train_samples)
+
+    @property
+    def consumed_valid_samples(self) -> int:
+        """Validation samples that those steps were evaluated on."""
+        return int(self._args.consumed_valid_samples)
+
+    def take_saved_state(self) -> dict[str, Any] | None:
+        """The plugin's state in the checkpoint that the run goes on from; None without one, and
+        once it was taken."""
+        state = getattr(saved_arguments(self._args), STATE_ATTRIBUTE, None)
+        if state is None or hasattr(self._args, STATE_ATTRIBUTE):
+            return None
+        setattr(self._args, STATE_ATTRIBUTE, state)
+        return dict(state)
+
+    def keep_state(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Have the next checkpoint hold the state, if any is saved."""
+        if self._args.save:
+            setattr(self._args, STATE_ATTRIBUTE, state())
+
+    def other_attention(self) -> list[str]:
+        """Say where a run that starts from weights selects otherwise than the one that trained
+        them."""
+        return changed_attention(
+            None if self.iteration else arguments_of_weights(self._args), self._args
+        )
+
+    def configure_model(self, model_config: Any, layer_spec: Callable[..., Any]) -> None:
+        """Put a layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
+        use_layer_spec(self._args, model_config, layer_spec)
+
+    def model_provider(self, layer_spec: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``model_provider`` whose models have a layer spec (megatron-core 0.18)."""
+        return model_provider(self._args, layer_spec)
+
+
+def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
+    """Differences between two runs' selections, one sentence each; none without a first run."""
+    if trained is None or not getattr(trained, destination("enabled"), False):
+        return []
+    return [
+        f"{flag_name(name)} is {getattr(now, destination(name))}; these weights were trained with "
+        f"{getattr(trained, destination(name))}"
+        for name in ("block_size", "selection")
+        if getattr(trained, destination(name)) != getattr(now, destination(name))
+    ]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of operations where neighbouring ranks wait for one another in every layer.
+
+A lockstep group begins every layer together. So an operation takes the sum over its layers of the
+slowest member's own time, and besides what the group does together: its experts, by its tokens.
+Every member takes that long, and the group is one rank of the pipeline.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
+V virtual stages, M micro-batches, C = P x V chunks, J = R x M micro-batches, E groups, W ranks of a
+group; a leading 2: forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.layer_costs import LayerCosts
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.step_costs import StepCosts
+
+
+def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
+    """Times of placed samples: on every rank those of its lockstep group."""
+    layers = layers_of(costs, where)
+    slowest_2EML = slowest_member_2EMX(
+        costs, layers.own_2SL(costs.block_pairs(budgets_LS)), layers.chunk_of_layer_L, where
+    )
+    ms_2EMC = beside_layers_2EMC(costs, layers, where)
+    for layer, chunk in enumerate(layers.chunk_of_layer_L.tolist()):
+        ms_2EMC[..., chunk] += slowest_2EML[..., layer]
+    ms_2RMC = np.repeat(ms_2EMC, costs.job.lockstep_ranks, axis=1)
+    times = costs.flat(ms_2RMC, where.cp_sizes_RM)
+    return replace(times, lockstep_ranks=costs.job.lockstep_ranks)
+
+
+def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:
+    """Costs of the samples' layers on each of the ranks that share them.
+
+    Raises:
+        ValueError: the job's ranks do not wait for one another.
+    """
+    if costs.layers is None:
+        raise ValueError("costs by layer are known only of ranks that wait for one another")
+    cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S]
+    if (cp_size_S == 1).all():
+        return costs.layers
+    return costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
+
+
+def beside_layers_2EMC(costs: StepCosts, layers: LayerCosts, where: Arrangement) -> np.ndarray:
+    """[2, E, M, C] ms beside the layers' own: of a micro-batch whatever it holds, the slowest
+    member's embedding and head, and experts."""
+    ms_2EMC = slowest_member_2EMX(costs, layers.outside_2SC, np.arange(costs.chunks), where)
+    ms_2EMC += costs.constant_2C[:, None, None]
+    ms_2EMC += _by_member_2EWMX(costs, layers.together_2SC, where).mean(axis=2)
+    return ms_2EMC
+
+
+def slowest_member_2EMX(
+    costs: StepCosts, ms_2SX: np.ndarray, chunk_of_X: np.ndarray, where: Arrangement
+) -> np.ndarray:
+    """Sums over the samples of micro-batches, of the member that takes longest on its device.
+
+    Args:
+        chunk_of_X: the chunk that each column belongs to.
+    """
+    members_2EWMX = _by_member_2EWMX(costs, ms_2SX, where)
+    slowness_RX = costs.slowness_RP[:, chunk_of_X // costs.job.virtual_stages]
+    slowness_EWX = slowness_RX.reshape(-1, costs.job.lockstep_ranks, len(chunk_of_X))
+    return np.asarray((members_2EWMX * slowness_EWX[:, :, None]).max(axis=2))
+
+
+def _by_member_2EWMX(costs: StepCosts, ms_2SX: np.ndarray, where: Arrangement) -> np.ndarray:
+    """Sums over the samples of every micro-batch, on each of its ranks."""
+    job = costs.job
+    sums_2JX = np.zeros((2, job.places, ms_2SX.shape[2]))
+    for sums_JX, ms_SX in zip(sums_2JX, ms_2SX, strict=True):
+        np.add.at(sums_JX, where.micro_batch_of_S, ms_SX)
+    if where.cp_sizes_RM.max() > 1:
+        sums_2JX = sums_2JX[:, first_places(where.cp_sizes_RM)]
+    return sums_2JX.reshape(2, -1, job.lockstep_ranks, job.micro_batches, ms_2SX.shape[2])

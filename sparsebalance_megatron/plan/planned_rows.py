@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of ranks that wait for one another in every layer: rows, where they run, their budgets.
+
+A lockstep group takes, per operation, what its slowest member takes, so it is one rank of the
+pipeline whose micro-batches are rows (:mod:`.placement.rows`).
+
+1. *Positions.* Without a pipeline, samples are packed into rows of 1, 2, ... up to as many
+   positions as the job has; fewer, fuller positions have more equal heights, and average errors of
+   prediction. The numbers of positions whose sums of heights are least go on.
+2. *Groups.* Rows are placed on groups, ordered and traded between them by the search that places
+   samples on ranks (:mod:`.placement.search`): a row is a sample there, and a group a rank.
+3. *Budgets.* Of these and of the placements that know nothing of rows, those with the shortest
+   steps at the expected budgets are tuned; the shortest step wins.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, M micro-batches, C
+chunks, X rows, W members of a group; a leading 2: forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
+from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.placement.balance import balanced
+from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
+from sparsebalance_megatron.plan.placement.rows import Rows, packed_rows
+from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+_MAX_NUMBERS_OF_POSITIONS = 3
+"""Numbers of positions whose rows are improved and placed."""
+_MAX_TUNED = 2
+"""Placements whose budgets are tuned."""
+_MAX_TUNING_REVERSAL = 1.10
+"""Tuning changes which of two placements is faster only within this ratio of their times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedRows:
+    """A placement with the problem that it solves: of as many positions as the placement has."""
+
+    problem: StepProblem
+    arrangement: Arrangement
+    makespan_ms: float
+
+    @classmethod
+    def at_expected_budgets(cls, problem: StepProblem, arrangement: Arrangement) -> PlacedRows:
+        makespan_ms = problem.budgets.makespans_ms(problem.expected_LS, arrangement).max()
+        return cls(problem=problem, arrangement=arrangement, makespan_ms=rounded_ms(makespan_ms))
+
+
+def best_rows(
+    problem: StepProblem, blind: Iterable[Placement]
+) -> tuple[StepProblem, Arrangement, TunedBudgets] | None:
+    """The shortest step of ranks in lockstep, and the problem with its number of positions.
+
+    Args:
+        problem: of ranks that share no micro-batch.
+        blind: placements for ranks that wait for nobody, which compete in their lockstep order.
+
+    Returns:
+        None where no placement is found.
+    """
+    found = [
+        PlacedRows.at_expected_budgets(of_positions, _placed(of_positions, rows))
+        for of_positions, rows in _candidate_rows(problem)
+    ]
+    for placement in blind:
+        ordered = in_lockstep_order(
+            Arrangement.of_groups(placement), problem.costs, problem.expected_2SC
+        )
+        found.append(PlacedRows.at_expected_budgets(problem, ordered))
+    if not found:
+        return None
+    found.sort(key=lambda placed: placed.makespan_ms)
+    limit_ms = _MAX_TUNING_REVERSAL * found[0].makespan_ms
+    tuned = []
+    for placed in found[:_MAX_TUNED]:
+        if placed.makespan_ms <= limit_ms:
+            budgets = placed.problem.tuned_where(placed.arrangement)
+            ms_R = placed.problem.budgets.makespans_ms(budgets.budgets_LS, placed.arrangement)
+            tuned.append((rounded_ms(ms_R.max()), placed, budgets))
+    _, placed, budgets = min(tuned, key=lambda each: each[0])
+    return placed.problem, placed.arrangement, budgets
+
+
+def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
+    """Rows for the most promising numbers of positions, the least sum of heights first."""
+    job, costs = problem.job, problem.costs
+    groups = job.data_parallel_size // job.lockstep_ranks
+    weights_S = problem.expected_2SC.sum(axis=(0, 2))
+    constant_ms = float(costs.constant_2C.sum())
+    numbers = range(1, job.micro_batches + 1) if problem.plans_positions else [job.micro_batches]
+    found = []
+    for positions in numbers:
+        rows = packed_rows(
+            weights_S,
+            costs.lengths_tokens_S,
+            rows=groups * positions,
+            members=job.lockstep_ranks,
+            cap_tokens=problem.cap_tokens,
+        )
+        if rows is not None:
+            heights_ms = rows.heights_X.sum() + groups * positions * constant_ms
+            found.append((rounded_ms(heights_ms), positions, rows))
+    found.sort(key=lambda each: each[:2])
+    best = found[:_MAX_NUMBERS_OF_POSITIONS]
+    for _, _, rows in best:
+        rows.improve()
+    return [(problem.with_positions(positions), rows) for _, positions, rows in best]
+
+
+def _placed(problem: StepProblem, rows: Rows) -> Arrangement:
+    """Rows on groups, in the order in which each group's pipeline is shortest."""
+    job, costs = problem.job, problem.costs
+    bins = rows.samples
+    row_2XC = np.stack(
+        [
+            np.max([problem.expected_2SC[:, list(samples)].sum(axis=1) for samples in row], axis=0)
+            for row in bins
+        ],
+        axis=1,
+    )
+    groups = job.data_parallel_size // job.lockstep_ranks
+    of_groups = replace(
+        costs,
+        job=replace(job, data_parallel_size=groups, lockstep_ranks=1),
+        lengths_tokens_S=np.ones(len(bins), dtype=np.int64),
+        slowness_RP=np.ones((groups, job.pipeline_stages)),
+        exchange_2SC=np.zeros_like(row_2XC),
+        layers=None,
+    )
+    start = balanced(row_2XC.sum(axis=(0, 2)), [1] * len(bins), of_groups.job, len(bins))
+    step_ms = row_2XC.sum() / (groups * job.pipeline_stages)
+    placement = improve(
+        start,
+        of_groups,
+        row_2XC,
+        cap_tokens=1,
+        plan_ms=problem.policy.plan_ms or SHARE_OF_STEP * rounded_ms(step_ms),
+    )
+    falls = job.pipeline_stages == 1
+    heights_ms = rows.heights_X
+    samples: list[tuple[tuple[int, ...], ...]] = []
+    for group, positions in enumerate(placement):
+        ordered = [row for (row,) in positions]
+        if falls:
+            ordered.sort(key=lambda row: (-heights_ms[row], row))
+        fastest_W = np.argsort(
+            costs.slowness_R[group * job.lockstep_ranks :][: job.lockstep_ranks], kind="stable"
+        )
+        members = [_by_member(rows, bins, row, fastest_W) for row in ordered]
+        samples += zip(*members, strict=True)
+    return Arrangement.of_groups(tuple(samples))
+
+
+def _by_member(
+    rows: Rows, bins: list[tuple[tuple[int, ...], ...]], row: int, fastest_W: np.ndarray
+) -> list[tuple[int, ...]]:
+    """The bins of a row by member: the fullest on the fastest device."""
+    load_W = rows.load_J[row * len(fastest_W) :][: len(fastest_W)]
+    members: list[tuple[int, ...]] = [()] * len(fastest_W)
+    for member, fullest in zip(
+        fastest_W.tolist(), np.argsort(-load_W, kind="stable").tolist(), strict=True
+    ):
+        members[member] = bins[row][fullest]
+    return members
