@@ -8,14 +8,16 @@ operation of torch that is no view and no allocation counts once, though some la
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 
-from sparsebalance_megatron.attention.kernels import flash
+from sparsebalance_megatron.attention.kernels import dense, flash
 from sparsebalance_megatron.attention.kernels.contract import Kernel
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import selector_named
@@ -28,11 +30,19 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted", allow_module_level=True)
 
-from fake_cuda import CUDA, Launches, PeakMemory, fake_cuda  # noqa: E402
+from fake_cuda import CUDA, Launches, NoTraffic, PeakMemory, fake_cuda  # noqa: E402
 
 from sparsebalance_megatron.attention.kernels import triton as kernels  # noqa: E402
 
-MOST_LAUNCHES = 40
+OPTIONS = AttentionOptions(
+    block_size=256,
+    base_budget=32,
+    selector=selector_named(DEFAULT_SELECTION),
+    coverage_threshold=0.1,
+    implementation="auto",
+    grid=(8, 16, 32),
+)
+MOST_LAUNCHES, MOST_LAUNCHES_IF_COVERED = 40, 8
 MOST_PARTIAL_BYTES = 528 << 20
 """512 MiB, and what a row knows beside its sums."""
 
@@ -48,18 +58,10 @@ class Layer:
 
 
 def _layer(kernel: Kernel, tokens: int, query_heads: int) -> Layer:
-    options = AttentionOptions(
-        block_size=256,
-        base_budget=32,
-        selector=selector_named(DEFAULT_SELECTION),
-        coverage_threshold=0.1,
-        implementation="auto",
-        grid=(8, 16, 32),
-    )
     attention = BudgetedCoreAttention(
         SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
         *(1, AttnMaskType.padding_causal, "self"),
-        options=options,
+        options=OPTIONS,
     )
     peak, forward, backward = PeakMemory(), Launches(), Launches()
     with fake_cuda():
@@ -119,3 +121,37 @@ def test_flash_needs_little_more_memory_than_triton() -> None:
     of_flash, of_triton = (_layer(kernel, 131072, 32) for kernel in (flash, kernels))
     sums = flash._ROWS_AT_ONCE * 128 * 4
     assert of_flash.most_bytes + sums <= 1.3 * of_triton.most_bytes
+
+
+@pytest.mark.parametrize("tokens", [[8192], [3000, 100, 8192, 5000]], ids=str)
+def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
+    """Router, guard and lists are left out; observations and the bounds of documents are made."""
+    attention = BudgetedCoreAttention(
+        SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
+        *(1, AttnMaskType.padding_causal, "self"),
+        options=OPTIONS,
+    )
+    forward, backward = Launches(), Launches()
+    with fake_cuda():
+        context = LocalMicroBatch(
+            layout=packed_layout([0, *accumulate(tokens)], 256, CUDA),
+            budgets_LS=torch.empty(1, len(tokens), dtype=torch.int32, device=CUDA),
+            max_budgets=(32,),
+            observe=True,
+            budgets_on_host_LS=np.full((1, len(tokens)), 32),
+        )
+        q, k, v, dout = (
+            torch.empty(sum(tokens), heads, 128, dtype=torch.bfloat16, device=CUDA)
+            for heads in (32, 8, 8, 32)
+        )
+        with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
+            attention._attend(q, k, v, context, None)
+            lists = Selection.of_documents(context.layout)
+            out, lse = dense.forward(q, k, v, lists, softmax_scale=SCALE)
+        with NoTraffic(), backward, backward.of_triton():
+            dense.backward(dout, saved(q, k, v, out, lse, lists))
+    # The second forward is only there for the backward pass.
+    forward.counted["aten::_flash_attention_forward"] -= 1
+    assert forward.counted["aten::_flash_attention_forward"] == 1
+    assert forward.counted.total() <= MOST_LAUNCHES_IF_COVERED, forward.counted
+    assert backward.counted == {"aten::_flash_attention_backward": 1}
