@@ -204,7 +204,7 @@ class StepReducer:
             broken_O = ~values_OC[:, -_EXTRA_COLUMNS:].isfinite().all(1)
             # A document that was not routed has no curve, and all else.
             routed_O = values_OC.isfinite().all(1)
-            values_OC = values_OC.masked_fill(broken_O[:, None], 0.0).nan_to_num(nan=0.0)
+            values_OC = values_OC.masked_fill(broken_O[:, None] | ~values_OC.isfinite(), 0.0)
             group_O = copied_to(torch.from_numpy(observed.group_O(self._buckets)), self._device)
             part["coverage"].view(-1, self._columns).index_add_(0, group_O, values_OC)
             part["counts"].view(-1).index_add_(0, group_O, routed_O.double())
