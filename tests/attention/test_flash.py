@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -14,8 +15,9 @@ import torch
 from attention.cases import SCALE, Case, assert_exact, every_other_place, make_case, with_lists
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.kernels import flash, varlen
+from sparsebalance_megatron.attention.api import block_sparse_attention, dense_attention
+from sparsebalance_megatron.attention.kernels import dense, flash, varlen
+from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
 
 GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head"]
@@ -169,6 +171,59 @@ def test_what_it_does_not_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(varlen, "MOST_SEGMENTS", 4 + (1 << 10))
     with pytest.raises(ValueError, match="serves 4 blocks, not 5: use larger blocks"):
         case.ours("flash", torch.float32)
+
+
+def test_installed_torch_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name; another torch is refused with what it lacks, and the remedy."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    missing = varlen.missing_in_torch.__wrapped__
+    assert missing() is None
+    given = varlen._ARGUMENTS["_flash_attention_backward"] | {"window"}
+    monkeypatch.setitem(varlen._ARGUMENTS, "_flash_attention_backward", given)
+    assert "aten::_flash_attention_backward to take window" in missing()
+    assert "install torch 2.8 to 2.14" in missing()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert "needs a torch built with FlashAttention" in missing()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dim", [128, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gpu_passes_the_self_check(dtype: str, value_dim: int) -> None:
+    for selection in GRANULARITIES:
+        case = dataclasses.replace(_checked(selection, dtype), head_dim=128, value_dim=value_dim)
+        assert check_case(case, torch.device("cuda")).problems() == []
+
+
+@pytest.mark.gpu
+def test_documents_on_the_gpu_are_those_of_the_cpu() -> None:
+    case = make_case([0, 300, 301, 1000], [99] * 3, block=128, head_dim=64, dtype=torch.bfloat16)
+    layouts = [packed_layout([0, 300, 301, 1000], 128, device) for device in ("cuda", "cpu")]
+    ours, expected = (
+        case.run(
+            lambda q, k, v, layout=layout: dense_attention(q, k, v, layout, softmax_scale=SCALE),
+            torch.bfloat16,
+            str(layout.block_T.device),
+        )
+        for layout in layouts
+    )
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2 * float(b.abs().max()), rtol=2e-2)
+
+
+def test_documents_by_torchs_kernels_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([0, 30, 31, 100], [99] * 3, block=16, head_dim=8, value_dim=12)
+    layout = case.selection.query_layout
+
+    def attend() -> tuple[Tensor, ...]:
+        return case.run(
+            lambda q, k, v: dense_attention(q, k, v, layout, softmax_scale=SCALE), torch.float64
+        )
+
+    expected = attend()
+    monkeypatch.setattr(dense, "host_may_read", lambda _: False)
+    assert_exact(attend(), expected)
+    assert_exact(expected, case.ours("reference", torch.float64))
 
 
 def test_every_query_reads_one_block_and_no_launch_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
