@@ -79,9 +79,8 @@ LAYER_ARGS=(
 
 REQUIRE_KERNELS='
 import json, sys
-attention = json.load(open(sys.argv[1]))["attention"]
-tried = attention["head_dims"] | attention["implementations"] | attention["routers"]
-wrong = [f"{name}: {each[\"because\"]}" for name, each in tried.items() if not each["usable"]]
+tried = json.load(open(sys.argv[1]))["attention"]
+wrong = [f"{name}: {each[\"says\"]}" for name, each in tried.items() if not each["usable"]]
 sys.exit("\n".join(wrong))
 '
 
@@ -99,19 +98,19 @@ for what in ("implementations", "routers", "head_dims"):
         print(what, name, tried["because"] or f"{share:.0%} of tolerance", sep="\t")
 for name, ms in kept("cost_table.json").get("attention_ms", {}).items():
     print("attention", name, f"{ms:.2f} ms", sep="\t")
-for case in kept("kernels.json").get("cases", []):
-    for name, found in case.items():
+for case, results in kept("kernels.json").get("cases", {}).items():
+    for name, found in results.items():
         if isinstance(found, dict):
             times = [f"{key} {each[\"median_ms\"]:.2f} ms" for key, each in found.items()
                      if isinstance(each, dict) and "median_ms" in each]
-            print(case.get("name"), name, found.get("error") or ", ".join(times), sep="\t")
+            print(case, name, found.get("error") or ", ".join(times), sep="\t")
 '
 
 stage() {
     local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
         environment)
-            limited "${minutes}m" sparse-balance env --json >"${OUT}/environment.json" &&
+            limited "${minutes}m" sparse-balance env --check --json >"${OUT}/environment.json" &&
                 python -c "${REQUIRE_KERNELS}" "${OUT}/environment.json"
             ;;
         tests)

@@ -60,10 +60,16 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
+<<<<<<< HEAD
     """Results of a first forward of one layer: lists where there were any, out_THF and lse_TH.
+=======
+    """Results of a first forward of one layer.
+>>>>>>> main
 
-    ``version`` is that of out_THF, which must not be written to; ``samples`` copy the inputs at
-    some tokens.
+    Attributes:
+        version: of out_THF, which must not be written to.
+        shapes: of the inputs.
+        samples: copies of the inputs at some tokens.
     """
 
     selection: Selection | None

@@ -174,7 +174,7 @@ def test_what_it_does_not_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_installed_torch_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name; another torch is refused with what it lacks, and the remedy."""
+    """Arguments are given by name; another torch is refused with what it lacks, and the remedy."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     missing = varlen.missing_in_torch.__wrapped__
     assert missing() is None

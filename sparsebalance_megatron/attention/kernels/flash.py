@@ -14,8 +14,8 @@ A block of queries that selects is taken as its tokens.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
 head dim of keys, F of values, N blocks, B tokens of a block, Q rows and C heads that select, K
-places of a list. Of some KV heads: S their blocks (N for each head), X their lists (a token's side
-by side), E query heads of a list, P places of all lists taken at once, Z such rounds, U entries of
+places of a list. Of some KV heads: W their blocks (N for each head), X their lists (a token's side
+by side), E query heads of a list, J places of all lists taken at once, Z such rounds, U entries of
 a round, A segments.
 """
 
@@ -59,13 +59,13 @@ def forward(
             parts_UEF, lse_HU = varlen.attend(q_UED.flatten(0, 1)[:, None], *some.keys(entries))
             # Behind the last segment lies whatever was in memory.
             lse_UE = torch.where(entries.present_U1, lse_HU.view(-1, some.group), -torch.inf)
-            lse_XEP = lse_UE.flatten()[entries.row_XEP]
-            total_XE = torch.logaddexp(lse_XE, lse_XEP.logsumexp(2))
+            lse_XEJ = lse_UE.flatten()[entries.row_XEJ]
+            total_XE = torch.logaddexp(lse_XE, lse_XEJ.logsumexp(2))
             # A query that has read nothing yet has -inf, and -inf less -inf is NaN.
             finite_XE1 = total_XE.clamp(min=torch.finfo(total_XE.dtype).min)[..., None]
-            weight_XEP = lse_XEP.sub_(finite_XE1).exp_()
+            weight_XEJ = lse_XEJ.sub_(finite_XE1).exp_()
             share_XE1 = (lse_XE[..., None] - finite_XE1).exp_()
-            sum_XEF = some.sums(parts_UEF, entries, weight_XEP)
+            sum_XEF = some.sums(parts_UEF, entries, weight_XEJ)
             out_XEF, lse_XE = sum_XEF.addcmul_(out_XEF, share_XE1), total_XE
         out_THF[:, some.query_heads] = some.by_token(out_XEF)
         lse_TH[:, some.query_heads] = some.by_token(lse_XE)
@@ -182,7 +182,7 @@ class _Round:
 
     Attributes:
         list_U, list_of_all_U: the list of an entry, among these heads' and among all.
-        row_XEP: the row, in U * E, of an entry and a query head.
+        row_XEJ: the row, in U * E, of an entry and a query head.
         present_U1: False where a list has no such entry; these come last.
         block_A, head_A: the block of a segment and its KV head, of these; any where it is empty.
         bounds_A1: int32 bounds of segments, in rows.
@@ -190,7 +190,7 @@ class _Round:
 
     list_U: Tensor
     list_of_all_U: Tensor
-    row_XEP: Tensor
+    row_XEJ: Tensor
     present_U1: Tensor
     block_A: Tensor
     head_A: Tensor
@@ -268,14 +268,14 @@ class _PastBlocks:
         )
         return k, v, segments
 
-    def sums(self, parts_U1D: Tensor, entries: _Round, weight_XEP: Tensor | None) -> Tensor:
+    def sums(self, parts_U1D: Tensor, entries: _Round, weight_XEJ: Tensor | None) -> Tensor:
         """Weighted sums of what the entries of a list gave, [X, E, D], in float32 or wider."""
-        lists, group, places = entries.row_XEP.shape
+        lists, group, places = entries.row_XEJ.shape
         parts_UED = parts_U1D.view(-1, group, parts_U1D.shape[2])
         nothing_1 = torch.zeros(1, dtype=wide_dtype(parts_UED.dtype), device=parts_UED.device)
         parts_UED = torch.where(entries.present_U1[..., None], parts_UED, nothing_1)
-        weights = None if weight_XEP is None else weight_XEP.view(-1, places)
-        rows = entries.row_XEP.view(-1, places)
+        weights = None if weight_XEJ is None else weight_XEJ.view(-1, places)
+        rows = entries.row_XEJ.view(-1, places)
         summed = embedding_bag(
             rows, parts_UED.flatten(0, 1), mode="sum", per_sample_weights=weights
         )
@@ -295,14 +295,14 @@ class _PastBlocks:
                 for dx in gradients
             ]
         number_A = entries.head_A * blocks + entries.block_A
-        for sum_SBD, dx in zip(self._sums, gradients, strict=True):
-            part_ABD = torch.where(read_A11, dx.view(-1, *sum_SBD.shape[1:]), sum_SBD.new_zeros(1))
-            sum_SBD.index_add_(0, number_A, part_ABD)
+        for sum_WBD, dx in zip(self._sums, gradients, strict=True):
+            part_ABD = torch.where(read_A11, dx.view(-1, *sum_WBD.shape[1:]), sum_WBD.new_zeros(1))
+            sum_WBD.index_add_(0, number_A, part_ABD)
 
     def gradients_of_keys(self) -> Iterator[Tensor]:
         """What was added, [T, G, D]."""
-        for sum_SBD in self._sums:
-            sum_NBGD = sum_SBD.unflatten(0, (self._heads, -1)).movedim(0, 2)
+        for sum_WBD in self._sums:
+            sum_NBGD = sum_WBD.unflatten(0, (self._heads, -1)).movedim(0, 2)
             yield self._layout.from_blocks(sum_NBGD)
 
     def rounds(self) -> Iterator[_Round]:
@@ -314,18 +314,18 @@ class _PastBlocks:
         block_ZU, blocks = self._named_blocks(), self._heads * self._layout.blocks
         (rounds, count), device = block_ZU.shape, block_ZU.device
         size = self._segment_entries
-        number_S1 = torch.arange(blocks + 1, device=device, dtype=block_ZU.dtype)
+        number_W1 = torch.arange(blocks + 1, device=device, dtype=block_ZU.dtype)
         sorted_ZU, entry_ZU = block_ZU.sort(stable=True)
-        bound_ZS1 = torch.searchsorted(sorted_ZU, number_S1.expand(rounds, -1).contiguous())
-        segments_ZS = (bound_ZS1.diff() + (size - 1)) // size
-        first_ZS1 = pad(segments_ZS.cumsum(1), (1, 0))
+        bound_ZW1 = torch.searchsorted(sorted_ZU, number_W1.expand(rounds, -1).contiguous())
+        segments_ZW = (bound_ZW1.diff() + (size - 1)) // size
+        first_ZW1 = pad(segments_ZW.cumsum(1), (1, 0))
         number_A1 = torch.arange(count // size + min(blocks, count) + 1, device=device)
         # Past the last segment this is the number behind the last block, whose bound is the end.
         block_ZA1 = torch.searchsorted(
-            first_ZS1[:, 1:].contiguous(), number_A1.expand(rounds, -1).contiguous(), right=True
+            first_ZW1[:, 1:].contiguous(), number_A1.expand(rounds, -1).contiguous(), right=True
         )
-        begin_ZA1 = (bound_ZS1 - first_ZS1 * size).gather(1, block_ZA1) + number_A1 * size
-        end_Z1 = bound_ZS1[:, -1:]
+        begin_ZA1 = (bound_ZW1 - first_ZW1 * size).gather(1, block_ZA1) + number_A1 * size
+        end_Z1 = bound_ZW1[:, -1:]
         bounds_ZA1 = (begin_ZA1.minimum(end_Z1) * self.group).int()
         block_ZA = block_ZA1[:, :-1].clamp(max=blocks - 1)
         head_ZA = block_ZA // self._layout.blocks
@@ -334,7 +334,7 @@ class _PastBlocks:
         present_ZU = number_U < end_Z1
         row_ZU = torch.empty_like(entry_ZU)
         row_ZU.scatter_(1, entry_ZU, (number_U * self.group).expand(rounds, -1))
-        row_ZX1P = row_ZU.view(rounds, -1, 1, self._places)
+        row_ZX1J = row_ZU.view(rounds, -1, 1, self._places)
         number_E1 = torch.arange(self.group, device=device)[:, None]
         list_ZU = list_of_all_ZU = entry_ZU.floor_divide_(self._places)
         if self._count < self._all_lists:
@@ -344,7 +344,7 @@ class _PastBlocks:
             yield _Round(
                 list_U=list_ZU[each],
                 list_of_all_U=list_of_all_ZU[each],
-                row_XEP=row_ZX1P[each] + number_E1 if self.group > 1 else row_ZX1P[each],
+                row_XEJ=row_ZX1J[each] + number_E1 if self.group > 1 else row_ZX1J[each],
                 present_U1=present_ZU[each, :, None],
                 block_A=block_ZA[each],
                 head_A=head_ZA[each],
@@ -356,7 +356,7 @@ class _PastBlocks:
         return max(1, _SEGMENT_ROWS // self.group)
 
     def _named_blocks(self) -> Tensor:
-        """int32 [Z, U]: the block in S that an entry of a round names, S where there is none."""
+        """int32 [Z, U]: the block in W that an entry of a round names, W where there is none."""
         selection, blocks = self._selection, self._layout.blocks
         lists_TCK = selection.indices_QCK[:, self._lists]
         place_K = torch.arange(lists_TCK.shape[2], device=lists_TCK.device)
