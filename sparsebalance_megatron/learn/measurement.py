@@ -78,24 +78,15 @@ class RankPlace:
 class CoverageTotals:
     """Sums over pairs of a sample and a layer; divide by the counts to get means.
 
-    <<<<<<< HEAD
-        ``sums_LUK`` and ``counts_LU`` feed the coverage curves, and lack samples that were not routed
-        since their budgets cover them. ``executed_sum``, of which ``executed_L`` is each layer's part,
-        ``base_sum`` and ``count``, of which ``counts_L`` is each layer's part, cover every (sample,
-        layer) pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget
-        the guard raised. ``lost_tokens`` sums tokens times what base budgets had covered more.
-        ``unobserved`` counts pairs whose coverage was not finite: no other figure holds anything of
-        them.
-    =======
-        Attributes:
-            sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves.
-            executed_L: executed coverage, by layer.
-            executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
-            minimum: the least executed coverage.
-            grown: pairs whose budget the guard raised.
-            unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
-            tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
-    >>>>>>> main
+    Attributes:
+        sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves, without
+            samples that were not routed since their budgets cover them.
+        counts_L, executed_L: pairs, and executed coverage, by layer.
+        executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
+        minimum: the least executed coverage.
+        grown: pairs whose budget the guard raised.
+        unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
+        tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
     """
 
     sums_LUK: np.ndarray

@@ -239,7 +239,7 @@ class BudgetedCoreAttention(MegatronModule):
             documents = context.layout.documents if context.sequence is None else 0
         else:
             documents = context.covered_documents(self._layer_index, self._base_budget)
-        implementation = self._options.implementation
+        implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents
         return 0

@@ -60,11 +60,7 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-<<<<<<< HEAD
     """Results of a first forward of one layer: lists where there were any, out_THF and lse_TH.
-=======
-    """Results of a first forward of one layer.
->>>>>>> main
 
     Attributes:
         version: of out_THF, which must not be written to.

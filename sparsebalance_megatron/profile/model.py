@@ -64,7 +64,8 @@ class ProfiledModel:
 
     def use_attention(self, implementation: AttentionImplementation) -> None:
         """Attend by this implementation from now on."""
-        self._options = replace(self._options, implementation=implementation)
+        config = replace(self._options.config, attention=implementation)
+        self._options = replace(self._options, config=config)
         self._core_attention._options = self._options
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:

@@ -237,14 +237,7 @@ def checked_config(
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
     config = replace(config, enabled=True)
-<<<<<<< HEAD
     if device.type == "cuda":
         config = with_measured_attention(config)
-    check_model(transformer_config, config)
-    check_segments(Settings(transformer_config, config))
-    cp_size = transformer_config.context_parallel_size
-    check_sharing(longest_tokens, config, context_parallel_size=cp_size)
-=======
     check_model(transformer_config, config, longest_tokens)
->>>>>>> main
     return config
