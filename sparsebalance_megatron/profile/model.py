@@ -19,8 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    dense_attention,
+)
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     segment_slice,
@@ -60,6 +64,10 @@ class ProfiledModel:
         self._select = self._core_attention.select
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
+        self._mlp = self._layer.mlp
+        self.has_experts = bool(self._config.num_moe_experts)
+        if self.has_experts:
+            self._layer.mlp = _PassHidden()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     def use_attention(self, implementation: AttentionImplementation) -> None:
@@ -80,15 +88,19 @@ class ProfiledModel:
                 selection = self._select(q_THD, k_TGD, context)
                 return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
             case Part.DENSE_ATTENTION:
+                inputs = self._queries_keys_values(tokens)
                 layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
-                return self._attention(
-                    self._queries_keys_values(tokens),
-                    lambda: Selection.of_everything(layouts, groups),
-                )
+                named = self._options.config.attention
+                if attends_densely(inputs[0], inputs[2], context.layout, named):
+                    # As layers attend to documents that are covered.
+                    return self._attention(inputs, None, context.layout)
+                return self._attention(inputs, lambda: Selection.of_everything(layouts, groups))
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
                 return self._linear(tokens, context)
+            case Part.EXPERTS:
+                return self._experts(tokens)
             case Part.EMBEDDING:
                 return self._embedding(tokens)
             case Part.HEAD:
@@ -109,11 +121,19 @@ class ProfiledModel:
         )
 
     def _attention(
-        self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        selection: Callable[[], Selection] | None,
+        documents: PackedLayout | None = None,
     ) -> Timed:
+        """Attention over a selection, or of whole documents without one."""
         q_THD, _, v_TGF = inputs
 
         def attend() -> Tensor:
+            if selection is None:
+                assert documents is not None
+                scale = q_THD.shape[-1] ** -0.5
+                return dense_attention(*inputs, documents, softmax_scale=scale)[0]
             out_THF, _ = block_sparse_attention(
                 *inputs,
                 selection(),
@@ -202,6 +222,14 @@ class ProfiledModel:
         backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
         return Timed(forward=layer, backward=backward)
 
+    def _experts(self, tokens: int) -> Timed:
+        """Router of tokens, their way to the experts and back, and the experts."""
+        hidden_T1h = self._hidden(tokens)
+        return Timed(
+            forward=lambda: self._mlp(hidden_T1h)[0],
+            backward=backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,)),
+        )
+
     def _embedding(self, tokens: int) -> Timed:
         tokens_1T = self._token_ids(tokens)
         positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
@@ -285,6 +313,13 @@ class _PassQueries(torch.nn.Module):
         out = _ReturnQueries.apply(query, key, value)
         # Multi-latent attention takes a batch of one.
         return out if packed_seq_params.qkv_format == "thd" else out[:, None]
+
+
+class _PassHidden(torch.nn.Module):
+    """Experts that cost nothing."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
 
 
 def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:

@@ -133,7 +133,8 @@ def profile(
         fastest: Any = min(attention_ms, key=attention_ms.__getitem__, default="auto")
         model.use_attention(fastest)
     rows: list[CostRow] = []
-    for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
+    cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
+    for cell in progress(cells):
         for part in cell.parts:
             timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
             rows += measure(part, timed, cell, thoroughness, clock)

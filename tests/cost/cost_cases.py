@@ -37,7 +37,7 @@ def measured(
     rng = np.random.default_rng(0)
     rows = []
     for direction in Direction:
-        for part in Part:
+        for part in (part for part in Part if part is not Part.EXPERTS):
             for lengths in mixes:
                 for budget in budgets if part is Part.ATTENTION else (None,):
                     row = CostRow(
