@@ -131,10 +131,17 @@ class Predicted(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage."""
+    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage.
+
+    ``own_forward_ms`` and ``own_backward_ms`` are there only where ranks wait for one another in
+    every layer: ``forward_ms`` and ``backward_ms`` less that waiting. Busy times and imbalances are
+    of own times.
+    """
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
+    own_forward_ms: np.ndarray | UnsetType = UNSET
+    own_backward_ms: np.ndarray | UnsetType = UNSET
     rank_busy_ms: tuple[Milliseconds, ...]
     schedule_ms: tuple[tuple[Milliseconds, ...], ...]
     imbalance_rank_sums: Number
@@ -143,6 +150,12 @@ class Measured(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.forward_ms.ndim != 4 or not self.forward_ms.size:
             raise ValueError("forward_ms must be [rank][stage][virtual stage][micro-batch]")
+        for name in ("own_forward_ms", "own_backward_ms"):
+            own = getattr(self, name)
+            if own is not UNSET and own.shape != self.forward_ms.shape:
+                raise ValueError(
+                    f"{name} {own.shape} must be {self.forward_ms.shape} as forward_ms"
+                )
 
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
@@ -237,7 +250,17 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         return np.array(self.widths)
 
     def times_2RPVM(self, side: str) -> np.ndarray:
-        """ms of every micro-batch of one of :data:`SIDES`; NaN where nothing was measured."""
+        """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
+        measured = self.measured
+        if side == "measured" and not (
+            measured.own_forward_ms is UNSET or measured.own_backward_ms is UNSET
+        ):
+            return np.stack([measured.own_forward_ms, measured.own_backward_ms])
+        return self.passed_2RPVM(side)
+
+    def passed_2RPVM(self, side: str) -> np.ndarray:
+        """What passed from the begin to the end of every micro-batch: with waiting in layers,
+        where it was measured."""
         times = getattr(self, side)
         return np.stack([times.forward_ms, times.backward_ms])
 

@@ -15,6 +15,7 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, StepRecord
@@ -172,6 +173,9 @@ def _span_arguments(place: Place, span: Span, record: StepRecord, timeline: Time
             ms = float(getattr(getattr(record, side), f"{span.direction}_ms")[index])
             if isfinite(ms):
                 found[f"{side}_ms"] = round(ms, 4)
+        own = getattr(record.measured, f"own_{span.direction}_ms")
+        if own is not UNSET and isfinite(own[index]):
+            found["own_ms"] = round(float(own[index]), 4)
     held = timeline.held(place, span)
     return found | _held_arguments(held) if held else found
 
