@@ -161,7 +161,7 @@ class StepMeasurement:
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
     waiting_2RPVM: np.ndarray | None = None
-    """Of ``times_2RPVM``, waiting for other ranks of the lockstep group; None where none waits."""
+    """Waiting for other ranks of the lockstep group, part of ``times_2RPVM``; None where none do."""
 
     @property
     def own_2RPVM(self) -> np.ndarray:

@@ -156,6 +156,8 @@ class Measured(Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{name} {own.shape} must be {self.forward_ms.shape} as forward_ms"
                 )
+            if own is not UNSET:
+                _check_ms(name, own)
 
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
@@ -212,8 +214,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                     raise ValueError(
                         f"{name}_ms {times.shape} must be {self.shape} as measured forward"
                     )
-                if ((times < 0) | (times > LONGEST_MS)).any():
-                    raise ValueError(f"{name}_ms must be 0 to {LONGEST_MS:g} ms")
+                _check_ms(f"{name}_ms", times)
             if len(side.rank_busy_ms) != self.shape[0]:
                 raise ValueError(
                     f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
@@ -251,12 +252,15 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
-        measured = self.measured
-        if side == "measured" and not (
-            measured.own_forward_ms is UNSET or measured.own_backward_ms is UNSET
-        ):
-            return np.stack([measured.own_forward_ms, measured.own_backward_ms])
+        if side == "measured" and self.waits_in_layers:
+            return np.stack([self.measured.own_forward_ms, self.measured.own_backward_ms])
         return self.passed_2RPVM(side)
+
+    @property
+    def waits_in_layers(self) -> bool:
+        """Whether ranks wait for one another in layers, so that own times are logged."""
+        own = self.measured.own_forward_ms, self.measured.own_backward_ms
+        return all(times is not UNSET for times in own)
 
     def passed_2RPVM(self, side: str) -> np.ndarray:
         """What passed from the begin to the end of every micro-batch: with waiting in layers,
@@ -443,6 +447,11 @@ def _anything(text: bytes) -> Any:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _check_ms(name: str, times: np.ndarray) -> None:
+    if ((times < 0) | (times > LONGEST_MS)).any():
+        raise ValueError(f"{name} must be 0 to {LONGEST_MS:g} ms")
 
 
 def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:
