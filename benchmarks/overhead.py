@@ -29,7 +29,9 @@ import atexit
 import functools
 import json
 import os
+import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,11 +42,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pipeline_reality import machine, profile, tool, train
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from forked_ranks import cpu_environment, free_port, run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "scripts" / "quickstart.sh"
 RANKS = 2
+LIMIT_S = 3600.0
 WARM_UP_STEPS = 5
 QUICK_FLAGS = (
     *("--seq-length", "256", "--max-position-embeddings", "256", "--lr-warmup-iters", "0"),
@@ -85,7 +91,7 @@ def train_under_instruments(directory: Path, data: Path | None, steps: int, *, q
         *(QUICK_FLAGS if quick else ()),
     ]
     table = directory / "costs.json"
-    profile(table, flags, quick=True)
+    tool("profile", "-o", str(table), "--quick", "--", *flags, folder=directory)
     train(
         RANKS,
         *(__file__, "worker", str(directory), *flags),
@@ -94,18 +100,61 @@ def train_under_instruments(directory: Path, data: Path | None, steps: int, *, q
     )
 
 
+def tool(*arguments: str, folder: Path) -> None:
+    """The ``sparse-balance`` command in a folder; its output only if it fails."""
+    done = run_alone(
+        ("-m", "sparsebalance_megatron.cli", *arguments),
+        environment=cpu_environment(),
+        folder=folder,
+        timeout_s=LIMIT_S,
+    )
+    if done.returncode:
+        sys.exit(
+            f"sparse-balance {arguments[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
+
+
+def train(ranks: int, *program: str) -> None:
+    """Run a program as all ranks; its output only if it fails."""
+    with tempfile.NamedTemporaryFile() as output:
+        code = run_ranks(
+            ranks,
+            program,
+            environment=cpu_environment(),
+            master_port=free_port(),
+            output=Path(output.name),
+            timeout_s=LIMIT_S,
+        )
+        if code != 0:
+            printed = Path(output.name).read_text(encoding="utf-8", errors="replace")
+            sys.exit(f"training failed, exit code {code}:\n{printed[-6000:]}")
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_at_end": os.getloadavg()[0],
+    }
+
+
 def prepare(data: Path, *, quick: bool) -> None:
     """Documents as the quickstart's; in short, of the lines of this file."""
+    source = data.with_suffix(".jsonl")
     if quick:
         lines = Path(__file__).read_text(encoding="utf-8").splitlines()
         texts = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines) - 8, 4)]
-        source = data.with_suffix(".jsonl")
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-        documents, vocabulary = ["--input", str(source)], 512
     else:
-        documents, vocabulary = ["--python-stdlib"], 2048
+        program = REPOSITORY / "examples" / "stdlib_documents.py"
+        subprocess.run([sys.executable, str(program), str(source)], check=True)
     tool(
-        *("prepare-data", *documents, "--tokenizer-train", str(vocabulary)),
+        *("prepare-data", "--input", str(source)),
+        *("--tokenizer-train", "512" if quick else "2048"),
         *("--output-prefix", str(data)),
         folder=data.parent,
     )

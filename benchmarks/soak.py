@@ -9,6 +9,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # forked_ranks.py
 
 from soak.command import main
 

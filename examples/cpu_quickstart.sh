@@ -79,7 +79,9 @@ SPARSE_BALANCE_ARGS=(
 
 case "${1:-}" in
     prepare)
-        sparse-balance prepare-data --python-stdlib --tokenizer-train 2048 --output-prefix "${DATA}"
+        python "$(dirname "${BASH_SOURCE[0]}")/stdlib_documents.py" "${DATA}.jsonl"
+        sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer-train 2048 \
+            --output-prefix "${DATA}"
         ;;
     *)
         "${LAUNCH[@]}" -m sparsebalance_megatron.pretrain_gpt \

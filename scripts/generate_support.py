@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md, the errors in docs/TROUBLESHOOTING.md and the files of a step in
-docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of docs/SUPPORT.md
-for programs.
+The refusals in docs/SUPPORT.md and the files to start with in docs/HOW_IT_WORKS.md, each between
+two marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
-FILES_OF_A_STEP = (
-    *("run/forward_step", "run/micro_batches", "learn/scheduler", "learn/step_planner"),
-    *("plan/planner", "plan/step_problem", "plan/step_costs", "plan/placement/balance"),
-    *("plan/placement/search", "plan/pipeline/simulator", "plan/segments/planned_segments"),
-    *("plan/budgets/policy", "plan/step_plan", "data/packing", "megatron/core_attention"),
-    *("attention/select/block_topk", "attention/coverage", "attention/api", "run/timing"),
-    *("run/run", "run/step_reducer", "run/sinks"),
+FIRST_FILES = (
+    *("run/forward_step", "run/micro_batches", "learn/step_planner", "plan/planner"),
+    *("plan/step_costs", "plan/placement/search", "plan/pipeline/simulator", "plan/budgets/policy"),
+    *("plan/step_plan", "megatron/core_attention", "attention/coverage", "attention/api"),
+    *("run/run", "run/step_reducer"),
 )
-"""In the order in which a step passes them."""
+"""Where to begin reading, in the order in which a step passes them."""
 _MARKED = re.compile(
     r"(<!-- made by scripts/generate_support.py -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -40,8 +37,7 @@ def pages() -> dict[Path, str]:
     """The documents as they should be."""
     parts = {
         "SUPPORT.md": refusals(),
-        "TROUBLESHOOTING.md": errors(),
-        "HOW_IT_WORKS.md": files_of_a_step(),
+        "HOW_IT_WORKS.md": first_files(),
     }
     filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
@@ -71,22 +67,14 @@ def refusals() -> str:
     )
 
 
-def files_of_a_step() -> str:
-    """A table of the files that a step passes, with what their docstrings say of them."""
-    return _table(
-        ("File", "What it has"), ((f"`{each}.py`", _what(each)) for each in FILES_OF_A_STEP)
-    )
+def first_files() -> str:
+    """A table of the files to start with, and what their docstrings say of them."""
+    return _table(("File", "What it has"), ((f"`{each}.py`", _what(each)) for each in FIRST_FILES))
 
 
 def _what(module: str) -> str:
     tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
     return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
-
-
-def errors() -> str:
-    """A table of the package's errors, those with an underscore left out."""
-    found = sorted(row for path in PACKAGE.rglob("*.py") for row in _errors_of(path))
-    return _table(("Error", "Meaning"), found)
 
 
 def _filled(page: Path, part: str) -> str:
@@ -99,20 +87,12 @@ def _filled(page: Path, part: str) -> str:
 
 
 def _refusal_table(refusals: Mapping[str, str]) -> str:
-    rows = ((f"`{flag}`", remedy) for flag, remedy in refusals.items())
+    """A row for every remedy, with the flags that it is for."""
+    flags: dict[str, list[str]] = {}
+    for flag, remedy in refusals.items():
+        flags.setdefault(remedy, []).append(f"`{flag}`")
+    rows = ((" ".join(names), remedy) for remedy, names in flags.items())
     return _table(("With `--sparse-balance`", "What to do"), rows)
-
-
-def _errors_of(path: Path) -> Iterable[tuple[str, str]]:
-    """(name, what the first paragraph of its docstring says) of every public exception class."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.ClassDef)
-            and re.fullmatch(r"[A-Z]\w*Error", node.name)
-            and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
-        ):
-            meaning = (ast.get_docstring(node) or "").partition("\n\n")[0]
-            yield f"`{node.name}`", " ".join(meaning.split())
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

@@ -78,9 +78,8 @@ LAYER_ARGS=(
 
 REQUIRE_KERNELS='
 import json, sys
-attention = json.load(open(sys.argv[1]))["attention"]
-tried = attention["head_dims"] | attention["implementations"] | attention["routers"]
-wrong = [f"{name}: {each[\"because\"]}" for name, each in tried.items() if not each["usable"]]
+tried = json.load(open(sys.argv[1]))["attention"]
+wrong = [f"{name}: {each[\"says\"]}" for name, each in tried.items() if not each["usable"]]
 sys.exit("\n".join(wrong))
 '
 
@@ -88,7 +87,7 @@ stage() {
     local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
         environment)
-            limited "${minutes}m" sparse-balance env --json >"${OUT}/environment.json" &&
+            limited "${minutes}m" sparse-balance env --check --json >"${OUT}/environment.json" &&
                 python -c "${REQUIRE_KERNELS}" "${OUT}/environment.json"
             ;;
         tests)

@@ -98,7 +98,8 @@ prepare_data() {
         return
     fi
     say "data: preparing the Python standard library's sources"
-    sparse-balance prepare-data --python-stdlib --tokenizer-train 2048 \
+    python examples/stdlib_documents.py "${DATA}.jsonl"
+    sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer-train 2048 \
         --output-prefix "${DATA}" --overwrite
 }
 

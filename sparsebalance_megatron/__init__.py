@@ -15,9 +15,10 @@ Packages, and which way imports go (a test enforces it):
 - :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back.
 - :mod:`.view.simulate`: workloads planned without training.
 - :mod:`.view.report`: pictures and pages of what training wrote.
+- :mod:`.evaluate`: trained models' attention in transformers and lm-evaluation-harness.
 - :mod:`.cli`: one file per command.
 
-``plan -> cost``; ``learn -> plan, cost``; ``log -> learn, plan, cost``;
+``plan -> cost``; ``learn -> plan, cost``; ``log -> learn, plan, cost``; ``evaluate -> attention``;
 ``megatron -> attention, learn, plan, cost``; ``profile -> megatron``;
 ``run -> megatron, profile, log, data``; ``view -> log, learn, plan, cost``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.

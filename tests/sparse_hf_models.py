@@ -16,7 +16,6 @@ VOCABULARY, BLOCK = 97, 16
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
@@ -30,9 +29,13 @@ CAUSAL = tuple(
 
 
 def make_model(
-    family: str = "Llama", selection: str = "token-query-head", budget: int = 3, **settings: Any
+    family: str = "Llama",
+    selection: str = "token-query-head",
+    budget: int = 3,
+    layers: int = 2,
+    **settings: Any,
 ) -> Any:
-    model = make_bare_model(family)
+    model = make_bare_model(family, num_hidden_layers=layers)
     evaluate.configure(
         model,
         sparse_block_size=BLOCK,
@@ -45,7 +48,7 @@ def make_model(
 
 def make_bare_model(family: str, **config: Any) -> Any:
     """Without settings of sparse attention."""
-    config |= {"head_dim": 16}
+    config = {"head_dim": 16, "num_hidden_layers": 2, **config}
     if family == "Qwen3Moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     torch.manual_seed(3)

@@ -69,7 +69,7 @@ IMPORT_RULES = {
     ),
     "data": ImportRule(
         outside=(
-            *("huggingface_hub", "jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm"),
+            *("jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm"),
             "transformers",
         ),
         inside=("data", "megatron.datasets"),

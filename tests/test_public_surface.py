@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users depend on, frozen: a failure here means that somebody's script would break.
 
-Change it together with CHANGELOG.md. docs/FLAGS.md freezes flags, choices and defaults.
+Change it together with CHANGELOG.md. docs/FLAGS.md freezes flags, choices and defaults;
+scripts make it and other pages.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 from inspect import getmembers, isfunction, signature
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +124,29 @@ def test_installed_metadata() -> None:
     required = [line for line in installed.requires or [] if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in required} == REQUIREMENTS  # type: ignore[index]
     assert not any(re.match(r"apex\b", line) for line in installed.requires or [])
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    made = {
+        name: runpy.run_path(str(ROOT / f"scripts/generate_{name}.py"))
+        for name in ("flags", "commands", "support")
+    }
+    pages = {
+        ROOT / f"docs/{name.upper()}.md": made[name]["page"]() for name in ("flags", "commands")
+    }
+    for path, page in (pages | made["support"]["pages"]()).items():
+        assert path.read_text("utf-8") == page, f"{path}: run scripts/generate_*.py"
+
+
+def test_every_error_is_explained() -> None:
+    """In docs/TROUBLESHOOTING.md; those with an underscore reach nobody."""
+    page = (ROOT / "docs/TROUBLESHOOTING.md").read_text("utf-8")
+    sources = (path.read_text("utf-8") for path in (ROOT / "sparsebalance_megatron").rglob("*.py"))
+    errors = {
+        name for source in sources for name in re.findall(r"^class ([A-Z]\w*Error)\(", source, re.M)
+    }
+    assert len(errors) > 15
+    assert [name for name in sorted(errors) if f"`{name}`" not in page] == []

@@ -29,8 +29,11 @@ def prepared_data(prefix: Path) -> Path:
     """The data set at ``prefix``; Python's standard library, where nothing is there."""
     if not Path(f"{prefix}.bin").exists():
         print("preparing the Python standard library's sources", flush=True)
+        documents = f"{prefix}.jsonl"
+        program = Path(__file__).parents[2] / "examples" / "stdlib_documents.py"
+        subprocess.run([sys.executable, str(program), documents], check=True)
         _tool(
-            *("prepare-data", "--python-stdlib", "--tokenizer-train", VOCABULARY),
+            *("prepare-data", "--input", documents, "--tokenizer-train", VOCABULARY),
             *("--output-prefix", str(prefix), "--overwrite"),
         )
     return prefix

@@ -22,7 +22,6 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.schedulers import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
@@ -107,7 +106,7 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
             shared.config, calibration=variant.calibration or shared.config.calibration
         )
         schedulers.append(
-            make_scheduler(replace(shared, settings=settings, policy=policy, config=config))
+            replace(shared, settings=settings, policy=policy, config=config).scheduler()
         )
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 
@@ -121,7 +120,7 @@ class PairedHooks(TrainingHooks):
         super().__init__(
             arguments, inputs, device, make_scheduler=partial(paired_scheduler, pairing)
         )
-        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = peer_layer_spec(options, pairing.is_dense)
 
 

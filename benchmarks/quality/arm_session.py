@@ -26,7 +26,6 @@ from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.inputs import Inputs
-from sparsebalance_megatron.run.schedulers import make_scheduler
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
@@ -132,7 +131,7 @@ class ArmHooks(TrainingHooks):
             is_dense=lambda step: arm.is_dense(step, steps), guarded=arm.replays is None
         )
         core_attention.block_sparse_attention = masked_attention  # type: ignore[assignment]
-        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = arm_layer_spec(options, self.experiment)
         plugin_step = self.forward_step
 
@@ -150,7 +149,7 @@ class ArmHooks(TrainingHooks):
         if spec.replay is not None:
             replayed = np.load(spec.replay)["executed_TLS"]
         self.scheduler = ArmScheduler(
-            make_scheduler(costed),
+            costed.scheduler(),
             self.experiment,
             rank=torch.distributed.get_rank(),
             steps=spec.steps,

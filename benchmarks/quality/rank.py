@@ -3,8 +3,8 @@
 
     python -m quality.rank SPEC
 
-Leaves ``rank<R>.json``, ``rank<R>.npz``, ``work_<task>_<R>.npz`` and, where the model is kept,
-``labels_<task>_<R>.npz`` in the run's directory.
+Leaves ``rank<R>.json``, ``rank<R>.npz`` and, where the model is kept, ``labels_<task>_<R>.npz``
+in the run's directory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def train(spec: RunSpec) -> Any:
 def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
     """This rank's share of every task: sums for ranks to be added, and points of the probe."""
     from quality.proxy import MassProbe, probe_points
-    from quality.ring_work import WorkProbe
     from quality.scoring import Evaluation, by_label, tally
 
     study = spec.study
@@ -79,7 +78,6 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
         layers=study.layers,
         longest_tokens=study.longest_tokens,
     )
-    own = spec.readings["own"]
     began_s = time.perf_counter()
     tasks: dict[str, Any] = {}
     for task in study.tasks:
@@ -94,11 +92,6 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
             hooks.experiment.probe = probe = MassProbe()
             points = probe_points(evaluation, documents[:PROBED_DOCUMENTS], probe)
             tasks[task.name]["probe"] = points
-        if own is not None:
-            hooks.experiment.probe = work = WorkProbe(own)
-            for _ in evaluation.rows(documents[:PROBED_DOCUMENTS], own):
-                pass
-            work.save(spec.folder / f"work_{task.name}_{rank}.npz")
         hooks.experiment.probe = None
     return {"tasks": tasks, "scoring_seconds": time.perf_counter() - began_s}
 

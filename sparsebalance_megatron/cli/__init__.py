@@ -11,7 +11,6 @@ from __future__ import annotations
 
 try:
     import argparse
-    import errno
     import importlib
     import io
     import os
@@ -37,8 +36,8 @@ COMMANDS = {
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
     "trace": "write steps of a run as a trace for Perfetto",
-    "env": "show versions, devices and usable attention implementations",
-    "examples": "list the example scripts and patches, or copy them into a folder",
+    "env": "show versions and devices, and check attention on them",
+    "examples": "show where the example scripts and patches are, or copy them",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
@@ -50,7 +49,6 @@ _INTERRUPTED = 130
 _CLOSED_PIPE = 141
 """128 + SIGPIPE, what shells give programs that write into a closed pipe."""
 
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 _LONGEST_LINE_CHARACTERS = 1000
 
 
@@ -78,27 +76,18 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(_one_line(message))
 
-    def print_help(self, file: Any = None) -> None:
-        """argparse would leave out what cannot be written, without a word."""
-        print(self.format_help(), end="", file=file)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
 
     Errors that are not this package's own, so bugs, keep their traceback.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if sys.stdout is None:
-            return _refused("standard output is closed; send it to a file, or to /dev/null")
-        if sys.stderr is None:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  For progress bars.
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A character that the terminal's encoding lacks becomes "?".
             sys.stdout.reconfigure(errors="replace")
         try:
-            arguments = parse(argv)
+            arguments = parse(sys.argv[1:] if argv is None else argv)
             return int(_module(arguments.command).run(arguments))
         finally:
             sys.stdout.flush()
@@ -111,15 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return _refused(what_is_missing(error))
     except BrokenPipeError:
-        # Whoever reads has read enough, as `head` does.
-        _drop_output()
+        # Whoever reads has read enough, as `head` does; what is still buffered is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
-    except OSError as error:
-        # Errors of files have their names; what is left is standard output.
-        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
-            raise
-        _drop_output()
-        return _refused(f"standard output cannot be written: {error.strerror}")
     except KeyboardInterrupt:
         return _refused("interrupted", _INTERRUPTED)
 
@@ -130,11 +113,6 @@ def _refused(reason: str, status: int = 2) -> int:
     with suppress(OSError):
         print(f"sparse-balance: {prefix}{_one_line(reason)}", file=sys.stderr)
     return status
-
-
-def _drop_output() -> None:
-    """Discard what is still buffered."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sparsebalance_megatron.json_file import refuse_output_over_input
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
@@ -62,25 +61,11 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
         refuse_output_over_input(output, logs, "--output")
 
 
-@contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into; a pipe without a reader is refused, not waited for.
-
-    Raises:
-        OutputError: with the reason, if it cannot be written.
-    """
-    with writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
-        os.set_blocking(descriptor, True)
-        with os.fdopen(descriptor, "wb") as stream:
-            yield stream
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a whole file.
 
     Raises:
         OutputError: with the reason, if it cannot be written.
     """
-    with output_file(path) as stream:
-        stream.write(text.encode())
+    with writing(path):
+        path.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 from sparsebalance_megatron.cli import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.prepare import counts_text, prepare
-from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles
+from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.errors import DataError
 
 _DESCRIPTION = """\
@@ -27,18 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``prepare-data``."""
     parser.description = _DESCRIPTION
     parser.formatter_class = ParagraphsHelpFormatter
-    documents = parser.add_mutually_exclusive_group(required=True)
-    documents.add_argument(
+    parser.add_argument(
         "--input",
         nargs="+",
+        required=True,
         type=Path,
         metavar="FILE",
         help="files of JSON lines, plain, .gz or .zst, or .parquet, in order",
-    )
-    documents.add_argument(
-        "--python-stdlib",
-        action="store_true",
-        help="the sources of this Python's standard library, about 1,700 documents",
     )
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument(
@@ -71,11 +66,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data set that the flags describe; the exit status."""
     try:
-        source = (
-            PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)
-        )
         summary = prepare(
-            source,
+            RecordFiles(arguments.input),
             arguments.output_prefix,
             tokenizer_name=arguments.tokenizer,
             train_vocab_size=arguments.tokenizer_train,

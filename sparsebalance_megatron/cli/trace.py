@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from sparsebalance_megatron.cli.output import output_file, print_notes, refuse_output_over_logs
+from sparsebalance_megatron.cli.output import print_notes, refuse_output_over_logs, writing
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.run_report import ReportError, gather
@@ -106,15 +104,11 @@ def _events(steps: Sequence[_Step]) -> Iterator[Event]:
 def _write(path: Path, events: Iterator[Event]) -> int:
     """One event per line; the number of events."""
     count = 0
-    with output_file(path) as raw, _text(raw, packed=path.suffix == ".gz") as stream:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with writing(path), opened(path, "wt", encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in events:
             stream.write(",\n" * bool(count) + json.dumps(event))
             count += 1
         stream.write("\n]}\n")
     return count
-
-
-def _text(raw: BinaryIO, *, packed: bool) -> io.TextIOWrapper:
-    """Text into a binary stream, which closing it closes, too."""
-    return io.TextIOWrapper(gzip.open(raw, "wb") if packed else raw, encoding="utf-8")

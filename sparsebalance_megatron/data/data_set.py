@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -48,12 +48,7 @@ class SampleCounts:
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
         """Counts of two data sets together."""
-        return SampleCounts(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in fields(self)
-            }
-        )
+        return SampleCounts(**{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def describe(self) -> str:
         """All of it in one line."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
-from sparsebalance_megatron.data.records import BadRecords, Record, Source
+from sparsebalance_megatron.data.records import BadRecords, Record, RecordFiles
 from sparsebalance_megatron.data.tokenizer import (
     DocumentTokenizer,
     Render,
@@ -44,7 +44,7 @@ _LARGEST_UINT16_VOCABULARY = 65499
 
 
 def prepare(
-    source: Source,
+    source: RecordFiles,
     prefix: str,
     *,
     tokenizer_name: str | None = None,
@@ -92,7 +92,7 @@ def prepare(
     return summary
 
 
-def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Record]:
+def _with_progress(source: RecordFiles, bad: BadRecords, action: str) -> Iterator[Record]:
     from tqdm import tqdm
 
     bar_of = {"desc": action, "unit": "B", "unit_scale": True, "disable": None}
@@ -102,7 +102,7 @@ def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Rec
             bar.update(record.size_bytes)
 
 
-def _training_texts(source: Source, bad: BadRecords) -> Iterator[str]:
+def _training_texts(source: RecordFiles, bad: BadRecords) -> Iterator[str]:
     for record in _with_progress(source, bad, "train tokenizer"):
         yield record.text or render_plain(record.messages or (), False)
 

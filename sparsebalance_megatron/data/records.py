@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw documents: records of files, or the sources of Python's standard library."""
+"""Raw documents: records of files."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +30,6 @@ _COMPRESSED = (".gz", ".zst")
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200
-_MOST_BLANK_LINES = 2**20
-_LARGEST_EXPANSION = 250
-_LEAST_EXPANDED_BYTES = 2**24
-"""Compressed files that expand further than text does are refused: they would fill the disk."""
 _PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
@@ -74,7 +69,8 @@ class BadRecords:
 @dataclass(frozen=True)
 class RecordFiles:
     """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
-    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records."""
+    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records. They can be
+    read more than once, each time in the same order."""
 
     paths: Sequence[Path]
 
@@ -111,47 +107,6 @@ class RecordFiles:
                 )
 
 
-@dataclass(frozen=True)
-class PythonStandardLibrary:
-    """The ``.py`` files of the running interpreter's standard library, sorted by path.
-
-    A corpus with a long tail, present on every machine. Its empty files and its few files in
-    other encodings, some broken on purpose, are always left out and counted.
-    """
-
-    root: Path = Path(sysconfig.get_path("stdlib"))
-
-    @property
-    def paths(self) -> list[Path]:
-        installed = {"site-packages", "dist-packages"}
-        return sorted(
-            path
-            for path in self.root.rglob("*.py")
-            if installed.isdisjoint(path.relative_to(self.root).parts)
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
-
-    def records(self, bad: BadRecords) -> Iterator[Record]:
-        for path in self.paths:
-            raw = path.read_bytes()
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError:
-                bad.counts["not UTF-8"] += 1
-                continue
-            if not text:
-                bad.counts["text is empty"] += 1
-                continue
-            yield Record(place=str(path), size_bytes=len(raw), text=text)
-
-
-Source = RecordFiles | PythonStandardLibrary
-"""Documents that can be read more than once, each time in the same order."""
-
-
 def _encodable(*texts: str) -> None:
     try:
         "".join(texts).encode("utf-8")
@@ -186,23 +141,10 @@ class _Content(msgspec.Struct):
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
     """(place, value, bytes) of every line that is JSON and not blank."""
-    file_bytes = path.stat().st_size
-    blank_lines = read_bytes = 0
     with _opened(path) as stream:
         try:
             for number, line in enumerate(bounded_lines(stream, MAX_LINE_BYTES), start=1):
                 place = f"{path}:{number}"
-                read_bytes += len(line)
-                blank_lines = blank_lines + 1 if line.isspace() else 0
-                if blank_lines > _MOST_BLANK_LINES:
-                    raise DataError(
-                        f"{place}: {blank_lines} blank lines in a row; give files of records"
-                    )
-                if read_bytes > _LEAST_EXPANDED_BYTES + _LARGEST_EXPANSION * file_bytes:
-                    raise DataError(
-                        f"{place}: expands to more than {_LARGEST_EXPANSION} times its "
-                        f"{file_bytes} bytes; decompress it if it holds what you want"
-                    )
                 if len(line) >= MAX_LINE_BYTES:
                     bad.found(
                         place, "line too long", f"line too long (over {MAX_LINE_BYTES} bytes)"

@@ -23,7 +23,6 @@ _SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end-of-text token."""
 _LARGEST_VOCABULARY = 1_000_000
 """Several times that of any model; the trainer allocates by it."""
-_HUB_TIMEOUT_S = 10
 
 
 Render = Callable[[Sequence[Message], bool], str]
@@ -162,9 +161,7 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
 
     try:
         loaded = AutoTokenizer.from_pretrained(
-            path if is_directory else name,
-            trust_remote_code=False,
-            local_files_only=not is_directory and not _hub_answers(),
+            path if is_directory else name, trust_remote_code=False
         )
     # The libraries raise whatever damaged files lead to: KeyError, or the bare Exception of Rust.
     except Exception as error:
@@ -188,18 +185,6 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
         eod=loaded.eos_token_id,
         render=_template_renderer(loaded) if loaded.chat_template else render_plain,
     )
-
-
-def _hub_answers() -> bool:
-    """Whether the model hub can be reached; without it, every file is asked for six times."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    # The libraries below do not document what they raise without a network.
-    except Exception:
-        return False
-    return True
 
 
 def _template_renderer(loaded: Any) -> Render:

@@ -68,7 +68,7 @@ def sparse_balance_attention(
     else:
         part = _whole_rows(starts_BQ, settings.sparse_block_size)
     if _asks_earlier_queries(selector, q_BTHD, k_BTGD):
-        _earlier[module] = _Earlier(queries_BTHD=q_BTHD, last_key_BGD=k_BTGD[:, -1].clone())
+        _earlier[module] = _Earlier(queries_BTHD=q_BTHD, keys_BTGD=k_BTGD.detach())
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
     kv_layout = part.rows.kv_layout
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -140,10 +140,13 @@ def _last_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Earlier:
-    """Summaries of the tokens in a layer's cache, and their last key, which identifies them."""
+    """Queries of the tokens in a layer's cache, and their keys, which identify them.
+
+    Keys of the first layer say no more than their own token and place, so all are kept.
+    """
 
     queries_BTHD: Tensor
-    last_key_BGD: Tensor
+    keys_BTGD: Tensor
 
 
 _earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
@@ -185,7 +188,7 @@ def _with_earlier_queries(
     if (
         earlier is None
         or earlier.queries_BTHD.shape[:2] != (len(q_BQHD), earlier_tokens)
-        or not torch.equal(earlier.last_key_BGD, k_BTGD[:, earlier_tokens - 1])
+        or not torch.equal(earlier.keys_BTGD, k_BTGD[:, :earlier_tokens])
     ):
         raise ConfigError(
             f"sparse_balance: selection {name} reads by the queries of the block before, and the "

@@ -8,8 +8,9 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 
-_MAX_DEFICIT = 0.05
-"""Coverage per sample of a horizon. A larger deficit or surplus is cut, so old steps expire."""
+_MAX_DEFICIT = 0.2
+"""Coverage per sample of a horizon. A larger deficit or surplus is cut, so old steps expire. Plans
+whose steps differ in length owe one another less than that."""
 _RESERVE = 0.01
 """Coverage per sample of a horizon that is kept as a surplus, because what a step reaches differs
 from what its plan expects."""

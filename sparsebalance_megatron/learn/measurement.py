@@ -91,14 +91,16 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageTotals:
-    """Sums over samples and layers; divide by the counts to get means.
+    """Sums over pairs of a sample and a layer; divide by the counts to get means.
 
-    ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
-    ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
-    pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
-    guard raised. ``lost_tokens`` sums tokens times what base budgets had covered more.
-    ``unobserved`` counts pairs whose coverage was not finite: no other figure holds anything of
-    them.
+    Attributes:
+        sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves.
+        executed_L: executed coverage, by layer.
+        executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
+        minimum: the least executed coverage.
+        grown: pairs whose budget the guard raised.
+        unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
+        tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
     """
 
     sums_LUK: np.ndarray

@@ -6,6 +6,7 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 class PlannedStep:
     """A plan together with the samples it places.
 
-    ``samples[i]`` is the training sample that the plan calls ``i``; ``scales`` are the cost
-    corrections that its expectation contains. ``plan_ms`` is how long planning took on this rank,
-    ``wait_ms`` how long the step waited for it.
+    Attributes:
+        samples: the training sample that the plan calls i, for every i.
+        scales: cost corrections that the plan's expectation contains.
+        plan_ms: how long planning took on this rank.
+        wait_ms: how long the step waited for the plan.
     """
 
     plan: StepPlan
@@ -56,8 +59,9 @@ class PlannedStep:
         return replace(self, plan=replace(self.plan, micro_batches=micro_batches))
 
     def to_bytes(self) -> bytes:
-        """This step for another process, with its digest and the version of this package."""
-        return _ENCODER.encode((__version__, self.plan.digest(), self))
+        """This step for another process, with a hash and the version of this package."""
+        step = _ENCODER.encode(self)
+        return _ENCODER.encode((__version__, hashlib.sha256(step).digest(), msgspec.Raw(step)))
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> PlannedStep:
@@ -68,17 +72,16 @@ class PlannedStep:
         """
         try:
             version, digest, step = _ENVELOPE.decode(encoded)
-            planned = _DECODER.decode(step) if version == __version__ else None
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        except (msgspec.MsgspecError, TypeError) as error:
             raise PlanError(f"these bytes are no plan ({error}); send those of to_bytes") from error
-        if planned is None:
+        if version != __version__:
             raise PlanError(
                 f"the plan was written by version {version}, this is {__version__}; install the "
                 "same version in all processes"
             )
-        if planned.plan.digest() != digest:
-            raise PlanError("the plan's digest is not that of its bytes; send it again")
-        return planned
+        if hashlib.sha256(step).digest() != digest:
+            raise PlanError("the plan's bytes are not those that were written; send it again")
+        return _DECODER.decode(step)
 
 
 def _plain(value: Any) -> Any:

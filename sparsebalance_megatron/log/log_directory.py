@@ -77,9 +77,7 @@ class LogDirectory:
         Raises:
             LogDirectoryError: if they could not.
         """
-        existing = self.path
-        while not existing.exists() and not existing.is_symlink() and existing != existing.parent:
-            existing = existing.parent
+        existing = next(filter(os.path.lexists, (self.path, *self.path.parents)))
         if not existing.is_dir():
             raise self._error(f"{existing} is not a directory; name another")
         try:
@@ -87,11 +85,9 @@ class LogDirectory:
             with tempfile.TemporaryFile(dir=existing):
                 return None
         except OSError as error:
-            if not isinstance(error, PermissionError):
-                raise self._error(f"cannot be written ({error.strerror}); name another") from error
-        if existing == self.path:
-            raise self._error("cannot be written (Permission denied); name another")
-        return f"the log directory {self.path}, which does not exist here"
+            if existing != self.path and isinstance(error, PermissionError):
+                return f"the log directory {self.path}, which does not exist here"
+            raise self._error(f"cannot be written ({error.strerror}); name another") from error
 
     def make(self, *, claim: bool) -> None:
         """Make the directory, and write a file that goes at once.

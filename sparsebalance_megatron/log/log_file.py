@@ -58,7 +58,6 @@ class JsonLinesFile:
     def __init__(self, path: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.path = Path(path)
         self._half_bytes = max_bytes // 2
-        self._descriptor: int | None = None
         self._header = Header()
         self._longest_header_bytes = 0
         # What must precede the next line: the header, behind the end of a line that was cut off.
@@ -83,29 +82,22 @@ class JsonLinesFile:
                     path.unlink(missing_ok=True)
             self._write(b"")
         except (OSError, UnreadableFileError) as error:
-            self._fail(error)
+            self._warn(_reason(error))
 
     def append(self, record: Record) -> None:
         """Write one line."""
         lost = self._never_queued + self._not_written - self._reported
         try:
             self._write(encode(structs.replace(record, lines_dropped=lost) if lost else record))
+            self._reported += lost
         except OSError as error:
             self._not_written += 1
-            self._fail(error)
-        else:
-            self._reported += lost
+            self._warn(_reason(error))
 
     def count_dropped(self) -> None:
         """Count a line that was given up before it came here; from one thread, any one."""
         self._never_queued += 1
         self._warn("the disk is slower than training; lines are left out and counted")
-
-    def close(self) -> None:
-        """Give the file back; a later line opens it again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
     def _header_line(self) -> bytes:
         return encode(structs.replace(self._header, lines_discarded=self._discarded or UNSET))
@@ -114,47 +106,40 @@ class JsonLinesFile:
         """Write lines that are due, and this one."""
         if self._longest_header_bytes + len(line) > self._half_bytes:
             raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
-        descriptor = self._opened()
-        size = os.fstat(descriptor).st_size
-        if size and size + len(self._due) + len(line) > self._half_bytes:
-            self._move_aside()
-            descriptor, size = self._opened(), 0
-        rest = memoryview(self._due + line)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise
-        self._due = b""
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            # A pipe without a reader is an error, and not waited for.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-            self._descriptor = os.open(self.path, flags, 0o644)
-        return self._descriptor
-
-    def _move_aside(self) -> None:
-        """The file becomes the older one, in the place of that which there is."""
-        self.close()
+        with open(self.path, "ab", buffering=0, opener=_without_waiting) as stream:
+            size = stream.tell()
+            rest = memoryview(self._due + line)
+            if not size or size + len(rest) <= self._half_bytes:
+                try:
+                    while rest:
+                        rest = rest[stream.write(rest) :]
+                except OSError:
+                    with suppress(OSError):
+                        stream.truncate(size)
+                    raise
+                self._due = b""
+                return
         older = older_file(self.path)
         discarded = _lines_in(older)
         os.replace(self.path, older)
         self._discarded += discarded
         self._due = self._header_line()
-
-    def _fail(self, error: OSError | UnreadableFileError) -> None:
-        with suppress(OSError):
-            self.close()
-        reason = getattr(error, "strerror", None) or error
-        self._warn(f"{reason}; lines are left out and counted until it works")
+        self._write(line)
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
             _logger.warning("sparse balance: log %s: %s", self.path, reason)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe without a reader is an error, and not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o644)
+
+
+def _reason(error: OSError | UnreadableFileError) -> str:
+    said = getattr(error, "strerror", None) or error
+    return f"{said}; lines are left out and counted until it works"
 
 
 def _left_behind(path: Path) -> tuple[int, bool]:
@@ -172,11 +157,9 @@ def _left_behind(path: Path) -> tuple[int, bool]:
 
 
 def _lines_in(path: Path) -> int:
-    try:
-        with path.open("rb") as stream:
-            return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
-    except FileNotFoundError:
-        return 0
+    with suppress(FileNotFoundError), path.open("rb") as stream:
+        return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
+    return 0
 
 
 class BackgroundLog:

@@ -89,29 +89,23 @@ class _Iteration(msgspec.Struct):
 _ITERATION = msgspec.json.Decoder(_Iteration)
 
 
+@dataclass(kw_only=True)
 class _LogReader[R: Record]:
     """Reads the files of one log, and notes what they lack in ``problems``.
 
-    Args:
+    Attributes:
         path: the newest file; an older one is read before it.
         decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
         wanted: iterations to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        decoder: msgspec.json.Decoder[R],
-        wanted: Collection[int] | None = None,
-        last_bytes: int | None = None,
-    ) -> None:
-        self.problems: list[str] = []
-        self.damaged_lines = 0
-        self._path = path
-        self._decoder = decoder
-        self._wanted = wanted
-        self._last_bytes = last_bytes
+    path: Path
+    decoder: msgspec.json.Decoder[R]
+    wanted: Collection[int] | None = None
+    last_bytes: int | None = None
+    problems: list[str] = field(default_factory=list)
+    damaged_lines: int = 0
 
     def records(self) -> Iterator[R]:
         """The records as they are read; damaged lines are noted and left out.
@@ -120,14 +114,14 @@ class _LogReader[R: Record]:
             UnreadableFileError, OSError: a file cannot be read.
         """
         discarded = dropped = 0
-        paths = log_files(self._path) if self._last_bytes is None else ()
-        for path in paths or (self._path,):
+        paths = log_files(self.path) if self.last_bytes is None else ()
+        for path in paths or (self.path,):
             with open_regular(path) as stream:
                 for number, text in enumerate(self._lines(stream), start=1):
                     if self._is_unwanted(text):
                         continue
                     try:
-                        record = decode(text, self._decoder)
+                        record = decode(text, self.decoder)
                     except DamagedLineError as error:
                         self.damaged_lines += 1
                         self.problems.append(f"{path} line {number}: {error}; left out")
@@ -138,16 +132,16 @@ class _LogReader[R: Record]:
                     yield record
         if discarded:
             self.problems.append(
-                f"{self._path}: the {discarded} oldest lines were discarded while training; "
+                f"{self.path}: the {discarded} oldest lines were discarded while training; "
                 "raise --sparse-balance-log-megabytes to keep them"
             )
         if dropped:
-            self.problems.append(f"{self._path}: {dropped} lines could not be written in training")
+            self.problems.append(f"{self.path}: {dropped} lines could not be written in training")
 
     def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
         """All lines, or the first, which is the header, and the whole ones of the end."""
-        if self._last_bytes is not None:
-            first_byte = os.fstat(stream.fileno()).st_size - self._last_bytes
+        if self.last_bytes is not None:
+            first_byte = os.fstat(stream.fileno()).st_size - self.last_bytes
             if first_byte > 0:
                 yield from islice(bounded_lines(stream, MAX_BYTES), 1)
                 stream.seek(first_byte)
@@ -155,14 +149,14 @@ class _LogReader[R: Record]:
         yield from bounded_lines(stream, MAX_BYTES)
 
     def _is_unwanted(self, text: bytes) -> bool:
-        if self._last_bytes is not None and not text.endswith(b"\n"):
+        if self.last_bytes is not None and not text.endswith(b"\n"):
             # It is being written.
             return True
-        if self._wanted is None:
+        if self.wanted is None:
             return False
         with suppress(DamagedLineError):
             iteration = decode(text, _ITERATION).iteration
-            return iteration is not None and iteration not in self._wanted
+            return iteration is not None and iteration not in self.wanted
         return False
 
 
@@ -178,7 +172,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         RunLogError: if the file is missing, unreadable, or holds no step at all.
     """
     path = step_log_path(directory)
-    reader = _LogReader(path, STEP_LOG, last_bytes=last_bytes)
+    reader = _LogReader(path=path, decoder=STEP_LOG, last_bytes=last_bytes)
     header = coverage = None
     steps: list[StepRecord] = []
     repeated = 0
@@ -247,7 +241,7 @@ def _read_rank(
     path: Path, wanted: frozenset[int]
 ) -> tuple[RankHeader | None, dict[int, RankStep], list[str]]:
     """The last header, steps by iteration, and problems; no steps of what repeats another rank."""
-    reader = _LogReader(path, RANK_LOG, wanted)
+    reader = _LogReader(path=path, decoder=RANK_LOG, wanted=wanted)
     header: RankHeader | None = None
     steps: dict[int, RankStep] = {}
     headless = 0

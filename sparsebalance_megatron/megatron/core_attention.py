@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,11 +32,7 @@ from sparsebalance_megatron.attention.select import Selector, rank_sequence, sel
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.ranking import rank_slice
-from sparsebalance_megatron.config import (
-    AttentionImplementation,
-    ConfigError,
-    SparseBalanceConfig,
-)
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
@@ -54,37 +50,26 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
-    ``layer_budgets``: of the layers whose base budget is not ``base_budget``. ``keep`` is whether a
-    first forward's attention serves the recomputed pass too. ``layouts`` holds the last packed
-    sequence that came without a carrier.
+    ``layouts`` holds the last packed sequence that came without a carrier.
     """
 
-    block_size: int
-    base_budget: int
-    selector: Selector[Any, Any]
-    coverage_threshold: float
-    implementation: AttentionImplementation
+    config: SparseBalanceConfig
     grid: tuple[int, ...]
-    layer_budgets: str | None = None
-    keep: bool = False
-    layouts: LayoutCache = field(default_factory=LayoutCache, compare=False, repr=False)
+    layouts: LayoutCache = field(default_factory=LayoutCache, repr=False)
 
-    @classmethod
-    def from_config(cls, config: SparseBalanceConfig, grid: tuple[int, ...]) -> AttentionOptions:
-        return cls(
-            block_size=config.block_size,
-            base_budget=config.base_budget,
-            layer_budgets=config.layer_budgets,
-            selector=selector_named(config.selection, config.router),
-            coverage_threshold=config.coverage_threshold,
-            implementation=config.attention,
-            grid=grid,
-            keep=config.recompute_attention == "keep",
-        )
+    @cached_property
+    def selector(self) -> Selector[Any, Any]:
+        """Chooses blocks."""
+        return selector_named(self.config.selection, self.config.router)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a first forward's attention serves the recomputed pass too."""
+        return self.config.recompute_attention == "keep"
 
 
 class BudgetedCoreAttention(MegatronModule):
@@ -119,7 +104,8 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
         self._layer_index = layer_number - 1
         self._options = options
-        base_L = base_budgets(options.base_budget, options.layer_budgets, config.num_layers)
+        chosen = options.config
+        base_L = base_budgets(chosen.base_budget, chosen.layer_budgets, config.num_layers)
         self._base_budget = base_L[self._layer_index]
         # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
         # fp16's sake, and multiplies them back inside the softmax.
@@ -166,7 +152,7 @@ class BudgetedCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
-        kept = getattr(packed_seq_params, "kept", None) if self._options.keep else None
+        kept = getattr(packed_seq_params, "kept", None) if self._options.keeps else None
         thd = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if context is None:
             if not thd:
@@ -196,7 +182,9 @@ class BudgetedCoreAttention(MegatronModule):
         samples = len(cu_seqlens) - 1
         base = self._base_budget
         return LocalMicroBatch(
-            layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
+            layout=self._options.layouts.layout(
+                cu_seqlens, self._options.config.block_size, device
+            ),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
             ),
@@ -229,7 +217,7 @@ class BudgetedCoreAttention(MegatronModule):
             *inputs,
             selection,
             softmax_scale=self._softmax_scale,
-            implementation=self._options.implementation,
+            implementation=self._options.config.attention,
             sink_H=self._sink(q_THD),
             known=known,
         )
@@ -299,7 +287,7 @@ class BudgetedCoreAttention(MegatronModule):
             curves_SK,
             budgets_S,
             base_budget=self._base_budget,
-            threshold=options.coverage_threshold,
+            threshold=options.config.coverage_threshold,
         )
         if context.pinned_S is not None:
             guarded_S = torch.where(context.pinned_S, budgets_S, guarded_S)

@@ -60,10 +60,12 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-    """Results of a first forward of one layer: lists, out_THF and lse_TH.
+    """Results of a first forward of one layer.
 
-    ``version`` is that of out_THF, which must not be written to; ``samples`` copy the inputs at
-    some tokens.
+    Attributes:
+        version: of out_THF, which must not be written to.
+        shapes: of the inputs.
+        samples: copies of the inputs at some tokens.
     """
 
     selection: Selection

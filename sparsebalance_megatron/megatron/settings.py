@@ -78,6 +78,11 @@ class RunSettings:
         return BatchSizes(schedule=self.batch_size_schedule or ((0, self.global_batch_size),))
 
     @property
+    def evaluation_batch_size(self) -> int:
+        """Samples of an evaluation step."""
+        return self.eval_global_batch_size or self.global_batch_size
+
+    @property
     def context_parallel_size(self) -> int:
         """Megatron's."""
         return self.host_job.layout.context_parallel_size

@@ -282,10 +282,23 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
-    _refuse(MODEL | TRAINING, get)
-    _check_layers(get)
-    cp_size = get("context_parallel_size", 1)
-    check_sharing(get("seq_length", 0), config, context_parallel_size=cp_size)
+    _check(get, MODEL | TRAINING, get("seq_length", 0))
+
+
+def check_model(transformer_config: object, config: SparseBalanceConfig, longest: int = 0) -> None:
+    """Refuse a model that budgets would go wrong in; ``longest`` is of a sample, in tokens."""
+    _check(Settings(transformer_config, config), MODEL, longest)
+
+
+def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
+    for flag, remedy in refusals.items():
+        value = get(flag.removeprefix("--").replace("-", "_"))
+        if _SOME_VALUES[flag](get) if flag in _SOME_VALUES else value:
+            raise ConfigError(f"--sparse-balance with {_as_given(flag, value)}: {remedy}")
+    if get("num_layers"):
+        # Layers with budgets of their own are layers of the model.
+        base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
+    _check_sharing(get, longest)
     check_segments(get)
 
 
@@ -303,27 +316,6 @@ def check_segments(get: Settings) -> None:
             )
 
 
-def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
-    """Refuse a model that budgets would go wrong in."""
-    get = Settings(transformer_config, config)
-    _refuse(MODEL, get)
-    _check_layers(get)
-
-
-def _check_layers(get: Settings) -> None:
-    """Refuse budgets of layers that the model does not have."""
-    if get("num_layers"):
-        base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
-
-
-def _refuse(refusals: Mapping[str, str], get: Settings) -> None:
-    for flag, remedy in refusals.items():
-        value = get(flag.removeprefix("--").replace("-", "_"))
-        is_refused = _SOME_VALUES[flag](get) if flag in _SOME_VALUES else value
-        if is_refused:
-            raise ConfigError(f"--sparse-balance with {_as_given(flag, value)}: {remedy}")
-
-
 def _as_given(flag: str, value: Any) -> str:
     """The flag with its value, as the user may have typed it."""
     if value is None or isinstance(value, bool):
@@ -332,25 +324,24 @@ def _as_given(flag: str, value: Any) -> str:
     return " ".join([flag, *(str(getattr(item, "name", item)) for item in values)])
 
 
-def check_sharing(
-    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int
-) -> None:
+def _check_sharing(get: Settings, longest: int) -> None:
     """Refuse what does not fit the number of ranks that may share a sequence.
 
-    That is a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed, and a
-    selection that needs a sequence's last queries on one rank.
+    That is a cap on a rank's tokens that the shares of the longest sample exceed, and a selection
+    that needs a sequence's last queries on one rank.
     """
+    config = get.config
     cap, selection = config.max_tokens_per_micro_batch, config.selection
     sharing = {
-        "--context-parallel-size": context_parallel_size,
+        "--context-parallel-size": get("context_parallel_size", 1),
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
     }
     ranks = max(sharing.values())
-    if cap is not None and cap * ranks < seq_length:
+    if cap is not None and cap * ranks < longest:
         raise ConfigError(
-            f"--sparse-balance with --seq-length {seq_length}: "
+            f"--sparse-balance with --seq-length {longest}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
-            f"at least {-(-seq_length // ranks)}"
+            f"at least {-(-longest // ranks)}"
         )
     for flag, ranks in sharing.items():
         if ranks > 1 and _needs_whole_documents(selection):

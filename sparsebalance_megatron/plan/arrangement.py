@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import batched
 
 import numpy as np
 
@@ -40,6 +41,15 @@ class Arrangement:
         )
         cp_sizes_RM = np.full((len(samples), len(nothing)), cp_size)
         return cls(samples=samples, cp_sizes_RM=cp_sizes_RM)
+
+    @classmethod
+    def of_places(cls, place_S: np.ndarray, cp_sizes_RM: np.ndarray) -> Arrangement:
+        """Samples by the place ``rank * M + position`` where their micro-batch begins."""
+        ranks, positions = cp_sizes_RM.shape
+        order_S = np.argsort(place_S, kind="stable")
+        edges = np.searchsorted(place_S[order_S], np.arange(1, ranks * positions))
+        held = [tuple(part.tolist()) for part in np.split(order_S, edges)]
+        return cls(samples=tuple(batched(held, positions)), cp_sizes_RM=cp_sizes_RM)
 
     @cached_property
     def micro_batch_of_S(self) -> np.ndarray:

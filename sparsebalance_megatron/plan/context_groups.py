@@ -49,12 +49,16 @@ class Members:
         self._islands = cp_sizes_IX.shape[1] // self._together
         self._apart = []
         """For groups of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
+        self._levels = np.zeros(len(cp_sizes_IX), dtype=np.int64)
+        """The largest such groups that share an item, by their number in the list."""
         if not self.share:
             return
         by_rank = cp_sizes_IX[:, self.order].reshape(len(cp_sizes_IX), self._together, -1)
         size = 2
         while size <= self._together:
-            self._apart.append(np.where(by_rank[:, ::size] >= size, 0.0, -np.inf))
+            together = by_rank[:, ::size] >= size
+            self._apart.append(np.where(together, 0.0, -np.inf))
+            self._levels[together.any(axis=(1, 2))] = len(self._apart)
             size *= 2
 
     @property
@@ -80,7 +84,7 @@ class Members:
         """
         by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
         largest = by_rank
-        for level, apart in enumerate(self._apart):
+        for level, apart in enumerate(self._apart[: self._levels[items].max()]):
             largest = np.maximum(largest[:, ::2], largest[:, 1::2])
             shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
             np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)

@@ -57,16 +57,27 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     )
 
 
+def step_ms(problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray) -> float:
+    """Makespan of placed samples at these budgets."""
+    if where.first_blocks:
+        return float(segmented_times(problem.costs, where, budgets_LS)[1].max())
+    return float(problem.makespans_ms(where, problem.costs.sample_ms(budgets_LS)).max())
+
+
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes and segments that are
     allowed."""
     if problem.plans_segments:
-        return segmented_bound_ms(problem)
+        segmented_ms = segmented_bound_ms(problem)
+        if not problem.plans_cp_sizes:
+            return segmented_ms
     bounded = problem if problem.plans_cp_sizes else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
     limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1
-    return step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
+    bound_ms = step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
+    # A step runs in segments or with planned cp_sizes, not both.
+    return min(bound_ms, segmented_ms) if problem.plans_segments else bound_ms
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

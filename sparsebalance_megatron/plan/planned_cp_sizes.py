@@ -16,17 +16,15 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
-from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
+from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_CP_SIZES
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 """Starts of the search: the most a sample may weigh per rank, over the mean of all positions."""
-_MAX_TUNING_REVERSAL = 1.04
-"""Tuning changes which of two placements is faster only within this ratio of their times."""
 _SKIP_RATIO_TO_BOUND = 1.03
 """Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
 jobs without very long samples usually are; the search would double their planning time."""
@@ -62,7 +60,7 @@ def best_cp_sizes(
         if equal is None:
             raise
         return equal, problem.tuned_where(equal)
-    planned = improve_cp_sizes(
+    planned = anneal(
         start,
         costs,
         search_2SC,
@@ -70,20 +68,21 @@ def best_cp_sizes(
         plan_ms=problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES),
         enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, search_2SC),
     )
-    found = [(planned, problem.tuned_where(planned))]
-    if equal is not None:
-        planned_ms, equal_ms = (
-            problem.makespans_ms(where, problem.expected_2SC).max() for where in (planned, equal)
-        )
-        if equal_ms <= _MAX_TUNING_REVERSAL * planned_ms:
-            found.insert(0, (equal, problem.tuned_where(equal)))
+    tuned = problem.tuned_where(planned)
+    if equal is None:
+        return planned, tuned
+    planned_ms = _makespan_ms(problem, planned, costs.sample_ms(tuned.budgets_LS))
+    # No budgets of the equal cp_sizes are faster than their floors.
+    floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
+    if _makespan_ms(problem, equal, floor_2SC) > planned_ms:
+        return planned, tuned
+    equal_tuned = problem.tuned_where(equal)
+    equal_ms = _makespan_ms(problem, equal, costs.sample_ms(equal_tuned.budgets_LS))
+    return (equal, equal_tuned) if equal_ms <= planned_ms else (planned, tuned)
 
-    def makespan_ms(candidate: tuple[Arrangement, TunedBudgets]) -> float:
-        where, budgets = candidate
-        ms_R = problem.makespans_ms(where, costs.sample_ms(budgets.budgets_LS))
-        return rounded_ms(ms_R.max())
 
-    return min(found, key=makespan_ms)
+def _makespan_ms(problem: StepProblem, where: Arrangement, sample_2SC: np.ndarray) -> float:
+    return rounded_ms(problem.makespans_ms(where, sample_2SC).max())
 
 
 def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:

@@ -8,7 +8,7 @@ pipeline whose micro-batches are rows (:mod:`.placement.rows`).
    positions as the job has; fewer, fuller positions have more equal heights, and average errors of
    prediction. The numbers of positions whose sums of heights are least go on.
 2. *Groups.* Rows are placed on groups, ordered and traded between them by the search that places
-   samples on ranks (:mod:`.placement.search`): a row is a sample there, and a group a rank.
+   samples on ranks (:mod:`.search.annealing`): a row is a sample there, and a group a rank.
 3. *Budgets.* Of these and of the placements that know nothing of rows, those with the shortest
    steps at the expected budgets are tuned; the shortest step wins.
 
@@ -29,7 +29,7 @@ from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.placement.rows import Rows, packed_rows
-from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -41,7 +41,7 @@ _MAX_TUNING_REVERSAL = 1.10
 """Tuning changes which of two placements is faster only within this ratio of their times."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedRows:
     """A placement with the problem that it solves: of as many positions as the placement has."""
 
@@ -53,6 +53,18 @@ class PlacedRows:
     def at_expected_budgets(cls, problem: StepProblem, arrangement: Arrangement) -> PlacedRows:
         makespan_ms = problem.budgets.makespans_ms(problem.expected_LS, arrangement).max()
         return cls(problem=problem, arrangement=arrangement, makespan_ms=rounded_ms(makespan_ms))
+
+    @property
+    def floor_ms(self) -> float:
+        """Ms that no tuned budgets go below."""
+        budgets = self.problem.budgets
+        return float(budgets.makespans_ms(budgets.allowed.floor_LS, self.arrangement).max())
+
+    def tuned(self) -> tuple[TunedBudgets, float]:
+        """Tuned budgets and the ms of the step with them."""
+        tuned = self.problem.tuned_where(self.arrangement)
+        ms_R = self.problem.budgets.makespans_ms(tuned.budgets_LS, self.arrangement)
+        return tuned, rounded_ms(ms_R.max())
 
 
 def best_rows(
@@ -80,13 +92,13 @@ def best_rows(
         return None
     found.sort(key=lambda placed: placed.makespan_ms)
     limit_ms = _MAX_TUNING_REVERSAL * found[0].makespan_ms
-    tuned = []
-    for placed in found[:_MAX_TUNED]:
-        if placed.makespan_ms <= limit_ms:
-            budgets = placed.problem.tuned_where(placed.arrangement)
-            ms_R = placed.problem.budgets.makespans_ms(budgets.budgets_LS, placed.arrangement)
-            tuned.append((rounded_ms(ms_R.max()), placed, budgets))
-    _, placed, budgets = min(tuned, key=lambda each: each[0])
+    chosen = [placed for placed in found[:_MAX_TUNED] if placed.makespan_ms <= limit_ms]
+    tuned = [(placed, *placed.tuned()) for placed in chosen]
+    # A step that may have fewer positions is never longer than one with all of them.
+    full = next((each for each in found if each.problem is problem), None)
+    if full is not None and full not in chosen and full.floor_ms < min(ms for *_, ms in tuned):
+        tuned.append((full, *full.tuned()))
+    placed, budgets, _ = min(tuned, key=lambda each: each[2])
     return placed.problem, placed.arrangement, budgets
 
 
@@ -111,6 +123,7 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
             found.append((rounded_ms(heights_ms), positions, rows))
     found.sort(key=lambda each: each[:2])
     best = found[:_MAX_NUMBERS_OF_POSITIONS]
+    best += [each for each in found[len(best) :] if each[1] == job.micro_batches]
     for _, _, rows in best:
         rows.improve()
     return [(problem.with_positions(positions), rows) for _, positions, rows in best]
@@ -132,13 +145,14 @@ def _placed(problem: StepProblem, rows: Rows) -> Arrangement:
         costs,
         job=replace(job, data_parallel_size=groups, lockstep_ranks=1),
         lengths_tokens_S=np.ones(len(bins), dtype=np.int64),
+        blocks_S=np.ones(len(bins), dtype=np.int64),
         slowness_RP=np.ones((groups, job.pipeline_stages)),
         exchange_2SC=np.zeros_like(row_2XC),
         layers=None,
     )
     start = balanced(row_2XC.sum(axis=(0, 2)), [1] * len(bins), of_groups.job, len(bins))
     step_ms = row_2XC.sum() / (groups * job.pipeline_stages)
-    placement = improve(
+    placement = searched(
         start,
         of_groups,
         row_2XC,

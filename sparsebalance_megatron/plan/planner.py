@@ -13,14 +13,13 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
-from sparsebalance_megatron.plan.expectation import expectation
+from sparsebalance_megatron.plan.expectation import expectation, step_ms
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.balance import arrival, balanced
 from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
-from sparsebalance_megatron.plan.placement.packed_search import improve_packed
-from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
@@ -38,9 +37,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
     latter improved by search, by simulated makespan at the budgets expected after tuning;
-    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just that,
-    except that a balanced packing which the token cap defeats gives way to arrival order where that
-    fits.
+    ``StepPlan.batching`` names the winner. Where the tuned plan is slower than order of arrival at
+    base budgets, order of arrival is tuned too. ``arrival``, ``length`` and ``latency`` mean just
+    that, except that a balanced packing which the token cap defeats gives way to arrival order
+    where that fits.
 
     Where ranks run in lockstep, batching ``makespan`` places samples in rows
     (:mod:`.planned_rows`), and the step may have fewer micro-batches on every rank than the job.
@@ -59,7 +59,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     if problem.plans_rows:
         problem, batching, arrangement, tuned = _best_in_lockstep(problem)
     else:
-        batching, arrangement, tuned = _best_candidate(problem)
+        batching, arrangement, tuned = _or_arrival(problem, *_best_candidate(problem))
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
@@ -107,35 +107,70 @@ def _best_in_lockstep(
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """Micro-batches in one piece, or in segments where those give the shorter step.
+
+    Budgets of micro-batches in one piece are tuned only where those may win.
+    """
     if problem.placement is not None:
         return "arrival", *_as_placed(problem, problem.placement)
-    if problem.plans_segments:
-        return _best_with_segments(problem)
-    if not problem.plans_cp_sizes:
-        batching, placement = _best_placement(problem.of_groups)
-        where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-        return batching, where, problem.of_groups.tuned(placement)
     try:
-        batching, placement = _best_placement(problem.of_groups)
-    except PlanError:  # the cap may ask for wider micro-batches
+        equal = _best_placement(problem.of_groups)
+    except PlanError:
+        if not problem.plans_cp_sizes:
+            raise
+        # The cap may ask for micro-batches that more ranks share.
         return "makespan", *best_cp_sizes(problem, None)
+    cut = best_segments(problem, equal[1]) if problem.plans_segments else None
+    if (
+        cut is not None
+        and not problem.plans_cp_sizes
+        and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem)
+    ):
+        return "makespan", cut.arrangement, cut.tuned
+    batching, where, tuned = _best_in_one_piece(problem, *equal)
+    if cut is not None:
+        whole_ms = step_ms(problem, where, tuned.budgets_LS)
+        if rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
+            return "makespan", cut.arrangement, cut.tuned
+    return batching, where, tuned
+
+
+def _best_in_one_piece(
+    problem: StepProblem, batching: Batching, placement: Placement
+) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """The best placement of micro-batches of equal cp_size, or planned cp_sizes."""
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    arrangement, tuned = best_cp_sizes(problem, equal)
-    return batching if arrangement is equal else "makespan", arrangement, tuned
+    if not problem.plans_cp_sizes:
+        return batching, equal, problem.of_groups.tuned(placement)
+    where, tuned = best_cp_sizes(problem, equal)
+    return batching if where is equal else "makespan", where, tuned
 
 
-def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Segments where they give the shorter step. Budgets of micro-batches in one piece are tuned
-    only where those may win."""
-    batching, placement = _best_placement(problem)
-    cut = best_segments(problem, placement)
-    if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
-        return "makespan", cut.arrangement, cut.tuned
-    tuned, whole = problem.tuned(placement), Arrangement.of_groups(placement)
-    whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
-    if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
-        return "makespan", cut.arrangement, cut.tuned
-    return batching, whole, tuned
+def _or_arrival(
+    problem: StepProblem, batching: Batching, where: Arrangement, tuned: TunedBudgets
+) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """The plan, or order of arrival where that takes less for as much of the wanted coverage.
+
+    The placement was chosen at the budgets expected after tuning, and tuning may have ended
+    elsewhere.
+    """
+    pricing, budgets = problem.pricing, problem.budgets
+    if pricing is None or problem.placement is not None or problem.policy.batching != "makespan":
+        return batching, where, tuned
+    try:
+        placement = _placement("arrival", problem.of_groups)
+    except PlanError:
+        return batching, where, tuned
+    arrival_where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+    plan_ms = step_ms(problem, where, tuned.budgets_LS)
+    if step_ms(problem, arrival_where, budgets.allowed.base_LS) >= plan_ms:
+        return batching, where, tuned
+    arrival_tuned = problem.of_groups.tuned(placement)
+    wanted = min(pricing.wanted_coverage, budgets.covered(tuned.budgets_LS))
+    shorter = step_ms(problem, arrival_where, arrival_tuned.budgets_LS) < plan_ms
+    if shorter and budgets.covers(arrival_tuned.budgets_LS, wanted):
+        return "arrival", arrival_where, arrival_tuned
+    return batching, where, tuned
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:
@@ -204,26 +239,15 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
 
 
 def _searched(problem: StepProblem, start: Placement) -> Placement:
-    """The best moves first; then, where micro-batches of a pipeline hold several samples, moves
-    that may lengthen the step a little."""
-    job, costs, cap_tokens = problem.job, problem.costs, problem.cap_tokens
-    packed = job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places
-    where = Arrangement.of_groups(start)
-    found = improve(
+    """The best orders first, then the search over places."""
+    packed = len(problem.lengths_tokens) > problem.job.places
+    share = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP
+    return searched(
         start,
-        costs,
+        problem.costs,
         problem.expected_2SC,
-        cap_tokens=cap_tokens,
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP, parts=2 if packed else 1),
-    )
-    if not packed:
-        return found
-    return improve_packed(
-        found,
-        costs,
-        problem.expected_2SC,
-        cap_tokens=cap_tokens,
-        plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
+        cap_tokens=problem.cap_tokens,
+        plan_ms=problem.search_ms(Arrangement.of_groups(start), share),
     )
 
 

@@ -7,12 +7,11 @@ OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
-SHARE_OF_STEP = 0.02
+SHARE_OF_STEP = 0.04
 """Share of a step's time that searching its placement may take, during the step before."""
 
-SHARE_OF_STEP_FOR_PACKED = 0.07
-"""Share of a step for the second search where micro-batches of a pipeline hold several samples: the
-search of the best moves ends early there, with 5 to 7 % left to gain."""
+SHARE_OF_STEP_FOR_PACKED = 0.10
+"""The same where micro-batches hold several samples: there are more placements to tell apart."""
 
 SHARE_OF_STEP_FOR_CP_SIZES = 0.10
 """Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait
@@ -20,6 +19,9 @@ for one another are simulated together, few candidates at a time."""
 
 SHARE_OF_STEP_FOR_FILLING = 0.05
 """Share of a step's time that filling ranks with attention may take, over all step times tried."""
+
+WAITING_COST = 4
+"""Cost of a simulated operation where ranks wait for one another, over one where none wait."""
 
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""

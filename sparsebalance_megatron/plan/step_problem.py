@@ -47,7 +47,8 @@ class PlanInputs:
     exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
     below it by as much if that is negative. A sample counts 1 there, or its tokens if the policy's
     mean is over tokens. This step's share follows from one price for all
-    (:mod:`.budgets.price`), and is paid as far as a step at base budgets has the time.
+    (:mod:`.budgets.price`), and is paid as far as these samples and the later ones together have
+    the time at base budgets.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -158,7 +159,6 @@ class StepProblem:
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
             and job.context_parallel_size == 1
-            and not self.plans_cp_sizes
         )
 
     @property

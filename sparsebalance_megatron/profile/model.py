@@ -89,7 +89,9 @@ class ProfiledModel:
     def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> LocalMicroBatch:
         return LocalMicroBatch(
             layout=packed_layout(
-                tuple(accumulate(lengths_tokens, initial=0)), self._options.block_size, self._device
+                tuple(accumulate(lengths_tokens, initial=0)),
+                self._options.config.block_size,
+                self._device,
             ),
             budgets_LS=torch.full(
                 (1, len(lengths_tokens)), budget_blocks, dtype=torch.int32, device=self._device
@@ -108,7 +110,7 @@ class ProfiledModel:
                 *inputs,
                 selection(),
                 softmax_scale=q_THD.shape[-1] ** -0.5,
-                implementation=self._options.implementation,
+                implementation=self._options.config.attention,
             )
             return out_THF
 
@@ -119,7 +121,7 @@ class ProfiledModel:
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
         reverse."""
-        cu_seqlens, block_size = (0, tokens), self._options.block_size
+        cu_seqlens, block_size = (0, tokens), self._options.config.block_size
         blocks = -(-tokens // block_size)
         plan = MicroBatchPlan(
             samples=(0,),

@@ -123,7 +123,7 @@ def profile(
             return None
         grid = budget_grid(-(-args.seq_length // config.block_size))
         # Its one layer selects; attention of dense layers is timed beside it.
-        options = AttentionOptions.from_config(replace(config, layer_budgets=None), grid)
+        options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):

@@ -30,7 +30,6 @@ from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.schedulers import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 
 _PREDICTED_STEPS = 2
@@ -57,7 +56,7 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append(remark)
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
-    scheduler = make_scheduler(inputs)
+    scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     workload = inputs.workload(_PREDICTED_STEPS)
     later = [step.plan for step in workload.planned_steps()]
@@ -65,7 +64,7 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     if (stages := even_stages(workload)) is not None:
         print(stages, flush=True)
     if inputs.valid is not None:
-        largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
+        largest = inputs.largest_evaluation_step(inputs.valid, scheduler.coverage).plan
         tokens_RM = largest.rank_tokens_RM()
         print(
             f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "

@@ -49,8 +49,9 @@ class Terminated(BaseException):
 class Failure:
     """The error that ended one rank.
 
-    ``waited`` is true of errors that only say that another rank did not answer. ``iteration`` is
-    as Megatron prints it, and 0 before the first.
+    Attributes:
+        iteration: as Megatron prints it; 0 before the first.
+        waited: whether the error only says that another rank did not answer.
     """
 
     rank: int

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,9 +18,13 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
+from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.selector_registry import source_of
@@ -31,8 +37,10 @@ _LONGEST_VALUE = 80
 class Inputs:
     """Inputs of a run, alike on all ranks.
 
-    ``cost``: with the run's recomputation and bandwidth. ``grid``: budgets, in blocks, at which
-    coverage is observed. ``valid``, ``test``: None where the run does not evaluate on them.
+    Attributes:
+        valid, test: None where the run does not evaluate on them.
+        grid: budgets, in blocks, at which coverage is observed.
+        cost: with the run's recomputation and bandwidth.
     """
 
     config: SparseBalanceConfig
@@ -63,6 +71,47 @@ class Inputs:
             cost=self.cost,
             coverage=prior_coverage(self.job.layers, self.grid[-1]),
         )
+
+    def scheduler(self) -> Scheduler:
+        """Make the scheduler of a run that has observed nothing yet."""
+        config, sizes = self.config, self.settings.batch_sizes
+        planner = StepPlanner(
+            job=self.job,
+            policy=self.policy,
+            cost=self.cost,
+            coverage=self.settings.host_job.coverage(config),
+            global_batch_size=sizes.largest,
+            calibrate=config.calibration,
+            clock=time.perf_counter,
+        )
+        ahead = config.planning == "ahead"
+        worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
+        return Scheduler(planner, job=self.job, index=self.train, batch_sizes=sizes, worker=worker)
+
+    def evaluation_scheduler(self, index: SampleIndex, coverage: CoverageCurves) -> Scheduler:
+        """Make the scheduler of evaluation, with the coverage curves of the training run."""
+        settings = self.settings
+        batch_size = settings.evaluation_batch_size
+        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+        return evaluation_scheduler(
+            job=replace(self.job, micro_batches=micro_batches),
+            policy=self.policy,
+            cost=self.cost,
+            coverage=coverage,
+            index=index,
+            global_batch_size=batch_size,
+            dense=self.config.eval_attention == "dense",
+            clock=time.perf_counter,
+        )
+
+    def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:
+        """The plan of the evaluation step with most tokens, among those of an epoch."""
+        batch_size = self.settings.evaluation_batch_size
+        steps = -(-index.counts.samples // batch_size)
+        lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
+        largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
+        return self.evaluation_scheduler(index, coverage).planned(largest)
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:

@@ -28,11 +28,6 @@ from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_ra
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import Loop, Run
-from sparsebalance_megatron.run.schedulers import (
-    evaluation_batch_size,
-    make_evaluation_scheduler,
-    make_scheduler,
-)
 from sparsebalance_megatron.run.sinks import open_sinks
 
 _SAMPLES = "training samples"
@@ -59,7 +54,7 @@ class Session:
         device: torch.device,
         loop: Loop,
         after_step: Callable[[], None] = lambda: None,
-        make_scheduler: SchedulerMaker = make_scheduler,
+        make_scheduler: SchedulerMaker = Inputs.scheduler,
     ) -> None:
         self.inputs = inputs
         self.device = device
@@ -177,8 +172,8 @@ class Session:
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets; the last step that has
         begun begins anew."""
-        batch_size = evaluation_batch_size(self.inputs)
-        scheduler = make_evaluation_scheduler(self.inputs, index, self._scheduler.coverage)
+        batch_size = self.inputs.settings.evaluation_batch_size
+        scheduler = self.inputs.evaluation_scheduler(index, self._scheduler.coverage)
         begun = consumed_samples // batch_size * batch_size
         sizes = BatchSizes.constant(batch_size)
         return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)

@@ -38,8 +38,9 @@ _COVERAGE_INTERVAL = 10
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    ``coverage``: the curves that the scheduler learns. ``step_log``, ``rank_log`` and ``scalars``
-    are None where this rank writes none.
+    Attributes:
+        coverage: the curves that the scheduler learns.
+        step_log, rank_log, scalars: None where this rank writes none.
     """
 
     inputs: Inputs

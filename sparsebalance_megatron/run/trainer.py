@@ -19,12 +19,7 @@ from sparsebalance_megatron.megatron.core_attention import AttentionOptions, rep
 from sparsebalance_megatron.megatron.segmented_schedule import ForwardBackward, with_segments
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import (
-    Settings,
-    check_model,
-    check_segments,
-    check_sharing,
-)
+from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -38,7 +33,7 @@ class RunHandle:
     def __init__(
         self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
     ) -> None:
-        self._options = AttentionOptions.from_config(config, tuple(grid))
+        self._options = AttentionOptions(config, tuple(grid))
         self._transformer_config = transformer_config
 
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
@@ -241,8 +236,5 @@ def checked_config(
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
     config = replace(config, enabled=True)
-    check_model(transformer_config, config)
-    check_segments(Settings(transformer_config, config))
-    cp_size = transformer_config.context_parallel_size
-    check_sharing(longest_tokens, config, context_parallel_size=cp_size)
+    check_model(transformer_config, config, longest_tokens)
     return config

@@ -28,7 +28,6 @@ from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
 from sparsebalance_megatron.run.run import Loop
-from sparsebalance_megatron.run.schedulers import make_scheduler
 from sparsebalance_megatron.run.session import SchedulerMaker, Session, print_rank_0
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
@@ -72,7 +71,7 @@ class TrainingHooks:
         arguments: TrainingArguments,
         inputs: Inputs,
         device: torch.device,
-        make_scheduler: SchedulerMaker = make_scheduler,
+        make_scheduler: SchedulerMaker = Inputs.scheduler,
     ) -> None:
         if inputs.policy.max_segments > 1:
             use_segments()
@@ -90,7 +89,7 @@ class TrainingHooks:
             inputs.settings.seq_length,
             device,
         )
-        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = sparse_balance_layer_spec(options)
 
     def configure_model(self, model_config: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.selector_registry import BUILT_IN
@@ -61,12 +62,13 @@ def test_nothing_waits_and_nothing_lies_elsewhere(selection: str, tokens: list[i
 def test_guarded_budgets_in_megatrons_core_attention() -> None:
     """Nothing but layouts and grids of budgets is copied."""
     options = AttentionOptions(
-        block_size=128,
-        base_budget=8,
-        selector=selector_named("vertical-slash"),
-        coverage_threshold=0.1,
-        implementation="auto",
-        grid=(1, 2, 4),
+        SparseBalanceConfig(
+            block_size=128,
+            base_budget=8,
+            selection="vertical-slash",
+            coverage_threshold=0.1,
+        ),
+        (1, 2, 4),
     )
     attention = BudgetedCoreAttention(
         SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),

@@ -15,8 +15,7 @@ from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import selector_named
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
@@ -37,12 +36,13 @@ MOST_PARTIAL_BYTES = 528 << 20
 @pytest.mark.parametrize("tokens", [2048, 8192, 32768, 65536, 131072])
 def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
     options = AttentionOptions(
-        block_size=256,
-        base_budget=32,
-        selector=selector_named(DEFAULT_SELECTION),
-        coverage_threshold=0.1,
-        implementation="auto",
-        grid=(8, 16, 32),
+        SparseBalanceConfig(
+            block_size=256,
+            base_budget=32,
+            selection=DEFAULT_SELECTION,
+            coverage_threshold=0.1,
+        ),
+        (8, 16, 32),
     )
     attention = BudgetedCoreAttention(
         SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),

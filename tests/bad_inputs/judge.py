@@ -8,7 +8,6 @@ stands in a table of its own, with the reason.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import stat
@@ -23,7 +22,6 @@ from sparsebalance_megatron import cli
 
 MAX_CPU_S, MAX_WAIT_S, MAX_MEGABYTES = 20.0, 180.0, 600.0
 """The wait is for what does not end and does not compute, such as reading a pipe."""
-NOBODY = 65534
 LINE = "sparse-balance: error: "
 _LONGEST_LINE = 1200
 
@@ -120,19 +118,3 @@ def check_command(
         assert sum(each.startswith(LINE) for each in lines) == 1
     assert "Traceback" not in error
     check_line(line, names)
-
-
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Give up root's right to read and write everything, for a moment.
-
-    For tests of permissions, which root does not feel; anybody else is somebody already.
-    """
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bad_inputs.judge import as_nobody, bounded, check_refused
+from bad_inputs.judge import bounded, check_refused
 
 from sparsebalance_megatron.data import documents
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -197,48 +195,6 @@ def test_half_a_mask(missing: str, prefix: Path) -> None:
     check_refused(lambda: read(prefix), DataError, f"{mask}{missing}")
 
 
-NO_FILES: dict[str, Callable[[Path], object]] = {
-    "folder": Path.mkdir,
-    "pipe": os.mkfifo,
-    "loop": lambda path: path.symlink_to(path),
-    "nothing": lambda path: None,
-    "dangling link": lambda path: path.symlink_to(path.parent / "nowhere"),
-}
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file(suffix: str, kind: str, prefix: Path) -> None:
-    path = Path(f"{prefix}{suffix}")
-    path.unlink()
-    NO_FILES[kind](path)
-    check_refused(lambda: read(prefix), DataError, str(path))
-
-
 @pytest.mark.parametrize("name", ["", "\0", "x" * 300, "/", "train.bin", "train.idx"])
 def test_prefixes(name: str, prefix: Path) -> None:
     check_refused(lambda: read(Path(f"{prefix.parent}/{name}")), DataError)
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that everybody can enter; pytest's own are root's."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx", "_loss_mask.bin", "_loss_mask.idx"])
-def test_without_permission(suffix: str, open_folder: Path) -> None:
-    prefix = write(open_folder / "train", tokens())
-    write(open_folder / "train_loss_mask", ONES)
-    Path(f"{prefix}{suffix}").chmod(0)
-    with as_nobody():
-        check_refused(lambda: read(prefix), DataError, f"{prefix}{suffix}")
-
-
-def test_links_are_followed(prefix: Path, tmp_path: Path) -> None:
-    """Data sets are often links into a shared folder."""
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"link{suffix}").symlink_to(f"{prefix}{suffix}")
-    assert read(tmp_path / "link") == read(prefix)

@@ -136,7 +136,6 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
         log = JsonLinesFile(path)
         log.begin(rank_header(), resumed=True)
         log.append(rank_step())
-        log.close()
         lines = path.read_bytes().splitlines()
         assert json.loads(lines[-1])["iteration"] == 1
 

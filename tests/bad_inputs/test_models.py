@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,16 +184,6 @@ def test_tensors(change: str, tmp_path: Path) -> None:
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     with_config(tmp_path)
     check_refused(lambda: read_weights(tmp_path), ConvertError, f"neither {WHOLE} nor {INDEX}")
-
-
-def test_links_to_weights_are_followed(tmp_path: Path) -> None:
-    """The hub's cache is links into a folder of blobs."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_weights(folder)
-    shutil.move(folder / WHOLE, tmp_path / "blob")
-    (folder / WHOLE).symlink_to(tmp_path / "blob")
-    read_weights(folder)
 
 
 @pytest.mark.parametrize(

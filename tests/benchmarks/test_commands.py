@@ -26,17 +26,12 @@ RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
     "cpu_attention": ("--quick",),
     "planning": ("--quick",),
-    "ring_balance": ("--quick",),
     # Its instruments name functions of the package.
     "overhead": ("--quick",),
 }
 """Benchmark -> arguments of its short form; beside them, --json FILE."""
 NIGHTLY: dict[str, tuple[str, ...]] = {
-    "recompute": ("--quick",),
-    "router_resources": ("--blocks", "16", "--places", "16"),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
-    "pipeline_reality": ("--quick",),
-    "segment_loss": ("--quick",),
     "quality": (
         *("--quick", "--steps", "6", "--arms", "random"),
         *("--converted", "converted.json"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 import torch
 
 from sparsebalance_megatron import __version__, cli, supported
-from sparsebalance_megatron.cli import env as environment
+from sparsebalance_megatron.attention import self_check
+from sparsebalance_megatron.cli import env
 from sparsebalance_megatron.config import AttentionImplementation, Router
 
-EVERYWHERE = {"blocks", "tokens", "reference"}
+EVERYWHERE = {"implementation blocks", "implementation tokens", "implementation reference"}
 
 
 @pytest.mark.parametrize(
@@ -30,52 +30,49 @@ def test_pre_releases_count_as_their_release(known: str, inside: bool) -> None:
     assert supported.is_supported("torch", "2.8.0a0+5228986c39.nv25.6")
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["python"] == platform.python_version()
-    assert found["packages"]["torch"] == version("torch")
-    assert set(found["packages"]) == set(environment.PACKAGES)
-    assert found["sparsebalance_megatron"] == __version__
-    assert found["torch"]["in_range"] and found["torch"]["supported"]
-    assert found["megatron"]["in_range"] and found["megatron"]["problem"] is None
+    assert set(found["installed"]) == set(env.PACKAGES)
+    assert found["installed"]["sparsebalance-megatron"] == __version__
+    assert found["torch"]["version"] == version("torch")
+    assert found["megatron"]["verdict"].startswith("supported (range")
+    assert found["megatron"]["problem"] is None
     assert Path(found["megatron"]["path"], "core").is_dir()
-    devices = found["devices"]
-    cuda = [each for each in devices["found"] if each["type"] == "cuda"]
-    assert len(cuda) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert (devices["no_cuda_because"] is None) == bool(cuda)
-
-
-def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "attention" not in found
+    devices = {"cpu", "cuda"}
+    if torch.cuda.is_available():
+        devices = {"cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))}
+    assert found["device"].keys() == devices
     assert cli.main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert f"megatron {version('megatron-core')}: supported (range" in text
-    attention = environment.environment()["attention"]
-    assert set(attention["implementations"]) == set(get_args(AttentionImplementation)) - {"auto"}
-    usable = {name for name, each in attention["implementations"].items() if each["usable"]}
-    assert usable >= EVERYWHERE
-    if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        assert usable == EVERYWHERE
-        remedy = 'needs CUDA, and q lies on cpu: use "tokens" or "auto"'
-        assert f"implementation triton does not run: {remedy}" in text
-    assert set(attention["routers"]) == set(get_args(Router)) - {"auto"}
-    assert attention["routers"]["torch"]["usable"]
-    assert attention["head_dims"].keys() == environment.HEAD_DIMS.keys()
-    assert all(each["usable"] for each in attention["head_dims"].values())
-    assert "  router torch runs" in text
-    if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        assert "  router triton does not run: needs " in text
+    assert "\ntorch verdict                   supported (range" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_attention_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "--check", "--json"]) == 0
+    tried = json.loads(capsys.readouterr().out)["attention"]
+    names = {f"implementation {name}" for name in get_args(AttentionImplementation)}
+    names |= {f"router {name}" for name in get_args(Router)}
+    dims = {name for name in tried if name.startswith("head dims")}
+    assert tried.keys() - dims == names - {"implementation auto", "router auto"}
+    usable = {name for name, each in tried.items() if each["usable"]}
+    assert usable >= EVERYWHERE | dims | {"router torch"}
+    if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        assert usable == EVERYWHERE | dims | {"router torch"}
+        assert 'use "tokens" or "auto"' in tried["implementation triton"]["says"]
 
 
 def test_an_implementation_that_breaks_is_told_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(implementation: str, *_: object) -> None:
-        raise RuntimeError(f"{implementation}: no compiler\nlong trace")
+    def broken(case: self_check.CheckedCase, _: object) -> None:
+        raise RuntimeError(f"{case.implementation}: no compiler\nlong trace")
 
-    monkeypatch.setattr(environment, "_verdict", broken)
-    found = environment.environment()["attention"]["implementations"]["blocks"]
-    assert found == {"usable": False, "because": "blocks: no compiler"}
+    monkeypatch.setattr(self_check, "check_case", broken)
+    assert cli.main(["env", "--check"]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "tation blocks" in each)
+    assert line.endswith("does not run: blocks: no compiler")
 
 
 def test_a_checkout_on_the_path_hides_an_installed_megatron(
@@ -88,17 +85,15 @@ def test_a_checkout_on_the_path_hides_an_installed_megatron(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "megatron" / "__init__.py").touch()
-    found = environment.environment()["megatron"]
-    assert (found["version"], found["in_range"]) == ("0.21.0rc0", False)
+    found = env.environment()["megatron"]
+    assert found["version"] == "0.21.0rc0" and found["verdict"].startswith("NOT supported")
     assert found["path"] == str(tmp_path / "megatron")
     assert found["problem"].startswith("version 0.21.0rc0 is outside")
 
 
 def test_without_torch_or_megatron_the_rest_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
-    found = environment.environment()
-    text = "\n".join(environment.as_text(found))
-    assert "no CUDA device: torch cannot be imported" in text
-    assert "attention on no device\n  torch cannot be imported" in text
-    assert "no megatron.core is found; install megatron-core" in text
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = env.environment()
+    assert found["device"]["cuda"].startswith("none: torch cannot be imported")
+    assert found["megatron"]["problem"].startswith("no megatron.core is found; install megatron")

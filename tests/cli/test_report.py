@@ -16,14 +16,10 @@ import pytest
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.run_report import (
-    ReportError,
-    choose_iteration,
     make_report,
     render_page,
 )
-from sparsebalance_megatron.view.report.timeline import SIMULATED
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
 VOID = {"br", "meta"}
@@ -102,33 +98,6 @@ def test_the_page_needs_nothing_beside_itself(page: str) -> None:
     assert "@import" not in page
 
 
-def test_numbers_say_how_they_are_known(page: str) -> None:
-    for name, kind in (
-        ("iteration, ms (median)", "measured"),
-        ("busiest rank, ms: predicted", "predicted"),
-        ("step, ms: predicted lower bound", "predicted"),
-        ("error of predicted rank times", "both"),
-    ):
-        assert re.search(rf"<tr><td>{re.escape(name)}</td>.*<td>{kind}</td></tr>", page)
-    assert re.search(r'<p class="headline">Measured: [\d.]+ times as fast as the baseline', page)
-    assert page.index("headline") < page.index("Waterfall") < page.index("One step: iteration")
-
-
-def test_bars_of_a_step_say_what_they_are(page: str) -> None:
-    titles = re.findall(r"<title>(measured: [^<]*)</title>", page)
-    assert len(titles) == 2 * RUN.ranks * RUN.stages * RUN.micro_batches
-    assert all(
-        re.fullmatch(
-            r"measured: rank \d, stage \d, (forward|backward) of micro-batch \d+, [\d.,e+]+ ms, "
-            r"[\d,]+ tokens, budget [\d.]+ blocks",
-            title,
-        )
-        for title in titles
-    )
-    panels = re.findall(r">(predicted|measured|baseline, measured): [\d.,]+ ms, stages wait", page)
-    assert panels == ["predicted", "measured", "baseline, measured"]
-
-
 def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> None:
     hostile = '<script>"&'
     directory = tmp_path / hostile
@@ -140,35 +109,6 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 4
     _Reader(page)
-
-
-def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(runs: tuple[Path, Path]) -> None:
-    run, baseline = (read_run_log(each) for each in runs)
-    chosen = choose_iteration(run, baseline, None)
-    distances = dict.fromkeys(range(2, 7), 0.0)
-    for steps in (run.steps[1:], baseline.steps[1:]):
-        times_ms = [step.iteration_ms or 0.0 for step in steps]
-        shares = [
-            ((step.schedule_ms or 0.0) - (step.compute_ms or 0.0)) / (step.iteration_ms or 1.0)
-            for step in steps
-        ]
-        for values in (times_ms, shares):
-            mean = sum(values) / len(values)
-            for step, value in zip(steps, values, strict=True):
-                distances[step.iteration] += abs(value / mean - 1.0)
-    assert chosen == min(distances, key=distances.__getitem__)
-    assert choose_iteration(run, None, None) in distances
-    assert choose_iteration(run, baseline, 4) == 4
-    with pytest.raises(ReportError, match=r"--step 9: not in .*, whose iterations are 1 to 6"):
-        choose_iteration(run, baseline, 9)
-
-
-def test_less_is_shown_without_the_ranks_logs(tmp_path: Path) -> None:
-    bare = replace(RUN, with_ranks=False).write(tmp_path / "bare")
-    report = make_report(bare, None, 3)
-    assert report.step is not None and report.ranks is not None and report.waterfall is None
-    assert report.not_drawn == []
-    assert any(SIMULATED in remark for remark in report.step.remarks)
 
 
 def test_a_damaged_log_is_shown_with_its_damage(

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from harness import REPOSITORY
 
-from sparsebalance_megatron import __version__, cli
-from sparsebalance_megatron.cli.convert import DTYPE_NAMES
-from sparsebalance_megatron.cli.output import OutputError, write_text
+from sparsebalance_megatron import cli
 
 ALL_HELP = """
 import sys
@@ -29,12 +27,6 @@ except SystemExit:
 heavy = {"torch", "megatron", "transformers", "matplotlib", "scipy"} & set(sys.modules)
 assert not heavy, heavy
 """
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"sparse-balance {__version__}\n"
 
 
 def test_help_of_no_command_loads_torch() -> None:
@@ -55,17 +47,9 @@ def test_help_says_every_default_and_explains_every_flag(command: str) -> None:
             assert f"default: {action.default}" in text, action.option_strings
 
 
-def test_names_of_dtypes_are_those_of_the_converter() -> None:
-    from sparsebalance_megatron.convert.hf_config import DTYPES
-
-    assert tuple(DTYPES) == DTYPE_NAMES
-
-
-def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["examples"]) == 0
-    listed = capsys.readouterr().out
-    for name in ("qwen2.5_3b_sft.sh", "hosts/verl.py", "selectors/pyproject.toml"):
-        assert f"examples/{name}  " in listed
+    assert f"{REPOSITORY / 'examples'}\n" in capsys.readouterr().out
     assert cli.main(["examples", "--copy", str(tmp_path)]) == 0
     copied = tmp_path / "examples" / "slurm.sh"
     assert copied.read_text() == (REPOSITORY / "examples" / "slurm.sh").read_text()
@@ -75,11 +59,6 @@ def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFi
     assert "remove it or copy into another folder" in capsys.readouterr().err
     assert copied.read_text() == "changed"
     assert not (tmp_path / "examples" / "cpu_quickstart.sh").exists()
-
-
-def test_a_dash_names_no_file() -> None:
-    with pytest.raises(OutputError, match="stands for no file"):
-        write_text(Path("-"), "text")
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:

@@ -15,7 +15,6 @@ from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report.numbers import compare, summarize, warm_up_steps
-from sparsebalance_megatron.view.report.run_report import ReportError
 
 
 def step(iteration: int, **changes: Any) -> StepRecord:
@@ -187,36 +186,3 @@ def test_command_writes_json_and_an_80_column_table(
         "1.10 times as fast",
     ):
         assert text in printed
-
-
-def test_command_shows_the_rest_of_a_damaged_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_log(tmp_path / "baseline", 100.0, end='{"type": "st')
-    write_log(tmp_path / "balanced", 80.0)
-    summary.run(
-        parse("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
-    )
-    printed = capsys.readouterr().out
-    assert "1.25 times as fast" in printed
-    assert "line 32" in printed
-
-
-def test_many_problems_are_counted_and_not_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    many = log("slow", step(1), problems=tuple(f"[bold]line {i}" for i in range(20)))
-    compared = compare(many, log("fast", step(1)))
-    summary.show(compared, compared.problems)
-    printed = capsys.readouterr().out
-    assert "note: [bold]line 0\n" in printed
-    assert "12 more" in printed
-
-
-def test_a_picture_without_measured_times_is_one_line(tmp_path: Path) -> None:
-    for name in ("baseline", "balanced"):
-        write_log(tmp_path / name, 100.0)
-        log_file = tmp_path / name / "steps.jsonl"
-        log_file.write_text(log_file.read_text().replace("[[[[3000.0]]]", "[[[[null]]]"))
-    runs = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
-    with pytest.raises(ReportError, match="share no step with measured times"):
-        summary.run(parse(*runs, "--picture", str(tmp_path / "step.svg")))
-    assert not (tmp_path / "step.svg").exists()

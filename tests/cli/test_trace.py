@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
-from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
+from sparsebalance_megatron.view.report.timeline import Timeline
 from sparsebalance_megatron.view.report.trace import Tracer
 
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
@@ -109,28 +109,6 @@ def test_waiting_fills_what_a_stage_does_not_compute(events: list[Event]) -> Non
             assert side == "predicted" or end - run["ts"] == pytest.approx(run["dur"], abs=1e-3)
 
 
-def test_a_counter_per_device(events: list[Event]) -> None:
-    found = [event for event in events if event["name"].startswith("measured over predicted")]
-    assert len(found) == 3 * RUN.ranks * RUN.stages
-    assert {event["name"][-7:] for event in found} == {"stage 0", "stage 1"}
-    assert all(0.5 < event["args"]["ratio"] < 2.0 for event in found)
-
-
-def test_a_process_per_rank_and_side_a_thread_per_stage(events: list[Event]) -> None:
-    processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
-    assert sorted(processes.values()) == [
-        *("measured, rank 0", "measured, rank 1", "predicted, rank 0", "predicted, rank 1", "run")
-    ]
-    threads = names(events, "thread_name")
-    for pid, name in processes.items():
-        stages = sorted(thread for (of, _), thread in threads.items() if of == pid)
-        assert stages == (["steps"] if name == "run" else ["stage 0", "stage 1"])
-    assert len({tid for _, tid in threads}) == len(threads), "Perfetto knows a thread by its number"
-    for side in ("predicted", "measured"):
-        pids = {event["pid"] for event in events if event.get("cat") == side}
-        assert {processes[pid].partition(",")[0] for pid in pids} == {side}
-
-
 def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[Event]) -> None:
     expectation = RUN.plan(2).expectation
     threads = names(events, "thread_name")
@@ -188,21 +166,6 @@ def test_measured_slices_are_the_spans(run_directory: Path, events: list[Event])
             assert lengths == pytest.approx(spans, abs=2e-3)
 
 
-def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
-    first = slices(events, "measured", 2)[0]["args"]
-    plan = RUN.plan(1).for_rank(0).micro_batches[first["micro_batch"]]
-    assert first["lengths_tokens"] == list(plan.lengths_tokens)
-    assert first["tokens"] == plan.tokens
-    layers = [layer for chunk in RUN.job.stage_layers[0] for layer in chunk]
-    assert first["budgets_blocks_max"] == plan.budgets_LS[layers].max(axis=0).tolist()
-    assert first["budgets_blocks_mean"] == pytest.approx(
-        plan.budgets_LS[layers].mean(axis=0), abs=0.005
-    )
-    assert 0 < first["coverage_mean"] <= 1
-    assert first["ms"] == pytest.approx(first["measured_ms"], abs=2e-4)
-    assert first["predicted_ms"] > 0
-
-
 def test_steps_keep_their_distance_by_the_wall_clock(
     run_directory: Path, events: list[Event]
 ) -> None:
@@ -212,18 +175,6 @@ def test_steps_keep_their_distance_by_the_wall_clock(
     clock = [step["schedule_start_unix_s"] for step in logged]
     # A wall clock of 1.7e9 s has a resolution of 0.24 us.
     assert np.diff(starts) == pytest.approx(np.diff(clock) * 1e6, abs=2)
-
-
-def test_steps_after_a_clock_was_set_back_keep_their_distance() -> None:
-    spans = (Span("forward", 0, 0, 0.0, 1000.0),)
-    tracer, starts = Tracer(), []
-    for iteration, start_unix_s in enumerate((9000.0, 9002.0, 1802.0, 1804.0), start=1):
-        contents = {(0, 0): rank_step(spans=spans, start_unix_s=start_unix_s)}
-        timeline = Timeline(spans={(0, 0): spans}, source=MEASURED, contents=contents)
-        events = tracer.add(step_record(iteration), {"measured": timeline})
-        starts += [event["ts"] for event in events if event.get("cat") == "step"]
-    # The third follows the second, which ended a second after it began; in microseconds.
-    assert starts == pytest.approx([0.0, 2e6, 3e6, 5e6], abs=10)
 
 
 @given(

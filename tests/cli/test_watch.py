@@ -14,6 +14,7 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import watch
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.plan.job import lockstep_notice
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=4, noise=0.0)
@@ -103,24 +104,7 @@ def test_a_run_is_followed_from_before_its_first_step_until_it_is_silent(
     assert ["silent" in line for line in others] == [False] * 4 + [True]
 
 
-def test_ctrl_c_is_how_it_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RUN.write(tmp_path)
-
-    def interrupted(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watch.time, "sleep", interrupted)
-    assert cli.main(["watch", str(tmp_path)]) == 0
-    assert "iteration 4 | " in capsys.readouterr().out
-
-
-def test_a_log_without_steps_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["watch", str(tmp_path), "--once"]) == 2
-    assert "not there" in capsys.readouterr().err
-    (tmp_path / "steps.jsonl").touch()
-    assert cli.main(["watch", str(tmp_path), "--once"]) == 2
-    assert "no step is logged yet" in capsys.readouterr().err
+def test_a_host_cannot_send_escape_sequences(tmp_path: Path) -> None:
+    hosts = dict.fromkeys(np.ndindex(2, 2), "\x1b[31mred\n")
+    line = watch.status_line(read_run_log(RUN.write(tmp_path)), hosts, None)
+    assert " on \\x1b[31mred\\n" in line and line.isprintable()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.data import records
-from sparsebalance_megatron.data.records import BadRecords, PythonStandardLibrary, RecordFiles
+from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -95,20 +95,3 @@ def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
         assert [record.place for record in found] == [f"{first}:1", f"{first}:3", f"{second}:1"]
         assert [record.text for record in found] == ["1", "2", None]
     assert source.total_bytes == first.stat().st_size + second.stat().st_size
-
-
-def test_standard_library_takes_sources_only(tmp_path: Path) -> None:
-    for name, content in {
-        "b.py": b"b = 1\n",
-        "a/z.py": "z = 'é'\n".encode(),
-        "empty.py": b"",
-        "latin.py": b"# \xe9\n",
-        "notes.txt": b"no source",
-        "site-packages/installed.py": b"x = 1\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    bad = BadRecords(skip=False)
-    found = list(PythonStandardLibrary(root=tmp_path).records(bad))
-    assert [record.text for record in found] == ["z = 'é'\n", "b = 1\n"]
-    assert bad.counts == {"text is empty": 1, "not UTF-8": 1}

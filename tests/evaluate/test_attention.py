@@ -183,6 +183,15 @@ def test_another_cache_is_refused_where_earlier_queries_count():
     refused("use_cache=False", model, tokens[:1, 50:51], past_key_values=cache)
 
 
+def test_another_cache_of_one_layer_and_the_same_last_token_is_refused():
+    """Keys of the first layer depend on their own token and place alone."""
+    model, tokens = make_model(selection="previous-block", layers=1), make_tokens(2, TOKENS)
+    tokens[1, 49] = tokens[0, 49]
+    cache = model(tokens[:1, :50], use_cache=True).past_key_values
+    model(tokens[1:, :50], use_cache=True)
+    refused("use_cache=False", model, tokens[:1, 50:51], past_key_values=cache)
+
+
 def test_a_decoder_has_no_last_queries():
     model, tokens = make_model(selection="vertical-slash-last-queries"), make_tokens(1, TOKENS)
     cache = model(tokens[:, :50], use_cache=True).past_key_values

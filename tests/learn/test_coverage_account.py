@@ -83,10 +83,10 @@ def test_what_lies_long_back_is_capped():
     account = CoverageAccount(64)
     for _ in range(100):
         enter(account, base_mean=0.9, executed_mean=0.1)
-    assert account.deficit == pytest.approx(0.05 * 64)
+    assert account.deficit == pytest.approx(0.2 * 64)
     for _ in range(100):
         enter(account, base_mean=0.1, executed_mean=0.9)
-    assert account.deficit == pytest.approx(-0.05 * 64)
+    assert account.deficit == pytest.approx(-0.2 * 64)
 
 
 def test_the_reserve_is_small_where_base_budgets_cover_nearly_all():

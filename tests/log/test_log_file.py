@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -64,7 +65,6 @@ def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
     first.begin(HEADER, resumed=False)
     first.append(Line(number=0))
     assert not older.exists()
-    first.close()
     with path.open("a") as stream:
         stream.write('{"cut o')
     again = JsonLinesFile(path)
@@ -92,7 +92,6 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
         for number, size in enumerate(sizes):
             before = older.read_bytes() if older.exists() else b""
             if number in resumptions:
-                log.close()
                 log = JsonLinesFile(path, max_bytes=max_bytes)
                 log.begin(HEADER, resumed=True)
             log.append(Line(number=number, text="x" * size))
@@ -104,7 +103,6 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
             assert numbers == list(range(number + 1 - len(numbers), number + 1))
             assert kept[0]["type"] == "run"
             assert records(path)[0].get("lines_discarded", 0) == discarded
-        log.close()
 
 
 def test_a_line_too_long_for_the_log_is_left_out_and_counted(
@@ -278,3 +276,11 @@ def test_a_line_that_cannot_be_made_is_said_and_left_out(
         log.append(lambda: Line(number=1))
     assert "ZeroDivisionError" in caplog.text
     assert numbers(tmp_path / "log.jsonl") == [1]
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    log = JsonLinesFile(tmp_path / "log.jsonl")
+    log.begin(HEADER, resumed=True)
+    log.append(Line(number=0))
+    assert (tmp_path / "log.jsonl").is_fifo()

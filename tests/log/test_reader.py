@@ -56,7 +56,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     log.append(
         coverage_record(iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0)
     )
-    log.close()
     read = read_run_log(tmp_path)
     assert read.problems == ()
     assert read.header == header

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from record_cases import step_line
 from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
@@ -204,6 +205,24 @@ def test_groups_are_powers_of_two_at_multiples_of_their_width(widths: Any, possi
     else:
         with pytest.raises(DamagedLineError, match="widths"):
             step_from(record)
+
+
+@pytest.mark.parametrize(
+    ("segments", "possible"),
+    [
+        ([[2, 1], [1, 3]], True),
+        ([[2, 1]], False),
+        ([[2, 1], [1]], False),
+        ([[2, 1], [1, 0]], False),
+    ],
+)
+def test_segments_are_of_every_micro_batch(segments: Any, possible: bool) -> None:
+    line = step_line(2, segments=segments)
+    if possible:
+        assert step_from(line).segments == ((2, 1), (1, 3))
+    else:
+        with pytest.raises(DamagedLineError, match="segments"):
+            step_from(line)
 
 
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
-from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
@@ -41,13 +41,14 @@ def attention(
         use_cpu_initialization=True,
     )
     options = AttentionOptions(
-        block_size=BLOCK,
-        base_budget=base_budget,
-        layer_budgets=layer_budgets,
-        selector=selector_named("previous-block"),
-        coverage_threshold=threshold,
-        implementation="auto",
-        grid=(1, 2, 4, 8, 15),
+        SparseBalanceConfig(
+            block_size=BLOCK,
+            base_budget=base_budget,
+            layer_budgets=layer_budgets,
+            selection="previous-block",
+            coverage_threshold=threshold,
+        ),
+        (1, 2, 4, 8, 15),
     )
     return BudgetedCoreAttention(config, layer, AttnMaskType.causal, "self", options=options)
 

@@ -20,7 +20,7 @@ from micro_batches import BLOCK, params_with
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import tokens as kernel
-from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.kept_attention import RecomputeError
@@ -85,13 +85,14 @@ class Model(torch.nn.Module):
             use_cpu_initialization=True,
         )
         options = AttentionOptions(
-            block_size=BLOCK,
-            base_budget=3,
-            selector=selector_named("token-kv-head"),
-            coverage_threshold=0.1,
-            implementation="auto",
-            grid=(1, 2, 4),
-            keep=keep,
+            SparseBalanceConfig(
+                block_size=BLOCK,
+                base_budget=3,
+                selection="token-kv-head",
+                coverage_threshold=0.1,
+                recompute_attention="keep" if keep else "again",
+            ),
+            (1, 2, 4),
         )
         self.attention = torch.nn.ModuleList(
             BudgetedCoreAttention(config, 1 + layer, AttnMaskType.causal, "self", options=options)
@@ -199,7 +200,7 @@ def test_a_layer_that_ran_twice_attends_again(backward_of: int, forwards: list[i
         x, params = micro_batch()
         outs = [model(x * scale, params) for scale in (1.0, 2.0)]
         outs[backward_of].square().sum().backward()
-        if model.attention[0]._options.keep:
+        if model.attention[0]._options.keeps:
             assert params.micro_batch.recompute.totals().tolist() == [0, LAYERS, 0]
         return [x.grad]
 

@@ -275,3 +275,25 @@ def test_search_follows_the_step_that_it_is_for():
         spent[name] = plan.expectation.makespan_ms / factor
     assert spent["long"] < 0.995 * spent["short"]
     assert spent["fixed"] == pytest.approx(spent["short"])
+
+
+def test_a_tuned_plan_is_compared_with_order_of_arrival_once_more():
+    """The placement was the best at the budgets that the deficit asks for. The step has no time for
+    them, and at those that it can afford order of arrival takes less."""
+    changes = {"coverage_target": "base", "coverage_threshold": 0.3, "plan_ms": 5.0}
+    given_ = arguments((2, 4, 1, 1), seed=68, **changes)
+    given_ |= {"lengths_tokens": random_lengths(16, 68, longest=2**14)}
+    owing = planned(**given_, coverage_deficit=1.6)
+    fixed = replace(given_["policy"], tuning="off", batching="arrival")
+    at_base = planned(**given_ | {"policy": fixed})
+    assert owing.batching == "arrival"
+    assert owing.expectation.makespan_ms < at_base.expectation.makespan_ms
+
+
+@given(SEEDS, SHAPES, KINDS, st.floats(-2.0, 5.0))
+def test_a_step_alone_is_never_slower_than_arrival_at_base_budgets(seed, shape, kind, deficit):
+    given_ = arguments(shape, seed, kind, coverage_target="base", plan_ms=2.0)
+    plan = planned(**given_, coverage_deficit=deficit)
+    fixed = replace(given_["policy"], tuning="off", batching="arrival")
+    arrival_ms = planned(**given_ | {"policy": fixed}).expectation.makespan_ms
+    assert plan.expectation.makespan_ms <= arrival_ms * (1 + 1e-8)

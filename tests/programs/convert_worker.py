@@ -45,7 +45,7 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     args = megatron_model.parse_model_flags(model, (), dtype=torch.float32)
     start_single_process(args.seed, torch.device("cpu"))
     config = SparseBalanceConfig(block_size=BLOCK_SIZE, **budgets)
-    options = AttentionOptions.from_config(config, grid=(1, config.base_budget))
+    options = AttentionOptions(config, grid=(1, config.base_budget))
     built = megatron_model.build_model(args, sparse_balance_layer_spec(options))
     megatron_model.check_names(built, parameters(model))
     targets = dict(built.named_parameters())

@@ -105,7 +105,7 @@ def megatron_layer_spec(config, vp_stage):
 
 def plugin_layer_spec(**budgets):
     config = SparseBalanceConfig(block_size=BLOCK, **budgets)
-    return sparse_balance_layer_spec(AttentionOptions.from_config(config, grid=(1, 1000)))
+    return sparse_balance_layer_spec(AttentionOptions(config, grid=(1, 1000)))
 
 
 def losses_and_gradients(model, run):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,12 +37,21 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from small_gpt import (  # noqa: E402
+    SIZES,
+    Losses,
+    balance_config,
+    error_of,
+    gpt,
+    pipeline,
+    schedule,
+    thd_params,
+    transformer_config,
+)
 
-from sparsebalance_megatron import SparseBalanceConfig, integration  # noqa: E402
+from sparsebalance_megatron import integration  # noqa: E402
 from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
 from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
@@ -55,93 +63,7 @@ DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
 FAST: dict[str, Any] = {"gigabytes_per_second": 1e5}
 """Counted operations take no time beside what travels at a bandwidth of this world."""
 TUNED: dict[str, Any] = {"coverage_target": "threshold", "coverage_threshold": 0.3}
-SIZES = {"vocab_size": 256, "seq_length": 256, "micro_batch_size": 1, "global_batch_size": 8}
 HOST_SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
-
-
-def initial_weights(weights: torch.Tensor, scale: float = 0.05) -> torch.Tensor:
-    """Fill weights with values that depend on their shape alone: alike on every layout."""
-    generator = torch.Generator().manual_seed(weights.numel() + weights.shape[0])
-    return weights.data.copy_(torch.randn(weights.shape, generator=generator) * scale)
-
-
-def transformer_config(pipeline_stages: int = 1, **changes: Any) -> TransformerConfig:
-    fields = {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "calculate_per_token_loss": True,
-        "pipeline_model_parallel_size": pipeline_stages,
-        "pipeline_dtype": torch.float32,
-        "transformer_impl": "local",
-        "use_cpu_initialization": True,
-        "init_method": initial_weights,
-        "output_layer_init_method": initial_weights,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-    }
-    return TransformerConfig(**(fields | changes))
-
-
-def balance_config(**choices: Any) -> SparseBalanceConfig:
-    fields = {"block_size": 16, "base_budget": 4, "calibration": "off"}
-    return SparseBalanceConfig(**(fields | choices))
-
-
-@contextmanager
-def pipeline(stages: int, virtual_stages: int | None = None, **sizes: int) -> Any:
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        **sizes,
-    )
-    model_parallel_cuda_manual_seed(1234)
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-class Losses:
-    """Collects every step's loss from the trainer's own reports, over all ranks."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.figures: list[dict[str, float]] = []
-
-    def __call__(self, reports: list[dict[str, torch.Tensor]], figures: dict[str, float]) -> None:
-        assert all(set(report) == {"loss"} for report in reports)
-        total = sum((report["loss"].double() for report in reports), torch.zeros(2).double())
-        dist.all_reduce(total)
-        self.values.append((total[0] / total[1]).item())
-        self.figures.append(figures)
-
-
-def error_of(mistake: Callable[[], Any]) -> str:
-    try:
-        mistake()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-def thd_params(boundaries: torch.Tensor) -> PackedSeqParams:
-    """Megatron's own parameters of a packed sequence."""
-    longest = int(boundaries.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
 
 
 class Trainer:
@@ -303,18 +225,6 @@ class Trainer:
         }
 
 
-def gpt(config: TransformerConfig, spec: Any, **chunk: Any) -> GPTModel:
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=SIZES["vocab_size"],
-        max_sequence_length=SIZES["seq_length"],
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        **chunk,
-    )
-
-
 def _chunk(run: Any, config: TransformerConfig, chunk: int) -> GPTModel:
     place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     return gpt(
@@ -323,20 +233,6 @@ def _chunk(run: Any, config: TransformerConfig, chunk: int) -> GPTModel:
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
         vp_stage=chunk,
-    )
-
-
-def schedule(
-    forward_step: Any, iterator: Any, model: Any, count: int, *, forward_only: bool = False
-) -> Any:
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterator,
-        model=model,
-        num_microbatches=count,
-        seq_length=SIZES["seq_length"],
-        micro_batch_size=1,
-        forward_only=forward_only,
     )
 
 

@@ -46,11 +46,6 @@ def test_the_ranks_to_blame_are_named(case: str) -> None:
     assert ("Timed out" in told) == (case in ("silent", "all waited")), "echoes are not told"
 
 
-def test_a_failure_before_the_first_iteration() -> None:
-    failure = Failure(rank=0, host="node", iteration=0, error="ValueError: x", waited=False)
-    assert "before the first iteration" in describe([failure], 1)
-
-
 @pytest.mark.parametrize(
     ("error", "waited"),
     [
@@ -119,9 +114,3 @@ def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[s
     assert raised.value.code == 143
     assert "rank 0 on" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_interruptions_are_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), report():
-        raise SystemExit(2)
-    assert capfd.readouterr().err == ""

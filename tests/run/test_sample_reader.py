@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -105,16 +104,6 @@ def test_the_next_steps_samples_are_read_before_they_are_asked_for(
     assert worker.submitted == 2 * micro_batches
 
 
-def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -> None:
-    schedule, told = scheduler(index, None), []
-    for step in range(3):
-        schedule.planned(step)
-        schedule.follow(told.append)
-        schedule.plan_following(step)
-    assert not told
-    assert not schedule._followers
-
-
 def test_samples_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     schedule, worker = scheduler(index, None), CountingExecutor()
     reader = iterator_of(schedule, index, worker)
@@ -147,32 +136,6 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
         reader.read_ahead(planned)
         with pytest.raises(OSError, match="stale file handle"):
             reader.packed(planned, 0)
-
-
-def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
-    schedule = scheduler(index, None)
-    planned = schedule.planned(0)
-    worker = ThreadPoolExecutor(1)
-    worker.shutdown()
-    reader = iterator_of(schedule, index, worker)
-    reader.read_ahead(planned)
-    micro_batch = planned.plan.for_rank(1).micro_batches[0]
-    (row,) = reader.packed(planned, 0)
-    assert_holds(row, index, planned, micro_batch)
-
-
-def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
-    schedule = scheduler(index, None)
-    planned = schedule.planned(0)
-    for _ in range(50):
-        worker = CountingExecutor()
-        reader = iterator_of(schedule, index, worker)
-        threads = [threading.Thread(target=reader.read_ahead, args=(planned,)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert worker.submitted == len(planned.plan.for_rank(1).micro_batches)
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:

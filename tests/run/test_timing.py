@@ -96,14 +96,6 @@ def test_a_stop_without_a_start_leaves_only_its_own_time_unknown() -> None:
     assert [span[:3] for span in times.spans] == order[1:]
 
 
-def test_a_new_step_forgets_the_last() -> None:
-    order, clock, recorder = recorder_for(1, 1, 2, 0)
-    run(order, clock, recorder, lambda *_: 5.0)
-    recorder.begin_step()
-    times = recorder.times()
-    assert (times.spans, times.start_unix_s) == ((), None)
-
-
 def test_the_schedule_lasts_until_its_last_backward() -> None:
     order, clock, recorder = recorder_for(1, 1, 2, 0)
     timers = RecordingTimers(SilentTimers(), recorder)
@@ -182,17 +174,6 @@ def test_a_forward_step_is_waiting_and_the_rest(wait_ms: float, plan_ms: float) 
     assert time.take_ms() == pytest.approx(
         {"plan": plan_ms, "hooks": 5.0 - plan_ms, "reduce": 0.0, "log": 0.0}
     )
-
-
-def test_parts_add_up_and_are_taken_once() -> None:
-    clock = HandClock()
-    time = HostTime(clock)
-    for _ in range(2):
-        with time.counted("reduce"):
-            clock.passes(4.0)
-            time.add_ms("reduce", -1.0)
-    assert time.take_ms()["reduce"] == pytest.approx(6.0)
-    assert not any(time.take_ms().values())
 
 
 def test_collectives_belong_to_the_forward_or_backward_that_runs():

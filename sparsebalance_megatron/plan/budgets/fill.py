@@ -31,12 +31,14 @@ from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
-from sparsebalance_megatron.plan.search_effort import SearchEffort
+from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
+_MAX_OPERATIONS_AT_ONCE = 1 << 16
+"""Operations of all strides that one call of the simulator tries."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
 
@@ -72,6 +74,10 @@ class Filling:
             level_EU[islands_I] = level_IU
             rising_EU[islands_I] = self._go_on(islands_I, level_IU, rising_IU, rose_I, limit_ms)
         return level_EU.reshape(self.growth_JCQ.shape[:2])
+
+    @property
+    def _waiting(self) -> int:
+        return WAITING_COST if self._island_ranks > 1 else 1
 
     @property
     def _cp_sizes_RM(self) -> np.ndarray:
@@ -111,20 +117,29 @@ class Filling:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Levels after the largest common stride that fits, and which islands rose at all, [I].
 
-        Makespans only grow with levels, so halving finds it.
+        Makespans only grow with levels, so halving finds it; where pipelines are small, one call
+        that tries all strides is faster.
         """
 
         def risen(stride_I: np.ndarray, part_I: np.ndarray) -> np.ndarray:
             strides_IU = rising_IU[part_I] * _STRIDES[stride_I][:, None]
             return np.minimum(level_IU[part_I] + strides_IU, LEVELS)
 
-        every_I = np.arange(len(islands_I))
-        low_I, high_I = np.zeros_like(every_I), np.full(len(every_I), len(_STRIDES) - 1)
+        def fits(stride_I: np.ndarray, part_I: np.ndarray) -> np.ndarray:
+            ms_X = makespans_ms(self._pipelines(islands_I[part_I], risen(stride_I, part_I)))
+            return (ms_X <= limit_ms).reshape(-1, self._island_ranks).all(axis=1)
+
+        every_I, strides = np.arange(len(islands_I)), len(_STRIDES)
+        self.effort.spend(2 * level_IU.size * self._waiting * strides.bit_length())
+        if 2 * level_IU.size * strides <= _MAX_OPERATIONS_AT_ONCE:
+            tried = np.arange(1, strides)
+            fits_I = fits(np.tile(tried, len(every_I)), np.repeat(every_I, len(tried)))
+            low_I = fits_I.reshape(-1, len(tried)).sum(axis=1)
+            return risen(low_I, every_I), low_I > 0
+        low_I, high_I = np.zeros_like(every_I), np.full(len(every_I), strides - 1)
         while len(open_I := np.flatnonzero(low_I < high_I)):
             middle_I = (low_I[open_I] + high_I[open_I] + 1) // 2
-            self.effort.spend(2 * len(open_I) * level_IU.shape[1])
-            ms_X = makespans_ms(self._pipelines(islands_I[open_I], risen(middle_I, open_I)))
-            fits_I = (ms_X <= limit_ms).reshape(-1, self._island_ranks).all(axis=1)
+            fits_I = fits(middle_I, open_I)
             low_I[open_I] = np.where(fits_I, middle_I, low_I[open_I])
             high_I[open_I] = np.where(fits_I, high_I[open_I], middle_I - 1)
         return risen(low_I, every_I), low_I > 0
@@ -138,7 +153,7 @@ class Filling:
         limit_ms: float,
     ) -> np.ndarray:
         """Mask of the rising units that rise in the next round as well, [I, U]."""
-        self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH)
+        self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH * self._waiting)
         through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
         added_IU = self._next_level_ms(islands_I, level_IU)

@@ -198,7 +198,7 @@ class MakespanPolicy(BudgetPolicy):
         """Makespans only grow with durations, so all budgets at their floors give the least T.
 
         Raising then fills what every rank has left until T; see :mod:`.fill`. Where more coverage
-        is wanted, T grows until it is reached, but never beyond what base budgets take.
+        is wanted, T grows until it is reached, but never beyond the time of ``pricing.limit_LS``.
         """
         pricing = pricing or price(problem)
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
@@ -221,15 +221,13 @@ class MakespanPolicy(BudgetPolicy):
 
         tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
         if not problem.covers(tuned_LS, wanted):
-            enough_ms, base_ms = step_ms(pricing.expected_LS), step_ms(allowed.base_LS)
-            tuned_LS = pricing.expected_LS
-            if base_ms < enough_ms:
-                # Never slower than base budgets, whatever is wanted: the most coverage in their
-                # time.
-                enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
-                base_coverage = problem.covered(allowed.base_LS)
-                if not problem.covers(tuned_LS, min(base_coverage, wanted)):
-                    tuned_LS = allowed.base_LS
+            limit_LS, tuned_LS = pricing.limit_LS, pricing.expected_LS
+            enough_ms, limit_ms = step_ms(tuned_LS), step_ms(limit_LS)
+            if limit_ms < enough_ms:
+                # The most coverage in the time that the step may take.
+                enough_ms, tuned_LS = limit_ms, filled_LS(max(limit_ms, least_ms))
+                if not problem.covers(tuned_LS, min(problem.covered(limit_LS), wanted)):
+                    tuned_LS = limit_LS
                 if not problem.covers(tuned_LS, wanted):
                     least_ms = enough_ms
             for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):

@@ -16,6 +16,7 @@ blocks), Q price levels, I sequences of steps (of a layer and sample or size).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,11 +44,13 @@ class Pricing:
     ``ladder``: their budgets by price level. ``expected_LS``: budgets to place them by, before
     tuning ``makespan`` knows their places. ``wanted_coverage``: that tuned budgets reach, by
     weight, summed over the layers and samples whose curves are known; -inf where none is wanted.
+    ``limit_LS``: budgets whose time the step may take, whatever is wanted.
     """
 
     ladder: Ladder
     expected_LS: np.ndarray
     wanted_coverage: float
+    limit_LS: np.ndarray
 
 
 def horizon_steps(global_batch_size: int) -> int:
@@ -66,12 +69,17 @@ def price(
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
     budgets less the policy's slack, and ``coverage_deficit``, by weight, above it; or below, where
     that is negative.
+
+    A step that is a horizon by itself may take the time of base budgets. The steps of a longer
+    horizon may take it together: their work at base budgets is shared out at one price.
     """
     ladder = price_ladder(problem)
     own = ladder.of(own_samples)
+    base_LS = problem.allowed.base_LS
     if problem.policy.coverage_target != "base":
         floor_LS = problem.allowed.floor_LS[:, own_samples]
-        return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf)
+        limit_LS = base_LS[:, own_samples]
+        return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf, limit_LS=limit_LS)
 
     blocks_Z, weight_Z = ladder.blocks_Z, ladder.sum_Z(problem.weight_S)
 
@@ -82,24 +90,55 @@ def price(
     def sum_at(level: int) -> float:
         return float((coverage_Z(ladder.budgets_QLZ[level]) * weight_Z).sum())
 
-    base_LZ = problem.coverage.coverage_LS(blocks_Z, problem.allowed.base_LS[:, ladder.first_Z])
+    base_LZ = problem.coverage.coverage_LS(blocks_Z, base_LS[:, ladder.first_Z])
     surplus = coverage_deficit / weight_Z.sum() - problem.policy.coverage_slack
     wanted = float((np.nansum(base_LZ + surplus, axis=0) * weight_Z).sum())
-    low, high = -1, LEVELS
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = sum_at(middle) * ROUNDING >= wanted
-        low, high = (low, middle) if enough else (middle, high)
+    high = _least_level(lambda level: sum_at(level) * ROUNDING >= wanted)
     # Where many steps of budgets have one price, its level takes all of them: go there in part.
-    less_Z, more_Z = (coverage_Z(ladder.budgets_QLZ[level]) for level in (max(low, 0), high))
+    less_Z, more_Z = (coverage_Z(ladder.budgets_QLZ[level]) for level in (max(high - 1, 0), high))
     less, gap = float((less_Z * weight_Z).sum()), float(((more_Z - less_Z) * weight_Z).sum())
     share = min(max((wanted - less) / gap, 0.0), 1.0) if gap > 0.0 else 1.0
     wanted_Z = (1.0 - share) * less_Z + share * more_Z
+    limit_LS = base_LS
+    if len(own.size_S) < len(ladder.size_S):
+        at_base = float((np.nansum(base_LZ, axis=0) * weight_Z).sum())
+        holds = _least_level(lambda level: sum_at(level) * ROUNDING >= at_base)
+        limit_LS = own.common_LS(max(_level_of_base_work(problem, ladder), holds))
     return Pricing(
         ladder=own,
         expected_LS=own.common_LS(high),
         wanted_coverage=float((wanted_Z * own.sum_Z(problem.weight_S[own_samples])).sum()),
+        limit_LS=limit_LS,
     )
+
+
+def _level_of_base_work(problem: BudgetProblem, ladder: Ladder) -> int:
+    """The highest price level, below LEVELS, at which all samples take no more than at base
+    budgets."""
+    whole = _of_whole_blocks(problem.costs, ladder.first_Z)
+    samples_Z = np.bincount(ladder.size_S)
+
+    def work_ms(budgets_LZ: np.ndarray) -> float:
+        return float((whole.block_pairs(budgets_LZ) * samples_Z * whole.pair_ms_L[:, None]).sum())
+
+    base_ms = work_ms(problem.allowed.base_LS[:, ladder.first_Z])
+    more = _least_level(lambda level: work_ms(ladder.budgets_QLZ[level]) > base_ms * ROUNDING)
+    return max(more - 1, 0)
+
+
+def _of_whole_blocks(costs: StepCosts, first_Z: np.ndarray) -> StepCosts:
+    """Costs of a sample of each size, its last block full."""
+    blocks_Z = costs.blocks_S[first_Z]
+    return replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
+
+
+def _least_level(enough: Callable[[int], bool]) -> int:
+    """The least price level that is enough, as all above it are; the highest if none is."""
+    low, high = -1, LEVELS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +188,7 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     costs, allowed = problem.costs, problem.allowed
     _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
     blocks_Z = costs.blocks_S[first_Z]
-    whole = replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
+    whole = _of_whole_blocks(costs, first_Z)
     floor_LZ = allowed.floor_LS[:, first_Z]
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
     if problem.policy.coverage_mean_over == "tokens":
@@ -227,12 +266,13 @@ def budget_steps(
 ) -> BudgetSteps:
     """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
 
-    Grid budgets below every low and above every high are left out.
+    Grid budgets below every low and above every high are left out; one remains where all lows lie
+    above the grid, as pinned budgets may.
     """
     every_K = np.asarray(coverage.grid)
     first = np.searchsorted(every_K, low_LS.min(), side="right")
     last = np.searchsorted(every_K, high_LS.max())
-    inside = slice(min(first, last), last + 1)
+    inside = slice(min(first, last, len(every_K) - 1), last + 1)
     grid = every_K[inside]
     points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
     grid_pairs_SK = costs.block_pairs(

@@ -135,9 +135,7 @@ class MegatronSchedule:
         return PipelineOrder(
             chunks=chunks,
             segments_M=np.ones(micro_batches, dtype=np.int64),
-            on_stage_PO=_on_stage_PO(
-                run_2O, _places_2PO(np.arange(len(table)), len(table), ahead_P1)
-            ),
+            on_stage_PO=_forwards_ahead(run_2O, np.arange(len(table)), len(table), ahead_P1),
             inputs=(_inputs_along_the_model(stages, chunks, micro_batches),),
             first_R=np.zeros(1, dtype=np.int64),
         )
@@ -224,8 +222,7 @@ def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> Pipeli
     end_M = np.cumsum(segments_M)
     # The segments of each micro-batch in the opposite order.
     reversed_U = np.repeat(2 * end_M - segments_M - 1, segments_M) - unit_U
-    places_2PU = _places_2PO(number_U, np.repeat(segments_R, segments_R), ahead_PU)
-    places_2PU += 2 * (unit_U - number_U)
+    run_2U, segments_U = np.stack([unit_U, reversed_U]), np.repeat(segments_R, segments_R)
     step_2PU = np.stack(
         [
             np.where(number_U <= ahead_PU, number_U, 2 * number_U - further_U) + stage_P1,
@@ -235,7 +232,7 @@ def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> Pipeli
     return PipelineOrder(
         chunks=1,
         segments_M=segments_M,
-        on_stage_PO=_on_stage_PO(np.stack([unit_U, reversed_U]), places_2PU),
+        on_stage_PO=_forwards_ahead(run_2U, number_U, segments_U, ahead_PU),
         inputs=(_inputs_along_the_model(stages, 1, len(unit_U)),),
         step_O=step_2PU.reshape(-1),
         first_R=first_R,
@@ -257,31 +254,26 @@ def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:
     return int((np.cumsum(forward_U) - gone_U[: len(forward_U)]).max())
 
 
-def _places_2PO(
-    number_O: np.ndarray, forwards_O: np.ndarray | int, ahead_PO: np.ndarray
+def _forwards_ahead(
+    run_2O: np.ndarray, number_O: np.ndarray, forwards_O: np.ndarray | int, ahead_PO: np.ndarray
 ) -> np.ndarray:
-    """Places in a stage's order of its forwards and its backwards of these numbers: ``ahead``
-    forwards, then forward and backward in turn, then the backwards that are left."""
-    return np.stack(
-        [
-            np.where(number_O < ahead_PO, number_O, 2 * number_O - ahead_PO),
-            np.where(
-                number_O + ahead_PO < forwards_O,
-                2 * number_O + ahead_PO + 1,
-                forwards_O + number_O,
-            ),
-        ]
-    )
-
-
-def _on_stage_PO(run_2O: np.ndarray, places_2PO: np.ndarray) -> np.ndarray:
-    """Operations of each stage in order.
+    """Operations of each stage in order: some forwards, then forward and backward in turn, then the
+    backwards that are left.
 
     Args:
         run_2O: forwards of any stage, and its backwards, as they follow one another.
-        places_2PO: of each in the order of its stage.
+        number_O: of each in its pipeline.
+        forwards_O: of the pipeline.
+        ahead_PO: how many forwards come first.
     """
-    _, stages, forwards = places_2PO.shape
+    stages, forwards = len(ahead_PO), len(number_O)
+    places_2PO = np.stack(
+        [
+            np.maximum(number_O, 2 * number_O - ahead_PO),
+            np.minimum(2 * number_O + 1 + ahead_PO, forwards_O + number_O),
+        ]
+    )
+    places_2PO += 2 * (np.arange(forwards) - number_O)
     numbers_2PO = np.arange(2 * stages).reshape(2, stages, 1) * forwards + run_2O[:, None]
     on_stage_PO = np.empty((stages, 2 * forwards), dtype=np.int64)
     on_stage_PO[np.arange(stages)[:, None], places_2PO] = numbers_2PO

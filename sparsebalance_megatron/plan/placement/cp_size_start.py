@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanError
 

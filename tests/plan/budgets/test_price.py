@@ -109,6 +109,39 @@ def test_where_all_coverage_has_one_price_wants_lie_between_two_levels():
         assert [step.surplus for step in found] == pytest.approx([owed / 2] * 2)
 
 
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 6), min_size=2, max_size=6))
+def test_the_limits_of_a_horizon_cover_what_base_budgets_cover(seed, sizes):
+    """Whatever is owed."""
+    coverage = coverage_curves(JOB.layers, 400, seed=seed)
+    lengths = random_lengths(sum(sizes), seed, longest=20000)
+    ends = np.cumsum(sizes)
+    steps = [lengths[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    found = horizon(steps, coverage, owed=100.0)
+    covered = sum(step.covered(step.pricing.limit_LS) for step in found)
+    at_base = sum(step.covered(step.allowed.base_LS[:, step.own]) for step in found)
+    assert covered >= at_base - 1e-8
+
+
+def test_the_limits_of_a_horizon_take_the_work_of_base_budgets():
+    """Together; the step of long samples may take less than at base budgets, that of short more."""
+    found = horizon([LONG, SHORT], spread_evenly(), owed=100.0)
+    limits, base = (
+        np.array([step.costs.of(step.own).sample_ms(budgets).sum() for step, budgets in of])
+        for of in (
+            [(step, step.pricing.limit_LS) for step in found],
+            [(step, step.allowed.base_LS[:, step.own]) for step in found],
+        )
+    )
+    assert limits.sum() <= 1.01 * base.sum()
+    assert limits[0] < base[0]
+    assert limits[1] > base[1]
+
+
+def test_a_step_alone_may_take_the_time_of_base_budgets():
+    step = Step(LONG, [], spread_evenly(), 0.5)
+    assert (step.pricing.limit_LS == step.allowed.base_LS).all()
+
+
 def test_a_plan_follows_what_its_step_wants():
     coverage = spread_evenly()
     given_ = {

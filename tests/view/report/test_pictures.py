@@ -14,7 +14,6 @@ from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.pictures import (
-    Panel,
     rank_bars,
     step_chart,
     waterfall,
@@ -53,14 +52,6 @@ def test_bars_of_ranks_have_the_parts_of_their_mean_step(tmp_path: Path) -> None
         computed_ms = [step.times_2RPVM("measured")[:, rank].sum() / 2 for step in steps]
         assert row.pieces[0].ms == pytest.approx(np.mean(computed_ms))
     assert rank_bars({"this run": ()}) is None
-
-
-@pytest.mark.parametrize(
-    ("end_ms", "ticks_ms"), [(132.0, [0, 50, 100]), (6.0, [0, 1, 2, 3, 4, 5, 6]), (0.05, None)]
-)
-def test_ticks_are_round(end_ms: float, ticks_ms: list[float] | None) -> None:
-    found = Panel(heading="", rows=(), end_ms=end_ms).ticks_ms
-    assert found == ticks_ms if ticks_ms else found[-1] == pytest.approx(0.05)
 
 
 def view(width: int) -> Timeline:
@@ -107,10 +98,3 @@ def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
     labels = [row.label for row in chart.panels[0].rows]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
     assert any("16 of 40 ranks" in remark for remark in chart.remarks)
-
-
-def test_relative_times_have_an_axis_of_their_own() -> None:
-    spans = {(0, 0): [Span("forward", 0, 0, 0.0, 0.01)]}
-    timeline = Timeline(spans=spans, source=MEASURED)
-    chart = step_chart({"predicted": timeline, "measured": view(1)})
-    assert [panel.end_ms for panel in chart.panels] == [0.01, 4.0]

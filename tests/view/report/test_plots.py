@@ -37,10 +37,3 @@ def test_both_losses_and_their_difference() -> None:
     assert [text for _, text in difference.y_ticks] == ["-0.5", "0.5"]
     assert difference.dashed_y == loss.height / 2
     assert [text for _, text in difference.x_ticks] == ["1", "2"]
-
-
-def test_less_is_known() -> None:
-    assert loss_plots(steps(1.0), ()) == ()
-    assert len(loss_plots(steps(1.0, 1.0), ())) == 1
-    same = loss_plots(steps(1.0, 1.0), steps(1.0, 1.0))
-    assert same[1].dashed_y == same[1].height / 2

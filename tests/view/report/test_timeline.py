@@ -169,27 +169,6 @@ def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float
     )
 
 
-def test_a_rank_that_waited_for_its_data_begins_late() -> None:
-    steps = {
-        (0, 0): rank_step(100.0, span("forward", 0.0, 1.0)),
-        (1, 0): rank_step(150.0, span("forward", 0.0, 1.0)),
-    }
-    found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
-    assert found is not None and found.remarks == ()
-    assert [spans[0].start_ms for spans in found.spans.values()] == [0.0, 50_000.0]
-
-
-def test_what_a_measured_timeline_lacks_is_said() -> None:
-    found = measured_timeline(
-        times(np.ones((2, 2, 1, 2))), {(0, 0): rank_step(None, span("forward", 0.0, 1.0))}
-    )
-    assert found is not None
-    assert found.remarks == (
-        "rank 0 stage 1, rank 1 stage 0, rank 1 stage 1: nothing logged of this step",
-        "ranks without a wall-clock time are drawn from the step's start",
-    )
-
-
 def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])

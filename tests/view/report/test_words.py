@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import header_of
-from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
@@ -25,7 +23,6 @@ from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
     headline,
-    run_facts,
     worst_steps,
     worst_table,
 )
@@ -76,12 +73,6 @@ def test_no_more_is_claimed_than_is_known(speedups: dict[str, float], claimed: l
     assert changes(comparison) == []
 
 
-def test_a_run_alone() -> None:
-    split = TimeSplit(steps=9, compute_ms=800.0, waiting_ms=150.0, rest_ms=50.0)
-    assert numbers(headline(summary(split=split))) == [1000, 80, 15, 5]
-    assert numbers(headline(summary())) == []
-
-
 def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
     alone, lockstep = summary(lockstep_ranks=1), summary(lockstep_ranks=4)
     notice = lockstep_notice(4)
@@ -90,13 +81,6 @@ def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
     assert caveats(compared(baseline=lockstep, sparse_balance=lockstep)) == [notice]
     both = compared(baseline=alone, sparse_balance=lockstep)
     assert caveats(both) == [f"Sparse balance: {notice}"]
-
-
-def test_what_ran() -> None:
-    facts = run_facts(header_of(JOB))
-    for fact in ("pipeline stages 2", "torch 2.15.0", "device cpu", "batching latency"):
-        assert fact in facts
-    assert "no header" in run_facts(None)
 
 
 SLOWED = 7

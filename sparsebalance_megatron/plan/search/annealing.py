@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local search over the places and cp_sizes of all micro-batches of a step.
+
+*State*: where every sample is, and how many ranks share each micro-batch (:mod:`.state`). A rank
+group is as many neighbouring ranks as may share one; a rank by itself where none may. Pipelines of
+a rank group wait for one another; those of two groups never do.
+
+Every round:
+
+1. *Pair.* The rank groups are put into pairs at random. So all of them improve, not only the
+   slowest: what others save is room for it.
+2. *Draw.* Moves are drawn within every pair (:mod:`.moves`).
+3. *Simulate.* The pipelines of all pairs are simulated at once after each move.
+4. *Accept.* Each pair takes its best move, if that makes its objective less, or hardly more. The
+   *objective* of a
+   pair is its largest makespan, and a little of its mean one; what counts as hardly more falls from
+   ``_FIRST_TOLERANCE`` to ``_LAST_TOLERANCE``.
+
+It *stops* where the effort is spent, where no round of many has found a shorter step, or where the
+step is short enough. The shortest step of all rounds is returned, so none is ever longer than the
+first.
+
+Shape legend: R data-parallel ranks, M micro-batches, F forward, then backward of every chunk;
+E pairs of rank groups, I moves, W ranks of a pair, Y micro-batches that a move makes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.search.contents import Contents
+from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
+from sparsebalance_megatron.plan.search.numbers import Numbers
+from sparsebalance_megatron.plan.search.orders import in_best_orders
+from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
+from sparsebalance_megatron.plan.step_costs import StepCosts
+
+_DRAWN = 64
+"""Moves per pair and round."""
+_ROUND_OPERATIONS = 100_000
+"""Cost of a round beside its simulation: many calls of numpy on short arrays."""
+_FIRST_TOLERANCE, _LAST_TOLERANCE = 2e-3, 6e-5
+"""Share by which a move may lengthen its pair, at the beginning and at the end of a search."""
+_WEIGHT_OF_MEAN = 0.3
+"""Weight of a pair's mean makespan beside the largest."""
+_SHARE_OF_ORDERS = 0.2
+"""Share of a search's effort that goes to the orders it begins with."""
+_ENOUGH_OVER_WORK = 1.001
+"""Ratio of a step to its mean work at which ranks without a pipeline are as good as equal."""
+_IDLE_ROUNDS = 400
+_IDLE_ROUNDS_PER_SAMPLE = 3
+"""Rounds without a gain after which the search ends, whichever is fewer."""
+
+
+def searched(
+    start: Placement,
+    costs: StepCosts,
+    sample_2SC: np.ndarray,
+    *,
+    cap_tokens: int,
+    plan_ms: float,
+) -> Placement:
+    """A placement of ranks that share nothing: in the best orders, then annealed.
+
+    Without a pipeline the search ends where the ranks' work is as good as equal.
+    """
+    ordered = in_best_orders(start, costs, sample_2SC, plan_ms=_SHARE_OF_ORDERS * plan_ms)
+    job = costs.job
+    enough_ms = 0.0
+    if job.pipeline_stages == 1:
+        work_ms = sample_2SC.sum() + job.places * costs.constant_2C.sum()
+        enough_ms = _ENOUGH_OVER_WORK * work_ms / job.data_parallel_size
+    return anneal(
+        Arrangement.of_groups(ordered),
+        costs,
+        sample_2SC,
+        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
+        plan_ms=(1.0 - _SHARE_OF_ORDERS) * plan_ms,
+        enough_ms=enough_ms,
+    ).samples
+
+
+def anneal(
+    start: Arrangement,
+    costs: StepCosts,
+    sample_2SC: np.ndarray,
+    *,
+    rules: Rules,
+    plan_ms: float,
+    enough_ms: float = 0.0,
+) -> Arrangement:
+    """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
+
+    Args:
+        sample_2SC: ms of every sample on a rank by itself.
+        enough_ms: a step that takes so long or less ends the search.
+    """
+    return _Annealing(start, costs, sample_2SC, rules, SearchEffort(plan_ms)).best(enough_ms)
+
+
+class _Annealing:
+    def __init__(
+        self,
+        start: Arrangement,
+        costs: StepCosts,
+        sample_2SC: np.ndarray,
+        rules: Rules,
+        effort: SearchEffort,
+    ) -> None:
+        self.job, self.rules, self.effort = costs.job, rules, effort
+        self.contents = Contents(costs, sample_2SC)
+        self.state = State(start, self.contents)
+        self.numbers = Numbers()
+        weights_S = sample_2SC.sum(axis=(0, 2))
+        self.drawing = Drawing(self.state, weights_S, rules, self.numbers)
+        self.samples = len(weights_S)
+        self.groups = costs.job.data_parallel_size // rules.max_cp_size
+        self.ms_R = self._simulate(self.state.ms_RMF[None], self.state.cp_sizes_RM[None])[0]
+
+    def best(self, enough_ms: float) -> Arrangement:
+        """The arrangement with the shortest step of all rounds."""
+        best, idle = (self.ms_R.max(), self.ms_R.sum()), 0
+        place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
+        most = min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * self.samples)
+        ranks = max(2, self.groups) * self.rules.max_cp_size
+        each = _DRAWN * ranks * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
+        while idle < most and best[0] > enough_ms and self.effort.affordable(each):
+            self._round()
+            found, idle = (self.ms_R.max(), self.ms_R.sum()), idle + 1
+            if found < best:
+                best, idle = found, 0
+                place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
+        return Arrangement.of_places(place_S, cp_size_J.reshape(self.state.cp_sizes_RM.shape))
+
+    @property
+    def _waiting(self) -> int:
+        return WAITING_COST if self.rules.max_cp_size > 1 else 1
+
+    def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
+        """[I, W] makespans of the ranks of pairs."""
+        self.effort.spend(self._waiting * ms_IWMF.size)
+        moves, ranks, positions, _ = ms_IWMF.shape
+        ms_FMR = ms_IWMF.reshape(moves * ranks, positions, -1).T
+        if cp_sizes_IWM is None:
+            cp_sizes_IWM = np.ones((moves, ranks, positions), dtype=np.int64)
+        times = OperationTimes(
+            graph=self.job.graph,
+            ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, moves * ranks),
+            cp_sizes_RM=cp_sizes_IWM.reshape(-1, positions),
+        )
+        return makespans_ms(times).reshape(moves, ranks)
+
+    def _round(self) -> None:
+        """Take the best of the moves drawn in every pair, where it is good enough."""
+        self.effort.spend(_ROUND_OPERATIONS)
+        pairs = max(1, self.groups // 2)
+        order_E = np.argsort(self.numbers.draw(self.groups))
+        # A single group is a pair with itself; of an odd number one waits for the next round.
+        groups_E2 = order_E[np.arange(2 * pairs) % self.groups].reshape(pairs, 2)
+        moves = self.drawing.draw(groups_E2, _DRAWN)
+        if not len(moves.pair_I):
+            return
+        members = self.rules.max_cp_size
+        ranks_EW = (groups_E2[..., None] * members + np.arange(members)).reshape(pairs, -1)
+        if self.groups == 1:
+            ranks_EW = ranks_EW[:, :members]
+        made_IYF = self.contents.ms(
+            moves.has_IYX, moves.cp_size_IY, moves.place_IY // self.state.positions
+        )
+        ms_IWMF, cp_sizes_IWM = self._after(moves, ranks_EW, made_IYF)
+        ms_IW = self._simulate(ms_IWMF, cp_sizes_IWM)
+        score_I = _score(ms_IW)
+        limit_E = _score(self.ms_R[ranks_EW]) * (1.0 + self._tolerance())
+        order_I = np.lexsort((score_I, moves.pair_I))
+        best_E = order_I[np.unique(moves.pair_I[order_I], return_index=True)[1]]
+        for move in best_E[score_I[best_E] < limit_E[moves.pair_I[best_E]]].tolist():
+            self.ms_R[ranks_EW[moves.pair_I[move]]] = ms_IW[move]
+            self.drawing.apply(moves, move, made_IYF)
+
+    def _after(
+        self, moves: Moves, ranks_EW: np.ndarray, made_IYF: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Times and cp_sizes of the ranks of every move's pair after it; None where none share."""
+        state, members = self.state, self.rules.max_cp_size
+        local_R = np.zeros(state.ranks, dtype=np.int64)
+        local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
+        ranks_IW = ranks_EW[moves.pair_I]
+        ms_IWMF = state.ms_RMF[ranks_IW]
+        shared = members > 1
+        cp_sizes_IWM = state.cp_sizes_RM[ranks_IW] if shared else None
+        position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
+        group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
+        together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
+        cp_size_IY = np.where(together_I[:, None], 0, moves.cp_size_IY)
+        for offset in range(int(cp_size_IY.max(initial=0))):
+            i, y = np.nonzero(cp_size_IY > offset)
+            rank, position = np.divmod(moves.place_IY[i, y], state.positions)
+            w = local_R[rank] + offset
+            ms_IWMF[i, w, position] = made_IYF[i, y]
+            if cp_sizes_IWM is not None:
+                cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
+        exchange = np.flatnonzero(together_I)
+        i = exchange[:, None, None]
+        w = local_R[group_I2[exchange, :1] * members + np.arange(members)][..., None]
+        here, there = position_I2[exchange, None], position_I2[exchange, None, ::-1]
+        ms_IWMF[i, w, here] = ms_IWMF[i, w, there]
+        if cp_sizes_IWM is not None:
+            cp_sizes_IWM[i, w, here] = cp_sizes_IWM[i, w, there]
+        return ms_IWMF, cp_sizes_IWM
+
+    def _tolerance(self) -> float:
+        return float(_LAST_TOLERANCE * (_FIRST_TOLERANCE / _LAST_TOLERANCE) ** self.effort.left)
+
+
+def _score(ms_IW: np.ndarray) -> np.ndarray:
+    return np.asarray(ms_IW.max(axis=1) + _WEIGHT_OF_MEAN * ms_IW.mean(axis=1))
