@@ -163,7 +163,7 @@ class StepMeasurement:
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
     waiting_2RPVM: np.ndarray | None = None
-    """Waiting for other ranks of the lockstep group, part of ``times_2RPVM``; None where none do."""
+    """Waiting for the lockstep group, a part of ``times_2RPVM``; None where no rank waits."""
 
     @property
     def own_2RPVM(self) -> np.ndarray:
