@@ -252,15 +252,15 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
-        if side == "measured" and self.waits_in_layers:
-            return np.stack([self.measured.own_forward_ms, self.measured.own_backward_ms])
+        forward, backward = self.measured.own_forward_ms, self.measured.own_backward_ms
+        if side == "measured" and forward is not UNSET and backward is not UNSET:
+            return np.stack([forward, backward])
         return self.passed_2RPVM(side)
 
     @property
     def waits_in_layers(self) -> bool:
         """Whether ranks wait for one another in layers, so that own times are logged."""
-        own = self.measured.own_forward_ms, self.measured.own_backward_ms
-        return all(times is not UNSET for times in own)
+        return self.measured.own_forward_ms is not UNSET
 
     def passed_2RPVM(self, side: str) -> np.ndarray:
         """What passed from the begin to the end of every micro-batch: with waiting in layers,
