@@ -125,8 +125,7 @@ def status_line(log: RunLog, hosts: Mapping[Place, str], silent_s: float | None)
         f"{text_of(step.coverage.base_mean, '.3f')}",
         f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
     ]
-    # Ranks in lockstep take equally long, so that the one given least would look slowest.
-    if log.lockstep_ranks == 1 and (slowest := slowest_device(recent)) is not None:
+    if (slowest := slowest_device(recent)) is not None:
         (rank, stage), slowness = slowest
         host = hosts.get(slowest.place)
         where = f" on {printable(host)}" if host else ""

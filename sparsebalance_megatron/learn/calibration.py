@@ -54,7 +54,7 @@ class Calibration:
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step, leaving out times that are not finite and positive."""
-        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.times_2RPVM)
+        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.own_2RPVM)
         self._remember(planned.scales.scales_2PV * ratio_2PV)
 
     def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
@@ -125,6 +125,8 @@ def _weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 class DeviceSlowness:
     """Learns how much longer every device takes for the same work than its stage's other ones.
 
+    It compares own times: ranks of a lockstep group take equally long, waiting included.
+
     A step yields one ratio of measured to predicted time per device, relative to the median of its
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
     that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
@@ -154,7 +156,7 @@ class DeviceSlowness:
         """Learn from one step; a step with a time missing is left out."""
         predicted_RP, measured_RP = (
             (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
-            for times_2RPVM in (planned.times_2RPVM, measured.times_2RPVM)
+            for times_2RPVM in (planned.times_2RPVM, measured.own_2RPVM)
         )
         times_2RP = np.stack([predicted_RP, measured_RP])
         if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():

@@ -2,7 +2,7 @@
 """Measurements of a step: on one rank, and reduced over ranks, identical on all of them.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, W ranks that share a micro-batch.
+U length buckets, K budgets of the grid, W ranks that share a micro-batch, X collectives of a chunk.
 """
 
 from __future__ import annotations
@@ -36,18 +36,33 @@ class Span(NamedTuple):
         return self.end_ms - self.start_ms
 
 
+class CollectiveTime(NamedTuple):
+    """Time inside a collective of a model chunk during a forward or backward, in ms.
+
+    ``number``: which of the chunk's collectives.
+    """
+
+    direction: str
+    chunk: int
+    position: int
+    number: int
+    ms: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Times of one rank in one step, in ms.
 
     ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
     ``spans``: by start, since ``start_unix_s``, the schedule's start, or that of the first span
-    where the schedule began unseen; None where nothing was seen.
+    where the schedule began unseen; None where nothing was seen. ``collectives``: those in which
+    ranks of a lockstep group wait for one another; None where they were not measured.
     """
 
     schedule_ms: float
     start_unix_s: float | None
     spans: tuple[Span, ...]
+    collectives: tuple[CollectiveTime, ...] | None = None
 
 
 class Piece(NamedTuple):
@@ -149,6 +164,15 @@ class StepMeasurement:
     differing_ranks: tuple[int, ...]
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
+    waiting_2RPVM: np.ndarray | None = None
+    """Waiting for the lockstep group, a part of ``times_2RPVM``; None where no rank waits."""
+
+    @property
+    def own_2RPVM(self) -> np.ndarray:
+        """Own times of micro-batches: what they took less the waiting in lockstep groups."""
+        if self.waiting_2RPVM is None:
+            return self.times_2RPVM
+        return self.times_2RPVM - self.waiting_2RPVM
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.
@@ -162,9 +186,28 @@ class StepMeasurement:
         shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:
             return self
-        times_2RPVM = self.times_2RPVM.copy()
+        times_2RPVM, own_2RPVM = self.times_2RPVM.copy(), self.own_2RPVM.copy()
         for micro_batch in shared:
             ranks = slice(micro_batch.rank, micro_batch.rank + micro_batch.cp_size)
-            of_members_2WPV = times_2RPVM[:, ranks, :, :, micro_batch.position]
-            of_members_2WPV[:] = np.fmin.reduce(of_members_2WPV, axis=1, keepdims=True)
-        return replace(self, times_2RPVM=times_2RPVM)
+            for each_2RPVM in (times_2RPVM, own_2RPVM):
+                of_members_2WPV = each_2RPVM[:, ranks, :, :, micro_batch.position]
+                of_members_2WPV[:] = np.fmin.reduce(of_members_2WPV, axis=1, keepdims=True)
+        waiting_2RPVM = None if self.waiting_2RPVM is None else times_2RPVM - own_2RPVM
+        return replace(self, times_2RPVM=times_2RPVM, waiting_2RPVM=waiting_2RPVM)
+
+
+def lockstep_waiting(inside_2RPVMX: np.ndarray, lockstep_ranks: int) -> np.ndarray:
+    """[2, R, P, V, M] ms that ranks waited for others of their lockstep group.
+
+    The last rank to come to a collective waits there for nobody, and is inside for as long as the
+    exchange takes. So what others are inside beyond the group's least is waiting.
+
+    Args:
+        inside_2RPVMX: ms inside every collective of every micro-batch; NaN where unmeasured, which
+            leaves the whole group unmeasured.
+        lockstep_ranks: neighbouring ranks of a group.
+    """
+    two, ranks, *rest = inside_2RPVMX.shape
+    by_group = inside_2RPVMX.reshape(two, ranks // lockstep_ranks, lockstep_ranks, *rest)
+    waiting = by_group - by_group.min(axis=2, keepdims=True)
+    return np.asarray(waiting.reshape(inside_2RPVMX.shape).sum(axis=-1))

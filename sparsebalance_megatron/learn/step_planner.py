@@ -100,9 +100,6 @@ class StepPlanner:
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
         self._calibrate = calibrate
-        # Ranks in lockstep take equally long: the ratio says which was given less, not which is
-        # slow.
-        self._learns_device_speed = calibrate == "measured" and job.lockstep_ranks == 1
         self._dense_L = policy.dense_L(job.layers)
 
     def knowledge(self) -> Knowledge:
@@ -166,7 +163,7 @@ class StepPlanner:
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
         if self._calibrate != "off":
             self._calibration.update(planned, measured)
-        if self._learns_device_speed:
+        if self._calibrate == "measured":
             self._device_speed.update(planned, measured)
 
     @property

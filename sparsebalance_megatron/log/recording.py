@@ -90,7 +90,9 @@ def step_record(step: FinishedStep) -> StepRecord:
     planned, measured, coverage = step.planned, step.measured, step.measured.coverage
     expectation = planned.plan.expectation
     slowness_RP = planned.scales.device_slowness_RP
-    work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
+    own_2RPVM = measured.own_2RPVM
+    work_RPVM = own_2RPVM[0] + own_2RPVM[1]
+    waits = measured.waiting_2RPVM is not None
     widths = _by_rank(planned.plan, "cp_size")
     return StepRecord(
         iteration=step.iteration,
@@ -114,7 +116,9 @@ def step_record(step: FinishedStep) -> StepRecord:
         measured=Measured(
             forward_ms=measured.times_2RPVM[0],
             backward_ms=measured.times_2RPVM[1],
-            rank_busy_ms=rank_busy_ms(measured.times_2RPVM).tolist(),
+            own_forward_ms=own_2RPVM[0] if waits else UNSET,
+            own_backward_ms=own_2RPVM[1] if waits else UNSET,
+            rank_busy_ms=rank_busy_ms(own_2RPVM).tolist(),
             schedule_ms=measured.schedule_ms.tolist(),
             imbalance_rank_sums=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
             imbalance_micro_batches=imbalance(work_RPVM.sum(axis=(1, 2))),

@@ -131,10 +131,17 @@ class Predicted(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage."""
+    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage.
+
+    ``own_forward_ms`` and ``own_backward_ms`` are there only where ranks wait for one another in
+    every layer: ``forward_ms`` and ``backward_ms`` less that waiting. Busy times and imbalances are
+    of own times.
+    """
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
+    own_forward_ms: np.ndarray | UnsetType = UNSET
+    own_backward_ms: np.ndarray | UnsetType = UNSET
     rank_busy_ms: tuple[Milliseconds, ...]
     schedule_ms: tuple[tuple[Milliseconds, ...], ...]
     imbalance_rank_sums: Number
@@ -143,6 +150,14 @@ class Measured(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.forward_ms.ndim != 4 or not self.forward_ms.size:
             raise ValueError("forward_ms must be [rank][stage][virtual stage][micro-batch]")
+        for name in ("own_forward_ms", "own_backward_ms"):
+            own = getattr(self, name)
+            if own is not UNSET and own.shape != self.forward_ms.shape:
+                raise ValueError(
+                    f"{name} {own.shape} must be {self.forward_ms.shape} as forward_ms"
+                )
+            if own is not UNSET:
+                _check_ms(name, own)
 
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
@@ -199,8 +214,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                     raise ValueError(
                         f"{name}_ms {times.shape} must be {self.shape} as measured forward"
                     )
-                if ((times < 0) | (times > LONGEST_MS)).any():
-                    raise ValueError(f"{name}_ms must be 0 to {LONGEST_MS:g} ms")
+                _check_ms(f"{name}_ms", times)
             if len(side.rank_busy_ms) != self.shape[0]:
                 raise ValueError(
                     f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
@@ -237,7 +251,20 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         return np.array(self.widths)
 
     def times_2RPVM(self, side: str) -> np.ndarray:
-        """ms of every micro-batch of one of :data:`SIDES`; NaN where nothing was measured."""
+        """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
+        forward, backward = self.measured.own_forward_ms, self.measured.own_backward_ms
+        if side == "measured" and forward is not UNSET and backward is not UNSET:
+            return np.stack([forward, backward])
+        return self.passed_2RPVM(side)
+
+    @property
+    def waits_in_layers(self) -> bool:
+        """Whether ranks wait for one another in layers, so that own times are logged."""
+        return self.measured.own_forward_ms is not UNSET
+
+    def passed_2RPVM(self, side: str) -> np.ndarray:
+        """What passed from the begin to the end of every micro-batch: with waiting in layers,
+        where it was measured."""
         times = getattr(self, side)
         return np.stack([times.forward_ms, times.backward_ms])
 
@@ -420,6 +447,11 @@ def _anything(text: bytes) -> Any:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _check_ms(name: str, times: np.ndarray) -> None:
+    if ((times < 0) | (times > LONGEST_MS)).any():
+        raise ValueError(f"{name} must be 0 to {LONGEST_MS:g} ms")
 
 
 def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:

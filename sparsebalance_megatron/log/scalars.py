@@ -93,9 +93,9 @@ def step_scalars(
 
 def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     expectation = planned.plan.expectation
-    work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
+    work_RPVM = measured.own_2RPVM[0] + measured.own_2RPVM[1]
     makespan_R = measured.schedule_ms.max(axis=1)
-    busy_R = rank_busy_ms(measured.times_2RPVM)
+    busy_R = rank_busy_ms(measured.own_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
     return {
         "imbalance-micro-batches-predicted": expectation.imbalance_micro_batches,
@@ -113,7 +113,7 @@ def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float
 def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     """Bubbles, and how long stages take for the work they got: a slow device, not a long sample."""
     expectation, scales = planned.plan.expectation, planned.scales
-    busy_RP = stage_busy_ms(measured.times_2RPVM)
+    busy_RP = stage_busy_ms(measured.own_2RPVM)
     makespan_R1 = measured.schedule_ms.max(axis=1, keepdims=True)
     bubble_P = (1.0 - busy_RP / makespan_R1).mean(axis=0)
     # Without what calibration has learnt: that a stage is slow.

@@ -38,8 +38,11 @@ def rank_place() -> RankPlace:
     )
 
 
-def check_lockstep_ranks(lockstep_ranks: int) -> None:
+def check_lockstep_ranks(lockstep_ranks: int) -> bool:
     """Refuse an expert group of this rank that is not within so many neighbouring ranks.
+
+    Returns:
+        Whether it is all of them, so that they wait for one another in expert layers alone.
 
     Raises:
         ConfigError: naming the data-parallel places of its ranks.
@@ -54,6 +57,7 @@ def check_lockstep_ranks(lockstep_ranks: int) -> None:
             "neighbouring ones, which plans take for it; use Megatron's default order of ranks, or "
             "give begin_host_run lockstep_ranks that hold the group"
         )
+    return len(places) == lockstep_ranks
 
 
 def data_parallel_group() -> ProcessGroup:

@@ -13,6 +13,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
+from sparsebalance_megatron.plan.lockstep_times import own_times
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation
@@ -31,6 +32,8 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         segment_ms = ()
         times_2RPVM = costs.micro_batch_ms(tuned_2SC, arrangement).by_micro_batch_2RPVM
         makespans_R = problem.budgets.makespans_ms(tuned.budgets_LS, arrangement)
+    if costs.job.lockstep_ranks > 1:
+        times_2RPVM = own_times(costs, times_2RPVM, arrangement)
     times_2RPVM.flags.writeable = False
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()

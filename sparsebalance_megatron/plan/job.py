@@ -122,13 +122,14 @@ class Job:
 
 
 def lockstep_notice(lockstep_ranks: int) -> str | None:
-    """A sentence on what measured times hold where ranks run in lockstep; None where none do."""
+    """Sentences on what is measured where ranks run in lockstep; None where none do."""
     if lockstep_ranks == 1:
         return None
     return (
-        f"Groups of {lockstep_ranks} data-parallel ranks (expert parallelism) wait for one another "
-        "in every layer: measured times, imbalance and waiting include this, and device speeds are "
-        "not learnt."
+        f"Groups of {lockstep_ranks} data-parallel ranks wait for one another in every layer. "
+        "Computing, imbalance and device speeds are of own times: the time of a micro-batch less "
+        "what its rank spent inside token exchanges of expert layers beyond the least of the "
+        "group, which counts as waiting. Where own times are unknown, these numbers are missing."
     )
 
 

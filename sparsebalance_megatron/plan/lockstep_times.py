@@ -37,6 +37,16 @@ def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) ->
     return replace(times, lockstep_ranks=costs.job.lockstep_ranks)
 
 
+def own_times(costs: StepCosts, times_2RPVM: np.ndarray, where: Arrangement) -> np.ndarray:
+    """Own times of micro-batches, from times at which each rank passes its own samples through
+    experts: a rank's experts compute an equal share of its group's samples instead."""
+    own_2EWMC = _by_member_2EWMX(costs, layers_of(costs, where).together_2SC, where)
+    more_2EWMC = own_2EWMC.mean(axis=2, keepdims=True) - own_2EWMC
+    two, ranks, *chunks, positions = times_2RPVM.shape
+    more_2RPVM = np.moveaxis(more_2EWMC.reshape(two, ranks, positions, *chunks), 2, -1)
+    return times_2RPVM + costs.slowness_RP[..., None, None] * more_2RPVM
+
+
 def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:
     """Costs of the samples' layers on each of the ranks that share them.
 

@@ -59,7 +59,7 @@ class ForwardStep:
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
-            self._run().install(model_config_of(model))
+            self._run().install(model_config_of(model), model)
         read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         for name, values_T in (read.inputs or {}).items():

@@ -224,7 +224,8 @@ class HostRun(RunHandle):
                 what follows them is padding. Their boundaries are read on the host, which waits for
                 the device where they are there.
             model: the chunk that runs; needed where ranks share micro-batches, whose rotary
-                embeddings follow the true positions of a rank's tokens.
+                embeddings follow the true positions of a rank's tokens, and with expert
+                parallelism, to measure own times: without it device speeds are not learnt.
             vp_stage: model chunk, with virtual pipeline stages.
             learn: whether the pass is part of a training step, measured and observed. A pass that
                 is not executes the planned budgets as they are.
@@ -261,7 +262,7 @@ class HostRun(RunHandle):
         if learn:
             self._run.check_ended(planned)
             self._plans.attached = planned
-            self._run.install(self._transformer_config)
+            self._run.install(self._transformer_config, model)
             self._run.begin_micro_batch(micro_batch)
         elif agreement is not None and position == micro_batch.chunk == 0:
             # Every pass begins here; that of a training step is checked by its run.

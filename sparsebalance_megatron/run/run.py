@@ -21,6 +21,7 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
@@ -117,7 +118,8 @@ class Run:
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_lockstep_ranks(job.lockstep_ranks)
+        # Where other ranks wait, too, say for shards of parameters, nothing hears of it.
+        self._knows_collectives = check_lockstep_ranks(job.lockstep_ranks)
         self.place = place = rank_place()
         self.job = job
         self.plans = plans
@@ -149,12 +151,22 @@ class Run:
         self.running: PlannedStep | None = None
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
+        self._hears_collectives = self._knows_collectives
         self._recorder.begin_step()
 
-    def install(self, model_config: Any) -> None:
-        """A forward step begins: see to the hooks in Megatron's config."""
+    def install(self, model_config: Any, model: Any) -> None:
+        """A forward step begins: see to the hooks in Megatron's config and in the model.
+
+        Args:
+            model: the chunk that runs; None where a host does not give it, so that waiting for
+                other ranks in its layers is not measured.
+        """
         self._host_time.begin_forward_step()
         self._loop.follow(model_config, self._recorder, self.end_step)
+        if self.job.lockstep_ranks > 1:
+            self._hears_collectives &= model is not None
+            if self._hears_collectives:
+                watch_expert_collectives(model, self._recorder)
 
     def check_ended(self, planned: PlannedStep) -> None:
         """Check that no step runs, or the one that ``planned`` is for."""
@@ -231,7 +243,7 @@ class Run:
         assert planned is not None, "a step has forwards"
         self._recorder.wait()
         with self._host_time.counted("reduce"):
-            times = self._recorder.times()
+            times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_and_grown_O2 = self._reducer.reduce(
                 segments_M=self._segments_M(planned),
@@ -300,7 +312,7 @@ def step_figures(
     expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
 ) -> dict[str, float]:
     """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
-    busy_R = rank_busy_ms(measured.times_2RPVM)
+    busy_R = rank_busy_ms(measured.own_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
     counts = dict(token_counts) | {
         "unobserved": measured.coverage.unobserved,

@@ -3,7 +3,8 @@
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
 U length buckets, K budgets of the grid, C = K + 6 columns, O rows of observations (one per
-micro-batch and chunk, layer, sample), S samples of a micro-batch, 2 forward and backward.
+micro-batch and chunk, layer, sample), S samples of a micro-batch, X collectives of a chunk in which
+ranks wait for one another, 2 forward and backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from sparsebalance_megatron.learn.measurement import (
     RecomputeTotals,
     StepMeasurement,
     StepTimes,
+    lockstep_waiting,
 )
+from sparsebalance_megatron.megatron.expert_collectives import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
@@ -160,6 +163,12 @@ class StepReducer:
                 # Where a segment is unmeasured, the micro-batch is.
                 if len(each_ms) == segments_M[place[2]]:
                     times_2VM[place] = sum(each_ms)
+            inside_2VMX = part["inside"][(slice(None), *here)]
+            if times.collectives is None:
+                inside_2VMX[:] = math.nan
+            for inside in times.collectives or ():
+                index = DIRECTIONS.index(inside.direction), *inside[1:4]
+                inside_2VMX[index] += inside.ms
             part["schedule"][here] = times.schedule_ms
             flat = copied_to(host, self._device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
@@ -175,9 +184,13 @@ class StepReducer:
     def _shapes(self, micro_batches: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the parts of the buffer."""
         job, stages = self._job, (self._job.data_parallel_size, self._job.pipeline_stages)
+        layers = max(len(chunk) for stage in job.stage_layers for chunk in stage)
+        collectives = COLLECTIVES_PER_LAYER * layers if job.lockstep_ranks > 1 else 0
+        times = (2, *stages, job.virtual_stages, micro_batches)
         return {
             "digests": (self._place.world_size,),
-            "times": (2, *stages, job.virtual_stages, micro_batches),
+            "times": times,
+            "inside": (*times, collectives),
             "schedule": stages,
             "minima": stages,
             "counts": (job.layers, self._buckets),
@@ -231,6 +244,9 @@ class StepReducer:
         loss, tokens = part["loss"]
         return StepMeasurement(
             times_2RPVM=part["times"],
+            waiting_2RPVM=lockstep_waiting(part["inside"], self._job.lockstep_ranks)
+            if self._job.lockstep_ranks > 1
+            else None,
             schedule_ms=part["schedule"],
             coverage=CoverageTotals(
                 sums_LUK=sums_LUC[..., :-_EXTRA_COLUMNS],

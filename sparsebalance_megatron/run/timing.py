@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sparsebalance_megatron.learn.measurement import Span, StepTimes
-from sparsebalance_megatron.megatron.hooks import FORWARD_TIMER, SCHEDULE_TIMER
+from sparsebalance_megatron.learn.measurement import CollectiveTime, Span, StepTimes
+from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, SCHEDULE_TIMER
 from sparsebalance_megatron.profile.cells import Clock
 
 Place = tuple[int, int, int]
@@ -54,6 +54,8 @@ class MicroBatchRecorder:
         self._bound: Place | None = None
         self._backwards = 0
         self._spans: list[tuple[str, Place, Any, Any]] = []
+        self._collectives: list[tuple[str, Place, int, Any, Any]] = []
+        self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
 
     def expect(self, segments_M: tuple[int, ...]) -> None:
@@ -86,11 +88,34 @@ class MicroBatchRecorder:
             self._spans.append((direction, place, begin, self._clock.mark()))
 
     def _place(self, timer_name: str) -> Place | None:
+        """The place of the operation that ends."""
+        place = self._running(timer_name)
         if timer_name == FORWARD_TIMER:
-            place, self._bound = self._bound, None
-            return place
-        index, self._backwards = self._backwards, self._backwards + 1
+            self._bound = None
+        else:
+            self._backwards += 1
+        return place
+
+    def _running(self, timer_name: str) -> Place | None:
+        """The place of the operation that runs; None where it is none of the step's."""
+        if timer_name == FORWARD_TIMER:
+            return self._bound
+        index = self._backwards
         return self._backward_order[index] if index < len(self._backward_order) else None
+
+    def begin_collective(self, number: int) -> None:
+        """A collective of the running chunk begins, in which ranks may wait for one another."""
+        self._open_collectives[number] = self._clock.mark()
+
+    def end_collective(self, number: int) -> None:
+        """It ends. One outside forwards and backwards of the step, as in evaluation, is
+        forgotten."""
+        begin = self._open_collectives.pop(number, None)
+        for direction, timer_name in (("forward", FORWARD_TIMER), ("backward", BACKWARD_TIMER)):
+            place = self._running(timer_name) if timer_name in self._open else None
+            if begin is not None and place is not None:
+                end = self._clock.mark()
+                self._collectives.append((direction, place, number, begin, end))
 
     def end_schedule(self) -> None:
         """The last backward of this rank is done; what follows is gradient reduction."""
@@ -107,8 +132,12 @@ class MicroBatchRecorder:
         if self._spans:
             self._clock.elapsed_ms(*self._spans[-1][-2:])
 
-    def times(self) -> StepTimes:
-        """The times measured since :meth:`begin_step`; call it after :meth:`wait`."""
+    def times(self, *, collectives: bool = False) -> StepTimes:
+        """The times measured since :meth:`begin_step`; call it after :meth:`wait`.
+
+        Args:
+            collectives: whether all those in which ranks wait for one another were recorded.
+        """
         spans = []
         if self._origin is not None:
             origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
@@ -121,6 +150,14 @@ class MicroBatchRecorder:
             else self._clock.elapsed_ms(*self._schedule),
             start_unix_s=None if self._origin is None else self._origin[1],
             spans=tuple(spans),
+            collectives=tuple(
+                CollectiveTime(
+                    direction, chunk, position, number, self._clock.elapsed_ms(begin, end)
+                )
+                for direction, (chunk, position, _), number, begin, end in self._collectives
+            )
+            if collectives
+            else None,
         )
 
 

@@ -69,3 +69,7 @@ class Times:
 
     times_2RPVM: np.ndarray
     scales: StageScales
+
+    @property
+    def own_2RPVM(self) -> np.ndarray:
+        return self.times_2RPVM

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cost.cost_cases import Times
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import DeviceSlowness
+from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
+from sparsebalance_megatron.learn.measurement import lockstep_waiting
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)
@@ -100,3 +103,53 @@ def pairs(values_2RPVM: np.ndarray, reduce: np.ufunc) -> np.ndarray:
     """Reduce over each pair of neighbouring ranks, for both of them."""
     by_pair = values_2RPVM.reshape(2, SHAPE_RPVM[0] // 2, 2, *SHAPE_RPVM[1:])
     return np.repeat(reduce(by_pair, axis=2), 2, axis=1)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]))
+def test_whoever_comes_last_to_a_collective_waits_for_nobody(seed: int, members: int) -> None:
+    """Ranks compute, meet, and go on together; the exchange itself takes all of them as long."""
+    generator = np.random.default_rng(seed)
+    shape, collectives = (2, 4, 1, 2, 3), 5
+    work = generator.uniform(0.0, 9.0, (*shape, collectives))
+    exchange = generator.uniform(0.0, 1.0, (2, 4 // members, 1, 2, 3, collectives))
+    inside, own = np.zeros_like(work), np.zeros(shape)
+    for place in np.ndindex(shape):
+        direction, rank, *rest = place
+        group = rank // members
+        for x in range(collectives):
+            of_members = [
+                work[(direction, member, *rest, x)]
+                for member in range(group * members, (group + 1) * members)
+            ]
+            taken = exchange[(direction, group, *rest, x)]
+            inside[(*place, x)] = max(of_members) - work[(*place, x)] + taken
+            own[place] += work[(*place, x)] + taken
+    waiting = lockstep_waiting(inside, members)
+    np.testing.assert_allclose(work.sum(-1) + inside.sum(-1) - waiting, own)
+
+    inside[0, 0, 0, 0, 0, 0] = np.nan
+    unknown = np.isnan(lockstep_waiting(inside, members))
+    assert unknown[0, :members, 0, 0, 0].all()
+    assert unknown.sum() == members
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.6])
+def test_a_slow_device_of_a_lockstep_group_is_found_by_own_times(factor: float) -> None:
+    """All ranks are one group, and every operation takes them as long as its slowest member."""
+    generator = np.random.default_rng(5)
+    slowness, calibration = DeviceSlowness(*SHAPE_RPVM[:2]), Calibration(*SHAPE_RPVM[1:3])
+    slowness_RP = np.ones(SHAPE_RPVM[:2])
+    slowness_RP[2, 1] = factor
+    for _ in range(20):
+        work_2RPVM = generator.uniform(1.0, 50.0, (2, *SHAPE_RPVM))
+        own_2RPVM = 1.3 * work_2RPVM * slowness_RP[..., None, None]
+        own_2RPVM *= np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
+        passed_2RPVM = np.broadcast_to(own_2RPVM.max(axis=1, keepdims=True), own_2RPVM.shape)
+        measured = step_measurement(passed_2RPVM)
+        measured = replace(measured, waiting_2RPVM=passed_2RPVM - own_2RPVM)
+        scales = replace(calibration.snapshot(), slowness_RP=slowness.snapshot())
+        planned = Times(work_2RPVM * scales.factors_2RPV[..., None], scales)
+        slowness.update(planned, measured)
+        calibration.update(planned, measured)
+    assert slowness.snapshot()[2, 1] == pytest.approx(factor, rel=0.05)
+    assert calibration.snapshot().scales_2PV == pytest.approx(1.3, rel=0.1)

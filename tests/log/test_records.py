@@ -96,6 +96,29 @@ def test_every_field_comes_back() -> None:
         np.testing.assert_array_equal(step.times_2RPVM(side), times_2RPVM)
 
 
+def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
+    measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
+    record = written(measured=measured)
+    step = step_from(record)
+    np.testing.assert_array_equal(step.passed_2RPVM("measured"), passed_2RPVM)
+    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
+    assert step.measured_rank_ms == pytest.approx(step.predicted_rank_ms)
+    assert step.measured.imbalance_rank_sums == pytest.approx(step.predicted.imbalance_rank_sums)
+    assert step.compute_ms == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
+    assert "own_forward_ms" not in written()["measured"]
+
+    unknown = replace(measured, waiting_2RPVM=np.full_like(passed_2RPVM, np.nan))
+    step = step_from(written(measured=unknown))
+    assert (step.measured_rank_ms, step.complete, step.compute_ms) == (None, False, None)
+    for wrong in ([[[[1.0]]]], -np.ones(step.shape)):
+        record["measured"]["own_forward_ms"] = np.asarray(wrong).tolist()
+        with pytest.raises(DamagedLineError, match="own_forward_ms"):
+            step_from(record)
+
+
 def test_what_was_not_measured_comes_back_as_none() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)

@@ -16,7 +16,13 @@ from types import SimpleNamespace
 import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.learn.measurement import RankPlace, Span, StepMeasurement, StepTimes
+from sparsebalance_megatron.learn.measurement import (
+    CollectiveTime,
+    RankPlace,
+    Span,
+    StepMeasurement,
+    StepTimes,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job
@@ -25,7 +31,9 @@ from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReduce
 GRID = budget_grid(4)
 BUCKETS = 3
 RANKS = 2
-JOB = Job(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
+JOB = Job(
+    data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),), lockstep_ranks=RANKS
+)
 
 
 def seen(rank: int, layer: int) -> SimpleNamespace:
@@ -69,6 +77,12 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
             start_unix_s=None,
             spans=tuple(
                 Span(direction, 0, position, 5.0, 5.0 + ms) for direction, position, ms in spans
+            ),
+            # Rank 1 waits 0.5 ms in a collective of forward 0, rank 0 6 ms in two of backward 0.
+            collectives=(
+                CollectiveTime("forward", 0, 0, 1, 0.25),
+                CollectiveTime("forward", 0, 0, 2, 0.25 + 0.5 * rank),
+                *(CollectiveTime("backward", 0, 0, x, 1.0 + 3.0 * (1 - rank)) for x in (4, 5)),
             ),
         ),
         observed=ObservedCoverage.gather(seen(rank, layer) for layer in (0, 1)),

@@ -174,3 +174,39 @@ def test_a_forward_step_is_waiting_and_the_rest(wait_ms: float, plan_ms: float) 
     assert time.take_ms() == pytest.approx(
         {"plan": plan_ms, "hooks": 5.0 - plan_ms, "reduce": 0.0, "log": 0.0}
     )
+
+
+def test_collectives_belong_to_the_forward_or_backward_that_runs():
+    _, clock, recorder = recorder_for(1, 1, 2, 0)
+
+    def collective(number, ms):
+        recorder.begin_collective(number)
+        clock.now_ms += ms
+        recorder.end_collective(number)
+
+    collective(0, 9.0)
+    for position in (0, 1):
+        recorder.start(FORWARD_TIMER)
+        recorder.bind_forward(0, position)
+        collective(2, 1.0 + position)
+        recorder.stop(FORWARD_TIMER)
+        recorder.start(BACKWARD_TIMER)
+        # A recomputed forward runs within backward.
+        collective(2, 3.0 + position)
+        collective(1, 5.0)
+        recorder.stop(BACKWARD_TIMER)
+    recorder.start(FORWARD_TIMER)
+    collective(0, 9.0)
+    recorder.stop(FORWARD_TIMER)
+    assert recorder.times().collectives is None
+    assert recorder.times(collectives=True).collectives == tuple(
+        (direction, 0, position, number, ms)
+        for position in (0, 1)
+        for direction, number, ms in (
+            ("forward", 2, 1.0 + position),
+            ("backward", 2, 3.0 + position),
+            ("backward", 1, 5.0),
+        )
+    )
+    recorder.begin_step()
+    assert recorder.times(collectives=True).collectives == ()

@@ -28,9 +28,9 @@ Pair = tuple[StepRecord, StepRecord]
 class TimeSplit:
     """Parts of the mean step's time, in ms; the three add up to it.
 
-    ``compute_ms``: forwards and backwards, the mean over all stages of all ranks. ``waiting_ms``:
-    the rest of the time until the last of them has finished its last backward. ``rest_ms``:
-    everything after that: reducing gradients, the optimizer, reading, logging.
+    ``compute_ms``: own times of forwards and backwards, the mean over all stages of all ranks.
+    ``waiting_ms``: the rest of the time until the last of them has finished its last backward.
+    ``rest_ms``: everything after that: reducing gradients, the optimizer, reading, logging.
     """
 
     steps: int
@@ -113,8 +113,8 @@ class RunSummary:
     - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
     - ``coverage_gain``, ``coverage_gain_by_token``: mean coverage less that of base budgets, where
       every sample counts alike, and where every token does.
-    - ``lockstep_ranks``: how many ranks waited for one another in every layer; times, imbalance and
-      waiting include this.
+    - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
+      this out, and ``split`` counts it as waiting.
     """
 
     steps: int

@@ -7,7 +7,7 @@ U segments, O operations, 2 forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,13 +34,15 @@ class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
     ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
-    ``segments``: of the micro-batches of every rank; none where they run whole. ``remarks``: what
-    is not in it. ``contents``: what the ranks logged of the step.
+    ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
+    all spans together, for other ranks in their layers. ``remarks``: what is not in it.
+    ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
     source: str
     segments: Sequence[Sequence[int]] = ()
+    waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
     contents: Mapping[Place, RankStep] = field(default_factory=dict)
 
@@ -58,7 +60,7 @@ class Timeline:
     def busy_share(self) -> float:
         """Computing time over the time that all stages together have until the step's end."""
         available_ms = self.makespan_ms * len(self.spans)
-        busy_ms = sum(span.ms for spans in self.spans.values() for span in spans)
+        busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
         return busy_ms / available_ms if available_ms else 1.0
 
     def segment_words(self, place: Place, span: Span) -> str:
@@ -110,12 +112,23 @@ def simulated_timeline(
                 Span(*what, event.start_ms, event.end_ms, event.segment)
             )
     source = PREDICTED if side == "predicted" else SIMULATED
-    return Timeline(spans=spans, source=source, segments=record.segments or ())
+    return Timeline(
+        spans=spans,
+        source=source,
+        segments=record.segments or (),
+        waited_ms=_waited_ms(record, side, spans),
+    )
+
+
+def _waited_ms(record: StepRecord, side: str, places: Iterable[Place]) -> float:
+    """What these places waited for other ranks within layers."""
+    waited_2RPVM = record.passed_2RPVM(side) - record.times_2RPVM(side)
+    return float(sum(np.nansum(waited_2RPVM[:, rank, stage]) for rank, stage in places))
 
 
 def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
     """Events of every rank; raises PlanError where a time is missing or negative."""
-    times_2RPVM = record.times_2RPVM(side)
+    times_2RPVM = record.passed_2RPVM(side)
     if not record.segments:
         return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
     events_R: list[Sequence[Event]] = []
@@ -171,7 +184,11 @@ def measured_timeline(
             for span in step.spans
         ]
     return Timeline(
-        spans=spans, source=MEASURED, segments=record.segments or (), remarks=tuple(remarks)
+        spans=spans,
+        source=MEASURED,
+        segments=record.segments or (),
+        waited_ms=_waited_ms(record, "measured", [each for each in spans if each in record.places]),
+        remarks=tuple(remarks),
     )
 
 

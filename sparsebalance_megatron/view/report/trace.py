@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
 from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance, stage_busy_ms
 from sparsebalance_megatron.view.report.timeline import Timeline
@@ -172,6 +172,9 @@ def _span_arguments(place: Place, span: Span, record: StepRecord, timeline: Time
             ms = float(getattr(getattr(record, side), f"{span.direction}_ms")[index])
             if isfinite(ms):
                 found[f"{side}_ms"] = round(ms, 4)
+        own_ms = float(record.times_2RPVM("measured")[DIRECTIONS.index(span.direction)][index])
+        if record.waits_in_layers and isfinite(own_ms):
+            found["own_ms"] = round(own_ms, 4)
     held = timeline.held(place, span)
     return found | _held_arguments(held) if held else found
 

@@ -78,7 +78,7 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
-    """Sentences on what the measured times include besides a rank's own work."""
+    """Sentences on how the times of a rank's own work are known."""
     notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
     alike = len(set(notices.values())) == 1
     named = [

@@ -136,6 +136,25 @@ def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
     assert found.remarks == ()
 
 
+def test_waiting_within_layers_is_no_computing() -> None:
+    """Both ranks take 30 ms; rank 1 computes for 10 of them."""
+    passed_RPVM = np.full((2, 1, 1, 1), 10.0)
+    own_RPVM = np.array([10.0, 10.0 / 3]).reshape(passed_RPVM.shape)
+    record = times(passed_RPVM)
+    own = replace(record.measured, own_forward_ms=own_RPVM, own_backward_ms=2 * own_RPVM)
+    record = replace(record, measured=own)
+    spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
+    logged = {(rank, 0): rank_step(100.0, *spans) for rank in (0, 1)}
+    for ranks in ({}, logged):
+        found = measured_timeline(record, ranks)
+        assert found is not None
+        assert found.makespan_ms == pytest.approx(30.0)
+        assert found.busy_share == pytest.approx(40.0 / 60.0)
+    predicted = simulated_timeline(record, "predicted")
+    assert predicted is not None
+    assert predicted.busy_share == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
 def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float) -> None:
     steps = {
