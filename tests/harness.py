@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,10 +129,12 @@ def run_training(
     timeout_s: float = TIMEOUT_S,
     program: Sequence[str] = ("-m", "sparsebalance_megatron.pretrain_gpt"),
     torchrun: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> TrainingRun:
     """Run a program on ranks of one thread each, until the first of them fails or all end.
 
     Args:
+        environment: what the ranks' differs in; not for torchrun.
         torchrun: start them with it, for what it does itself, and where processes must differ in
             all they can; else they are forked, which spares them most imports.
     """
@@ -147,7 +149,7 @@ def run_training(
             exit_code = run_ranks(
                 ranks,
                 command,
-                environment=python_environment(),
+                environment=python_environment() | dict(environment or {}),
                 master_port=free_port(),
                 output=printed,
                 timeout_s=timeout_s,

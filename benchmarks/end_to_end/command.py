@@ -9,10 +9,11 @@ disturbs all, and times can be compared in pairs. A variant plans from its own p
 ``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
 ``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
 that weighs more than four times the mean. In ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight
-layers have that many micro-batches, which one variant may run in segments. In ``gpu-dp4`` one
-device plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is the
-slowest rank's computation plus what all ranks share, and nothing is communicated. Flags after -- go
-to Megatron, last, so that they win over the benchmark's.
+layers have that many micro-batches, which one variant may run in segments. In ``ep2`` two ranks
+exchange tokens of experts in every layer, so that each waits for the other there. In ``gpu-dp4``
+one device plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is
+the slowest rank's computation plus what all ranks share, and nothing is communicated. Flags after
+-- go to Megatron, last, so that they win over the benchmark's.
 
 Documents are the sources of Python's standard library, up to --seq-length tokens; --directory
 keeps them, the cost table and all logs.
@@ -39,6 +40,7 @@ from end_to_end.results import read_steps
 from end_to_end.variants import (
     ALL_VARIANTS,
     FIXED,
+    IN_LOCKSTEP,
     OURS_SEGMENTS,
     OURS_WIDE,
     VARIANTS,
@@ -111,8 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     layout = LAYOUTS.get(options.layout, LAYOUTS["dp2"])
     with_giants = layout.giants > 0
     if options.variants is None:
-        usual_variants = WITH_SEGMENTS if layout.segments else [each.name for each in VARIANTS]
-        options.variants = list(WITH_GIANTS if with_giants else usual_variants)
+        options.variants = list(usual_variants(layout))
     seq_length = layout.seq_length or SEQ_LENGTH[options.device]
     usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": seq_length}
     for name, value in (QUICK if options.quick else usual).items():
@@ -124,6 +125,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--variants {OURS_WIDE}: only --layout dp2-giant has ranks that share rows")
     if OURS_SEGMENTS in options.variants and not layout.segments:
         parser.error(f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 have it")
+    if options.plot is not None and layout.lockstep:
+        parser.error(f"--plot draws perfect balance, which --layout {layout.name} cannot measure")
     if options.plot is not None and FIXED not in options.variants:
         parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
     if options.plot is not None and find_spec("matplotlib") is None:
@@ -131,6 +134,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.batches < 1 or options.warm_up < 0:
         parser.error("--batches must be at least 1 and --warm-up at least 0")
     return options
+
+
+def usual_variants(layout: Layout) -> tuple[str, ...]:
+    """Names of the variants that a layout is for."""
+    if layout.giants:
+        return WITH_GIANTS
+    if layout.segments:
+        return WITH_SEGMENTS
+    return IN_LOCKSTEP if layout.lockstep else tuple(variant.name for variant in VARIANTS)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,8 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = ("dp2", "pp2") if options.layout == "both" else (options.layout,)
     prefix = launch.prepared_data(options.data or options.directory / "data" / "python-stdlib")
     flags = model_flags(device=options.device, seq_length=options.seq_length)
-    if LAYOUTS[names[0]].layers:
-        flags += ["--num-layers", str(LAYOUTS[names[0]].layers)]
+    flags += LAYOUTS[names[0]].model
     tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
     if (batch_size := LAYOUTS[names[0]].giants) > 0:
         prefix = data_with_giants(prefix, options, batch_size)
@@ -199,7 +210,7 @@ def measure_layout(
         warm_up=options.warm_up,
         ranks_in_turn=layout.ranks_in_turn,
     )
-    summaries = summarise(batches)
+    summaries = summarise(batches, lockstep=layout.lockstep)
     return {
         "title": layout.title,
         "processes": layout.processes,
@@ -216,7 +227,9 @@ def measure_layout(
         "step_ms": {
             name: [round(batch[name].step_ms, 3) for batch in batches] for name in summaries
         },
-        "bound_ms": bounds_ms(batches).round(3).tolist() if FIXED in summaries else None,
+        "bound_ms": bounds_ms(batches).round(3).tolist()
+        if FIXED in summaries and not layout.lockstep
+        else None,
     }
 
 

@@ -15,8 +15,10 @@ class Layout:
 
     ``disturbed``: every process has a core of its own, and the last one shares it with another job.
     ``giants``: every global batch, of so many documents, holds one giant, and ranks may share rows;
-    0 leaves the data set as it is. ``layers`` and ``seq_length`` where they are not the usual ones.
-    ``segments``: one variant runs micro-batches in segments.
+    0 leaves the data set as it is. ``model``: flags that win over the usual model's; ``seq_length``
+    where it is not the usual one. ``segments``: one variant runs micro-batches in segments.
+    ``lockstep``: ranks wait for one another in every layer, so that measured times of micro-batches
+    hold waiting and say nothing about balance.
     """
 
     name: str
@@ -26,10 +28,20 @@ class Layout:
     ranks_in_turn: int = 1
     disturbed: bool = False
     giants: int = 0
-    layers: int | None = None
+    model: tuple[str, ...] = ()
     seq_length: int | None = None
     segments: bool = False
+    lockstep: bool = False
 
+
+_QUICKSTART_MODEL = (
+    *("--hidden-size", "128", "--ffn-hidden-size", "256"),
+    *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "4"),
+)
+_EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"),
+)
 
 LAYOUTS = {
     layout.name: layout
@@ -66,6 +78,14 @@ LAYOUTS = {
                 *("--pipeline-model-parallel-size", "2"),
             ),
         ),
+        Layout(
+            name="ep2",
+            title="two data-parallel ranks that exchange tokens of four experts in every layer",
+            processes=2,
+            flags=("--micro-batch-size", "1", "--global-batch-size", "8", *_EXPERTS),
+            model=_QUICKSTART_MODEL,
+            lockstep=True,
+        ),
         *(
             Layout(
                 name=f"pp2-deep-{samples}",
@@ -75,7 +95,7 @@ LAYOUTS = {
                     *("--micro-batch-size", "1", "--global-batch-size", str(samples)),
                     *("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "8"),
                 ),
-                layers=8,
+                model=("--num-layers", "8"),
                 seq_length=16384,
                 segments=True,
             )

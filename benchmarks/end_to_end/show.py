@@ -31,9 +31,9 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
     heaviest = next(iter(found["variants"].values()))["heaviest_over_mean"]
-    print(
-        "  heaviest micro-batch over the mean: {:.2f} at least, {:.2f} on average".format(*heaviest)
-    )
+    if heaviest is not None:
+        least, mean = heaviest
+        print(f"  heaviest micro-batch over the mean: {least:.2f} at least, {mean:.2f} on average")
     for goal in found["goals"]:
         limit = f">= {goal['at_least']:.3f}" if "at_least" in goal else f"<= {goal['at_most']:.3f}"
         verdict = "met" if goal["met"] else "NOT MET"
@@ -57,8 +57,8 @@ def _row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
         f"{fixed['median_ratio']:.3f}" if fixed else "-",
         f"{dense['speedup']:.2f}" if dense else "-",
         f"{summary['over_bound']:.3f}" if "over_bound" in summary else "-",
-        f"{summary['imbalance']:.3f}",
-        f"{summary['waiting']:.1%}",
+        "-" if summary["imbalance"] is None else f"{summary['imbalance']:.3f}",
+        "-" if summary["waiting"] is None else f"{summary['waiting']:.1%}",
         covered,
         "-" if summary["work_ratio"] is None else f"{summary['work_ratio']:.3f}",
         f"{summary['shared_micro_batches']:.2f}",

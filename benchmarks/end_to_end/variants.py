@@ -30,8 +30,9 @@ class Variant:
     """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
 
 
-DENSE, FIXED, OURS, OURS_BASE, OURS_WIDE = "dense", "fixed", "ours", "ours-base", "ours-wide"
-OURS_SEGMENTS = "ours-segments"
+DENSE, FIXED, PAPER = "dense", "fixed", "paper"
+OURS, OURS_BASE = "ours", "ours-base"
+OURS_WIDE, OURS_SEGMENTS = "ours-wide", "ours-segments"
 
 VARIANTS = (
     Variant(
@@ -46,7 +47,7 @@ VARIANTS = (
     Variant(name="latency", label="balanced by latency (SAB)", batching="latency", tuning="off"),
     Variant(name="makespan", label="balanced by makespan", batching="makespan", tuning="off"),
     Variant(
-        name="paper",
+        name=PAPER,
         label="the paper: SAB, tuned to the mean",
         batching="latency",
         tuning="anchor",
@@ -91,6 +92,8 @@ WITH_GIANTS = (FIXED, OURS_BASE, OURS_WIDE)
 """What a run compares whose global batches hold giants."""
 WITH_SEGMENTS = (FIXED, OURS_BASE, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
+IN_LOCKSTEP = (FIXED, PAPER, OURS_BASE)
+"""What a run compares whose ranks wait for one another in every layer."""
 
 
 @dataclass(frozen=True)

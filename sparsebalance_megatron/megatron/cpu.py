@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 MEGATRON_DEFAULTS: dict[str, Any] = {
@@ -119,6 +120,14 @@ class _DeviceProperties:
     total_memory = 1 << 34
 
 
+class _CpuMesh:
+    """Makes device meshes of the CPU, whatever device they are asked for."""
+
+    @staticmethod
+    def from_group(group: ProcessGroup, device_type: str) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu")
+
+
 def _returning(value: Any) -> Callable[..., Any]:
     """A new function for every symbol: TorchDynamo refuses one function under two names."""
 
@@ -197,6 +206,7 @@ def install() -> None:
 
 def _replace_in_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.distributed.torch_fully_sharded_data_parallel as sharded
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
@@ -209,6 +219,8 @@ def _replace_in_megatron() -> None:
     def host_copy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    # The mesh of ranks that hold a parameter's shards is made for CUDA devices.
+    sharded.DeviceMesh = _CpuMesh
     # Expert counts become numpy arrays only if they are on a GPU, and ``all_to_all_single`` takes
     # split sizes as numpy arrays and refuses tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = host_copy

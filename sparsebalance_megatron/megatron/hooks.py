@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.megatron.compat import update_sequence_statistics
 from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
+from sparsebalance_megatron.megatron.sharded_gradients import divide_by_tokens
 
 FORWARD_TIMER = "forward-compute"
 BACKWARD_TIMER = "backward-compute"
@@ -156,15 +157,21 @@ class _RecordingTimer:
 
 @dataclass(frozen=True)
 class ReportingFinalize:
-    """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step."""
+    """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step.
+
+    It also divides sharded gradients by the step's tokens, see :func:`.divide_by_tokens`.
+    """
 
     before: Callable[[], None]
     finalize: Callable[..., Any]
     after: Callable[[], object]
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(
+        self, model: Any, num_tokens: Any = None, *arguments: Any, **keywords: Any
+    ) -> Any:
         self.before()
-        result = self.finalize(*arguments, **keywords)
+        result = self.finalize(model, num_tokens, *arguments, **keywords)
+        divide_by_tokens(model, num_tokens)
         self.after()
         return result
 

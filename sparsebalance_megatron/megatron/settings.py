@@ -117,18 +117,22 @@ class RunSettings:
         micro_batch_size: int,
         global_batch_size: int,
         batch_size_schedule: tuple[tuple[int, int], ...] = (),
+        shards_parameters: bool = False,
         **others: Any,
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
         ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
-        Megatron's, which counts no context-parallel ranks.
+        Megatron's, which counts no context-parallel ranks. ``shards_parameters``: whether all of
+        them gather the weights of every layer, and so begin it together.
         """
+        ranks = data_parallel_size * transformer_config.context_parallel_size
         return cls(
             host_job=host_job(
                 transformer_config,
                 vocab_size=vocab_size,
-                data_parallel_size=data_parallel_size * transformer_config.context_parallel_size,
+                data_parallel_size=ranks,
+                lockstep_ranks=ranks if shards_parameters else None,
                 micro_batches=_micro_batches(
                     global_batch_size,
                     micro_batch_size,
@@ -160,6 +164,7 @@ class RunSettings:
             micro_batch_size=args.micro_batch_size,
             global_batch_size=max((size for _, size in schedule), default=args.global_batch_size),
             batch_size_schedule=schedule,
+            shards_parameters=_shards_parameters(args),
             split=args.split or "100,0,0",
             seed=args.seed,
             data_path=tuple(args.data_path or ()),
@@ -175,6 +180,12 @@ class RunSettings:
             tied_embeddings=not args.untie_embeddings_and_output_weights,
             distributed_optimizer=bool(args.use_distributed_optimizer),
         )
+
+
+def _shards_parameters(args: Namespace) -> bool:
+    """Whether ranks gather weights, or scatter gradients, layer by layer in every micro-batch."""
+    layer_by_layer = args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    return bool(args.use_torch_fsdp2 or (args.use_megatron_fsdp and layer_by_layer))
 
 
 def _ranks_per_node() -> int:

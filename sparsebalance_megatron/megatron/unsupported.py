@@ -74,7 +74,8 @@ _DIVIDED = (
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
 _NO_SHARDED_WEIGHTS = (
-    "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
+    "plans do not know that its ranks would wait for one another in every layer; drop it, or use "
+    "--use-distributed-optimizer"
 )
 _NO_UNSELECTED_LOGITS = "logits of unselected blocks are never computed; drop it"
 _ONE_VALIDATION_SET = "there is one validation set, and it is endless; drop it"
@@ -166,8 +167,10 @@ that applies is named."""
 
 TRAINING = {
     "--seq-length": "Megatron wants a multiple of twice --context-parallel-size; choose one",
-    "--use-megatron-fsdp": _NO_SHARDED_WEIGHTS,
-    "--use-torch-fsdp2": _NO_SHARDED_WEIGHTS,
+    "--use-megatron-fsdp": (
+        "it needs GPUs, and no test trains with it; plan with --sparse-balance-dry-run, and train "
+        "with --use-torch-fsdp2 or --use-distributed-optimizer"
+    ),
     "--hybrid-layer-pattern": _GPT_ONLY,
     "--hybrid-override-pattern": _GPT_ONLY,
     "--spec": "both choose the layers; drop it",
@@ -259,6 +262,9 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
     "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
+    "--use-megatron-fsdp": lambda get: (
+        get("use_megatron_fsdp") and get.config.dry_run is None
+    ),
     "--ckpt-format": lambda get: (
         (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
     ),

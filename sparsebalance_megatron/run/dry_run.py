@@ -20,6 +20,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 FLAG = flag_name("dry_run")
+_SHARDED_PARAMETERS = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 
 
 def is_requested(argv: Sequence[str]) -> bool:
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> None:
 
         with quiet_imports():
             cpu.install()
-    with _world(early.dry_run):
+    with _world(early.dry_run, connections="8" if _SHARDED_PARAMETERS & set(argv) else "1"):
         with quiet_imports():
             from sparsebalance_megatron.run.dry_run_report import plan_and_print
         plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
@@ -62,12 +63,17 @@ def _early_flags(argv: Sequence[str]) -> Namespace:
 
 
 @contextmanager
-def _world(size: int) -> Iterator[None]:
-    """Be rank 0 of ``size`` ranks, or of those launched if 0, in the environment."""
+def _world(size: int, *, connections: str) -> Iterator[None]:
+    """Be rank 0 of ``size`` ranks, or of those launched if 0, in the environment.
+
+    Megatron demands 1 connection to a device of some layouts, and more with sharded parameters,
+    for the order of kernels; none runs here.
+    """
     size = size or int(os.environ.get("WORLD_SIZE", "1"))
     place = {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
-    # Megatron demands it of some layouts, for the order of kernels on a device; none runs here.
-    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get(
+        "CUDA_DEVICE_MAX_CONNECTIONS", connections
+    )
     saved = {name: os.environ.get(name) for name in place}
     os.environ.update(place)
     try:
