@@ -30,8 +30,8 @@ from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.view.simulate.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.lengths import MAX_TOKENS, longalign_like
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 LAYERS, STAGES = 36, 4
 BLOCK_SIZE = SparseBalanceConfig().block_size

@@ -13,14 +13,15 @@ Packages, and which way imports go (a test enforces it):
 - :mod:`.profile`: measures the cost table.
 - :mod:`.data`: documents, samples, packed sequences.
 - :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back.
-- :mod:`.view.simulate`: workloads planned without training.
-- :mod:`.view.report`: pictures and pages of what training wrote.
+- :mod:`.predict`: what a job will take, before it runs. numpy and msgspec.
+- :mod:`.view`: pictures and pages of what training wrote, tables of predictions.
 - :mod:`.evaluate`: trained models' attention in transformers and lm-evaluation-harness.
 - :mod:`.cli`: one file per command.
 
-``plan -> cost``; ``learn -> plan, cost``; ``log -> learn, plan, cost``; ``evaluate -> attention``;
+``plan -> cost``; ``learn -> plan, cost``; ``predict, log -> learn, plan, cost``;
+``evaluate -> attention``;
 ``megatron -> attention, learn, plan, cost``; ``profile -> megatron``;
-``run -> megatron, profile, log, data``; ``view -> log, learn, plan, cost``; ``cli -> all``.
+``run -> megatron, profile, log, data, predict``; ``view -> log, predict``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 

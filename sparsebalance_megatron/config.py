@@ -46,8 +46,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "must be 0.001 to 100000 GB/s",
     ),
     "block_size": (
-        lambda tokens: 1 <= tokens <= 2**20 and 2**20 % tokens == 0,
-        "must be a power of two, from 1 to 1048576 tokens",
+        lambda tokens: 2 <= tokens <= 2**20 and 2**20 % tokens == 0,
+        "must be a power of two, from 2 to 1048576 tokens",
     ),
     "base_budget": (
         lambda blocks: 1 <= blocks <= MAX_BLOCKS,

@@ -60,7 +60,7 @@ IMPORT_RULES = {
         outside=("numpy", "torch"),
         inside=(
             *("attention.host_copy", "attention.sequence", "cost", "data", "learn", "log"),
-            *("megatron", "plan", "profile", "run"),
+            *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),
     "log": ImportRule(outside=("msgspec", "numpy"), inside=("cost", "learn", "log", "plan")),
@@ -80,13 +80,14 @@ IMPORT_RULES = {
     "convert": ImportRule(
         outside=("huggingface_hub", "msgspec", "safetensors", "torch"), inside=("convert",)
     ),
-    "view/simulate": ImportRule(
-        outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "view.simulate")
+    "predict": ImportRule(
+        outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "predict")
     ),
     "view/report": ImportRule(
-        outside=("jinja2", "numpy", "scipy"), inside=("learn", "log", "plan", "view.report")
+        outside=("jinja2", "msgspec", "numpy", "scipy"),
+        inside=("learn", "log", "plan", "view.report"),
     ),
-    "view": ImportRule(),
+    "view": ImportRule(inside=("cost", "predict")),
     "evaluate": ImportRule(
         outside=("lm_eval", "msgspec", "torch", "transformers"),
         inside=("attention", "cost.work_model", "evaluate"),
@@ -95,7 +96,7 @@ IMPORT_RULES = {
         outside=("numpy", "safetensors", "torch", "tqdm"),
         inside=(
             *("attention", "cli", "convert", "cost", "data", "learn", "log", "megatron", "plan"),
-            *("profile", "run", "view"),
+            *("predict", "profile", "run", "view"),
         ),
     ),
     "pretrain_gpt.py": ImportRule(inside=("integration", "megatron", "run")),

@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
-from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
+from sparsebalance_megatron.predict.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
 MODELS = {
@@ -226,14 +226,14 @@ def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:
     grid = ("--gpus", ranks, "--block-sizes", "256", "--base-budgets", budget)
     micro = re.search(r"samples in (\d+) micro-batches", planned)
     assert micro is not None
-    one = (*grid, "--context-parallel-sizes", context, "--micro-batches", micro[1])
+    one = (*grid, "--cp", context, "--micro-batches", micro[1], "--gpu-memory", "1000")
     model = {"MODEL": MODELS[name]}
     advised = run_step(name, "advise", *one, directory=work, variables=variables | model)
-    (row,) = re.findall(rf"^ *256 +{budget} +{micro[1]} +{context} .*$", advised, re.M)
-    later = re.search(r"later steps: ([\d,.]+) ms", planned)
-    assert later is not None and later[1] in row.split()
+    (row,) = re.findall(rf"^[ \d]* {context} +1 +{micro[1]} +256 +{budget} .*$", advised, re.M)
+    predicted = re.search(r"all steps: ([\d,.]+) ms", planned)
+    assert predicted is not None and predicted[1] in row.split()
     stages = [
-        re.findall(r"(stages? [\d-]+): ([\d.]+) = ", " ".join(text.split()))
+        re.findall(r"(stages? [\d-]+): ([\d.]+) = .*? at most ([\d.]+)", " ".join(text.split()))
         for text in (planned, advised)
     ]
     assert stages[0] == stages[1] != []
@@ -255,8 +255,8 @@ def test_cluster_scripts_ask_for_advice_on_what_they_train(name: str, tmp_path: 
     (_, *advise), (_, *launched) = calls_of(name, ["advise"], [], directory=tmp_path)
     asked, trained = cli.parse(advise), flag_values(launched)
     assert asked.gpus == 64
-    assert trained["--tensor-model-parallel-size"] == (asked.tp,)
-    assert trained["--pipeline-model-parallel-size"] == (asked.pp,)
+    assert trained["--tensor-model-parallel-size"] == tuple(asked.tp)
+    assert trained["--pipeline-model-parallel-size"] == tuple(asked.pp)
     assert trained["--global-batch-size"] == (asked.global_batch,)
     assert trained["--seq-length"] == (asked.seq_length,)
     assert asked.data_path == [str(word) for word in trained["--data-path"]]

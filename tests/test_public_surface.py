@@ -22,7 +22,13 @@ EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
         *("layout", "shape", "max_sample_tokens", "global_batch_size", "pad_samples_to"),
-        *("recompute_all", "recompute_attention", "neighbours_per_node", "frozen_weights"),
+        *(
+            "recompute_all",
+            "recompute_attention",
+            "neighbours_per_node",
+            "expert_parallel_size",
+            "frozen_weights",
+        ),
     ],
     "HostPlanner": ["config", "job", "cost", "clock"],
     "Job": [

@@ -8,8 +8,9 @@ select, K places of a list.
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, cast, get_args
 
@@ -76,7 +77,13 @@ def budgeted_attention(
             )
         cu_seqlens = cu_seqlens.tolist()
     layout = packed_layout(cu_seqlens, block_size, q_THD.device)
-    budgets = [budgets] * layout.documents if isinstance(budgets, int) else list(budgets)
+    try:
+        of_each = budgets if isinstance(budgets, Iterable) else [budgets] * layout.documents
+        budgets = list(map(operator.index, of_each))
+    except TypeError:
+        raise ValueError(
+            f"budgeted_attention: budgets {budgets}: must be whole numbers of blocks"
+        ) from None
     if len(budgets) != layout.documents or min(budgets) < 1:
         raise ValueError(
             f"budgeted_attention: budgets {budgets}: must be one number of blocks, or one for each "

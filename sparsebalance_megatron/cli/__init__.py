@@ -12,15 +12,12 @@ from __future__ import annotations
 try:
     import argparse
     import importlib
-    import io
-    import os
     import sys
     from collections.abc import Sequence
-    from contextlib import suppress
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.text_table import printable
+    from sparsebalance_megatron.cli.entry import ends_in_one_line, one_line
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None
@@ -43,13 +40,6 @@ COMMANDS = {
 
 TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
-
-_PACKAGE = "sparsebalance_megatron"
-_INTERRUPTED = 130
-_CLOSED_PIPE = 141
-"""128 + SIGPIPE, what shells give programs that write into a closed pipe."""
-
-_LONGEST_LINE_CHARACTERS = 1000
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -74,45 +64,17 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are one line each, whatever words they repeat."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(_one_line(message))
+        super().error(one_line(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
+    """Run a subcommand; its exit status, see :mod:`.entry`."""
 
-    Errors that are not this package's own, so bugs, keep their traceback.
-    """
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # A character that the terminal's encoding lacks becomes "?".
-            sys.stdout.reconfigure(errors="replace")
-        try:
-            arguments = parse(sys.argv[1:] if argv is None else argv)
-            return int(_module(arguments.command).run(arguments))
-        finally:
-            sys.stdout.flush()
-    except ValueError as error:
-        if type(error).__module__.partition(".")[0] != _PACKAGE:
-            raise
-        return _refused(str(error))
-    except ModuleNotFoundError as error:
-        from sparsebalance_megatron.supported import what_is_missing
+    def run() -> int:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        return int(_module(arguments.command).run(arguments))
 
-        return _refused(what_is_missing(error))
-    except BrokenPipeError:
-        # Whoever reads has read enough, as `head` does; what is still buffered is discarded.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _CLOSED_PIPE
-    except KeyboardInterrupt:
-        return _refused("interrupted", _INTERRUPTED)
-
-
-def _refused(reason: str, status: int = 2) -> int:
-    """The status, after one line on standard error, where that can be written."""
-    prefix = "error: " if status == 2 else ""
-    with suppress(OSError):
-        print(f"sparse-balance: {prefix}{_one_line(reason)}", file=sys.stderr)
-    return status
+    return ends_in_one_line("sparse-balance", run)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -153,14 +115,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _module(command: str) -> Any:
     return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
-
-
-def _one_line(text: str) -> str:
-    """A text without line breaks and other control characters, cut where no user reads on."""
-    shown = printable(text)
-    if len(shown) > _LONGEST_LINE_CHARACTERS:
-        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
-    return shown
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from sparsebalance_megatron.json_file import refuse_output_over_input
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
+_SUFFIXES = frozenset({".html", ".htm", ".json", ".jsonl", ".gz", ".svg"})
+"""Of files that commands write or read."""
 
 
 class OutputError(ValueError):
@@ -50,6 +54,26 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def check_outputs(outputs: Mapping[str, tuple[Path | None, Sequence[str]]]) -> None:
+    """Raise if two outputs are one file, or one has the suffix of another kind of file.
+
+    Args:
+        outputs: flag to the path, None if it was not given, and the suffixes of its kind.
+
+    Raises:
+        OutputError: naming the flags and the file.
+    """
+    given = {flag: (path, own) for flag, (path, own) in outputs.items() if path is not None}
+    for flag, (path, own) in given.items():
+        if path.suffix.lower() in _SUFFIXES and path.suffix.lower() not in own:
+            raise OutputError(f"{flag} {path}: writes {' or '.join(own)}; choose another name")
+    for (flag, (path, _)), (other, (other_path, _)) in itertools.combinations(given.items(), 2):
+        if os.path.abspath(path) == os.path.abspath(other_path) or (
+            path.is_file() and other_path.is_file() and path.samefile(other_path)
+        ):
+            raise OutputError(f"{flag} and {other} are one file, {path}; choose another for one")
+
+
 def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> None:
     """Raise if an output would replace a log of the runs that are read.
 
@@ -68,4 +92,5 @@ def write_text(path: Path, text: str) -> None:
         OutputError: with the reason, if it cannot be written.
     """
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        # Names of files may be no text.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
     OutputError,
+    check_outputs,
     print_json,
     refuse_output_over_logs,
     write_text,
@@ -61,6 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read, draw, write, print."""
+    check_outputs({"--output": (arguments.output, (".html", ".htm"))})
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     if arguments.follow is not None:
         return _follow(arguments)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
+    check_outputs,
     print_notes,
     print_wrapped,
     refuse_output_over_logs,
@@ -19,7 +20,13 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
-from sparsebalance_megatron.view.report.words import caveats, changes, headline, numbers_table
+from sparsebalance_megatron.view.report.words import (
+    caveats,
+    changes,
+    headline,
+    numbers_table,
+    settings_that_differ,
+)
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -45,6 +52,12 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read both logs, write the JSON, print the table, draw."""
+    check_outputs(
+        {
+            "--output": (arguments.output, (".json",)),
+            "--picture": (arguments.picture, (".svg",)),
+        }
+    )
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(written, arguments.baseline, arguments.run_directory)
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
@@ -68,6 +81,7 @@ def run(arguments: Namespace) -> int:
 
 def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
+    print_wrapped(settings_that_differ(numbers))
     print_wrapped([headline(numbers), *changes(numbers), *caveats(numbers)])
     # The page says besides how each number is known.
     names, rows = numbers_table(numbers)

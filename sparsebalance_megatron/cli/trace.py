@@ -9,7 +9,12 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import print_notes, refuse_output_over_logs, writing
+from sparsebalance_megatron.cli.output import (
+    check_outputs,
+    print_notes,
+    refuse_output_over_logs,
+    writing,
+)
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.run_report import ReportError, gather
@@ -46,6 +51,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read, write, say what was left out."""
+    check_outputs({"--output": (arguments.output, (".json", ".gz"))})
     refuse_output_over_logs(arguments.output, arguments.run_directory)
     log = read_run_log(arguments.run_directory)
     wanted = log.steps[-_DEFAULT_STEPS:]

@@ -8,6 +8,7 @@ over.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -132,8 +133,10 @@ def write_weights(
 
     Raises:
         ConvertError: if a number does not fit the dtype; nothing is written then.
+        OSError: if a file cannot be written.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     for name, value in values.items():
@@ -154,7 +157,10 @@ def write_weights(
             # safetensors writes whole tensors only, and no two that share memory.
             contents[name] = tensor.to(dtype).clone(memory_format=torch.contiguous_format)
         # transformers refuses files without this metadata.
-        save_file(contents, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(contents, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(directory / file)) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

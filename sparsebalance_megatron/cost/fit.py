@@ -62,7 +62,11 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
 
 
 def configured_cost_model(
-    config: SparseBalanceConfig, shape: ModelShape, run: Mapping[str, Any]
+    config: SparseBalanceConfig,
+    shape: ModelShape,
+    run: Mapping[str, Any],
+    *,
+    expert_parallel_size: int = 1,
 ) -> CostModel:
     """The costs of a configured run: those of its table, else counted operations, with a warning.
 
@@ -84,7 +88,12 @@ def configured_cost_model(
         stacklevel=3,
     )
     return CostModel.analytic(
-        shape, config.block_size, selection=config.selection, device=config.counted_device
+        shape,
+        config.block_size,
+        selection=config.selection,
+        device=config.counted_device,
+        expert_parallel_size=expert_parallel_size,
+        gigabytes_per_second=config.gigabytes_per_second,
     )
 
 

@@ -49,6 +49,8 @@ def training_flops(
     lengths_S = np.asarray(lengths_tokens_S, dtype=np.int64)
     budgets = np.full((layers, 1), np.inf) if budgets_LS is None else budgets_LS
     pairs = int(attended_token_pairs(lengths_S, budgets, block_size).sum())
-    per_token = 2 * (layers * shape.layer_weights + shape.vocabulary_weights)
+    top_k = shape.experts.top_k if shape.experts else 0
+    layer = shape.layer_weights + shape.routed_weights(top_k)
+    per_token = 2 * (layers * layer + shape.vocabulary_weights)
     attention = 2 * shape.num_attention_heads * (shape.head_dim + shape.value_dim) * pairs
     return float(_FORWARD_AND_BACKWARD * (per_token * int(lengths_S.sum()) + attention))

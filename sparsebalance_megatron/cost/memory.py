@@ -25,15 +25,19 @@ _HALF, _FLOAT = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Sizes and flags that decide the memory of a dense GPT in bfloat16 with RMSNorm, as in
-    Megatron.
+    """Sizes and flags that decide the memory of a GPT in bfloat16 with RMSNorm, as in Megatron.
 
-    ``optimizer_ranks``: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
-    it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
-    layer of a whole model: KV heads (or query heads) times budget where tokens select, and that
-    over the block size where blocks of queries do. ``attention_kept``: the forward's output,
-    log-sum-exp and lists of recomputed layers stay. ``micro_batch_group_size``: of virtual stages;
-    None stands for the number of stages.
+    Attributes:
+        optimizer_ranks: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
+            it.
+        expert_parallel_size: ranks over which routed experts are divided; their tensor-parallel
+            size is the model's.
+        sharded_parameters: whether ``optimizer_ranks`` divide weights and gradients too.
+        selected_blocks_per_token: entries of the lists that attention saves, per token and layer of
+            a whole model: KV heads (or query heads) times budget where tokens select, and that over
+            the block size where blocks of queries do.
+        attention_kept: the forward's output, log-sum-exp and lists of recomputed layers stay.
+        micro_batch_group_size: of virtual stages; None stands for the number of stages.
     """
 
     shape: ModelShape
@@ -42,7 +46,9 @@ class MemoryModel:
     tied_embeddings: bool
     sequence_parallel: bool
     optimizer_ranks: int
-    selected_blocks_per_token: float
+    selected_blocks_per_token: float = 0.0
+    expert_parallel_size: int = 1
+    sharded_parameters: bool = False
     recompute_all: bool = False
     recompute_attention: bool = False
     attention_kept: bool = False
@@ -53,13 +59,14 @@ class MemoryModel:
         return len(self.layers_per_stage)
 
     def parameters(self, stage: int) -> float:
-        """Parameters that one tensor-parallel rank of a stage holds.
+        """Parameters that one tensor-parallel rank of a stage holds, without routed experts.
 
         As ``megatron.training.theoretical_memory_usage`` counts them: projections without biases,
         two norms per layer, one norm in all at the end.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
-        layer = shape.layer_weights * share + 2 * shape.hidden_size
+        layer = (shape.layer_weights - shape.expert_router_weights) * share
+        layer += shape.expert_router_weights + 2 * shape.hidden_size
         embedding = shape.vocabulary_weights * share
         first, last = stage == 0, stage == self.stages - 1
         embeddings = int(first) + int(last and not (first and self.tied_embeddings))
@@ -69,23 +76,37 @@ class MemoryModel:
             + int(last) * shape.hidden_size
         )
 
+    def expert_parameters(self, stage: int) -> float:
+        """Parameters of routed experts that one rank of a stage holds."""
+        shape = self.shape
+        if shape.experts is None:
+            return 0.0
+        of_rank = shape.routed_weights(shape.experts.experts) / shape.tensor_parallel_size
+        return self.layers_per_stage[stage] * of_rank / self.expert_parallel_size
+
     def weights_bytes(self, stage: int) -> float:
         """Weights, gradients and Adam's state of a stage: 18 bytes per parameter.
 
-        The distributed optimizer divides 12 of them by its ranks. Both as Megatron counts for
-        training in bfloat16 with float32 gradients.
+        The distributed optimizer divides 12 of them by its ranks, those of an expert by the ranks
+        that have it. Both as Megatron counts for training in bfloat16 with float32 gradients.
         """
-        if self.optimizer_ranks == 1:
-            return 18 * self.parameters(stage)
-        return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)
+        held = {
+            self.parameters: self.optimizer_ranks,
+            self.expert_parameters: max(1, self.optimizer_ranks // self.expert_parallel_size),
+        }
+        return sum(
+            count(stage) * (18 / ranks if self.sharded_parameters else 6 + 12 / ranks)
+            for count, ranks in held.items()
+        )
 
     def layer_bytes_per_token(self) -> float:
         """Bytes that backward needs of one layer, per token of one rank's share of a sequence.
 
         The inputs of both norms and their outputs; query, key, value and attention output with its
         log-sum-exp, not the latents of multi-latent attention; the lists of blocks; the MLP's input
-        of the activation and its output. Terms as in section 4 of arXiv:2205.05198, with attention
-        that stores no scores and without dropout masks.
+        of the activation and its output, likewise of shared and of balanced routed experts, and the
+        copies of tokens that routed experts read. Terms as in section 4 of arXiv:2205.05198, with
+        attention that stores no scores and without dropout masks.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
@@ -96,8 +117,14 @@ class MemoryModel:
             output = _HALF * shape.value_dim * heads * share
             return layer_input + (output + statistics_and_lists if self.attention_kept else 0.0)
         qkv_and_output = _HALF * (shape.head_dim + shape.value_dim) * (heads + groups)
-        mlp = _HALF * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
+        neurons, copies = float(shape.ffn_hidden_size), 0.0
+        if (experts := shape.experts) is not None:
+            of_token = experts.shared_ffn_hidden_size + experts.top_k * experts.ffn_hidden_size
+            neurons += experts.layers_share * (of_token - neurons)
+            copies = _HALF * experts.layers_share * experts.top_k * shape.hidden_size
+        mlp = _HALF * neurons * (3 if shape.gated_linear_unit else 2)
         kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
+        kept += copies
         if self.recompute_attention and not self.attention_kept:
             return kept
         return kept + statistics_and_lists
@@ -195,29 +222,39 @@ def stage_memory(
     return tuple(found)
 
 
-def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:
-    """Lines that a dry run and ``sparse-balance advise`` print; ``source`` counted the weights."""
+def memory_lines(
+    stages: Sequence[StageMemory], most: Sequence[StageMemory], source: str
+) -> list[str]:
+    """Lines that a dry run and ``sparse-balance advise`` print.
+
+    Args:
+        stages: in the steps that were planned.
+        most: with micro-batches as full as the token cap allows.
+        source: of the weights' count.
+    """
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"
     ]
     first = 0
-    for stage, memory in enumerate(stages):
-        if stage + 1 < len(stages) and _gibibytes(stages[stage + 1]) == _gibibytes(memory):
+    numbers = [_gibibytes(*both) for both in zip(stages, most, strict=True)]
+    for stage, shown in enumerate(numbers):
+        if stage + 1 < len(stages) and numbers[stage + 1] == shown:
             continue
         places = f"stage {first}" if first == stage else f"stages {first}-{stage}"
-        total, weights, activations, lists = _gibibytes(memory)
+        total, weights, activations, lists, largest = shown
         lines.append(
             f"  {places}: {total} = weights, gradients and optimizer {weights} + activations "
-            f"{activations} (of which lists of blocks {lists})"
+            f"{activations} (of which lists of blocks {lists}) in these steps; at most {largest}, "
+            "with every micro-batch at the token cap"
         )
         first = stage + 1
     return lines
 
 
-def _gibibytes(memory: StageMemory) -> tuple[str, ...]:
+def _gibibytes(memory: StageMemory, most: StageMemory) -> tuple[str, ...]:
     parts = (
         *(memory.total_bytes, memory.weights_bytes),
-        *(memory.activations_bytes, memory.lists_bytes),
+        *(memory.activations_bytes, memory.lists_bytes, most.total_bytes),
     )
     return tuple(f"{part / GIBIBYTE:.3g}" for part in parts)

@@ -19,27 +19,19 @@ from sparsebalance_megatron.config import (
     flag_name,
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
+from sparsebalance_megatron.cost.experts import exchange_ms_per_token
 from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, DEVICES, Efficiency
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import CostTableError, ModelShape
-from sparsebalance_megatron.cost.work_model import WorkModel, work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
 
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
-_FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR}
+_FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR, Part.EXPERTS}
 _NOTHING: frozenset[Part] = frozenset()
 
 COUNTED = "counted operations"
 """How the source of a model begins that measured nothing."""
-PEAK_FLOPS_PER_MS: Mapping[CountedDevice, float] = {
-    "a100": 312e9,
-    "h100": 989e9,
-    "h200": 989e9,
-    "b200": 2250e9,
-}
-"""Dense BF16, NVIDIA's data sheets."""
-LINEAR_EFFICIENCY = 0.5
-ATTENTION_EFFICIENCY = 0.3
-"""Share of the peak that projections, and attention and router, are taken to reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +40,8 @@ class CostModel:
 
     ``source`` says where the numbers come from, ``work`` how many block pairs the selection
     computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
-    the pipeline in segments. Parts of a layer are per layer.
+    the pipeline in segments. Parts of a layer are per layer. ``efficiency``: at which operations
+    were counted; None where they were measured.
     """
 
     block_size: int
@@ -58,6 +51,7 @@ class CostModel:
     work: WorkModel = field(default_factory=lambda: work_model_named(DEFAULT_SELECTION), repr=False)
     exchange: Exchange = field(default=Exchange())
     segments: SegmentCost = field(default=SegmentCost())
+    efficiency: Efficiency | None = None
 
     def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
@@ -68,6 +62,8 @@ class CostModel:
         Raises:
             CostTableError: nothing is known of the part.
         """
+        if part is Part.EXPERTS and part not in self._of(direction):
+            return np.zeros(len(FEATURES))
         if part not in self._of(direction):
             raise CostTableError(
                 f"{self.source}: nothing was measured of {part}, which "
@@ -119,6 +115,34 @@ class CostModel:
         exchange = replace(self.exchange, ms_per_byte=rate, cp_size_slowness=())
         return replace(self, exchange=exchange)
 
+    @property
+    def with_dense_attention(self) -> CostModel:
+        """A model whose dense layers have costs even where none were measured: those of as many
+        block pairs of sparse attention, without a router."""
+        if Part.DENSE_ATTENTION in self.forward_ms:
+            return self
+        pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")
+        found = {}
+        for direction in Direction:
+            row = self.coefficients_ms(Part.ATTENTION, direction)
+            row[visible], row[pairs] = row[visible] + row[pairs], 0.0
+            found[direction] = {**self._of(direction), Part.DENSE_ATTENTION: tuple(row.tolist())}
+        return replace(
+            self, forward_ms=found[Direction.FORWARD], backward_ms=found[Direction.BACKWARD]
+        )
+
+    def with_attention_slowness(self, slowness: float) -> CostModel:
+        """A model whose sparse attention, its router included, takes so many times as long."""
+        sparse = (Part.ATTENTION, Part.ROUTER)
+        forward_ms, backward_ms = (
+            {
+                part: tuple(value * slowness for value in row) if part in sparse else row
+                for part, row in rows.items()
+            }
+            for rows in (self.forward_ms, self.backward_ms)
+        )
+        return replace(self, forward_ms=forward_ms, backward_ms=backward_ms)
+
     @classmethod
     def analytic(
         cls,
@@ -127,53 +151,84 @@ class CostModel:
         *,
         selection: str = DEFAULT_SELECTION,
         device: CountedDevice = DEFAULT_COUNTED_DEVICE,
+        efficiency: Efficiency = DEFAULT_EFFICIENCY,
+        expert_parallel_size: int = 1,
+        gigabytes_per_second: float | None = None,
     ) -> CostModel:
         """Counted operations over a device's rates, where nothing was measured.
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
+        Experts are counted by their shapes, with the exchange of tokens in both directions.
 
+        Args:
+            gigabytes_per_second: at which ranks exchange; None takes the nominal rates.
         """
-        flops_per_ms = PEAK_FLOPS_PER_MS[device] * LINEAR_EFFICIENCY
         work = work_model_named(selection)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size
-        # Operations by the feature that they are counted per, in the order of FEATURES.
+        top_k = shape.experts.top_k if shape.experts else 0
+        # Operations by the feature that they are counted per, in the order of FEATURES, the share
+        # of the peak that they reach, and how many times as long backward takes.
         of_pair = 2.0 * heads * (head_dim + shape.value_dim) * block_size**2 * share
+        per_token = (
+            *(0.0, 0.0, head_dim * (heads + groups) * share),
+            *(0.0, 2.0 * scores * head_dim * share),
+        )
         counted = {
-            Part.ATTENTION: (0.0, 0.0, 0.0, of_pair, 0.0),
-            Part.DENSE_ATTENTION: (0.0, 0.0, 0.0, 0.0, of_pair),
-            Part.ROUTER: (
-                *(0.0, 0.0, head_dim * (heads + groups) * share),
-                *(0.0, 2.0 * scores * head_dim * share),
+            Part.ATTENTION: ((0.0, 0.0, 0.0, of_pair, 0.0), efficiency.sparse, 2.5),
+            Part.DENSE_ATTENTION: ((0.0, 0.0, 0.0, 0.0, of_pair), efficiency.dense, 2.5),
+            Part.ROUTER: (per_token, efficiency.sparse, 0.0),
+            Part.LINEAR: (_per_token(2.0 * shape.layer_weights * share), efficiency.linear, 2.0),
+            Part.EXPERTS: (
+                _per_token(2.0 * shape.routed_weights(top_k) * share),
+                efficiency.experts,
+                2.0,
             ),
-            Part.LINEAR: (0.0, 0.0, 2.0 * shape.layer_weights * share, 0.0, 0.0),
-            Part.EMBEDDING: (0.0, 0.0, float(shape.hidden_size), 0.0, 0.0),
-            Part.HEAD: (0.0, 0.0, 2.0 * shape.vocabulary_weights * share, 0.0, 0.0),
+            Part.EMBEDDING: (_per_token(float(shape.hidden_size)), efficiency.linear, 1.0),
+            Part.HEAD: (_per_token(2.0 * shape.vocabulary_weights * share), efficiency.linear, 2.0),
         }
-        slowness = dict.fromkeys(_ATTENTION_RECOMPUTE, LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY)
-        backward = {Part.ROUTER: 0.0, Part.EMBEDDING: 1.0}
-        backward |= dict.fromkeys((Part.ATTENTION, Part.DENSE_ATTENTION), 2.5)
+        peak = DEVICES[device].flops_per_ms
         forward_ms, backward_ms = (
             {
                 part: tuple(
-                    slowness.get(part, 1.0) * (factor.get(part, default) * (count / flops_per_ms))
+                    (factor if is_backward else 1.0) * (count / (peak * reached))
                     for count in counts
                 )
-                for part, counts in counted.items()
+                for part, (counts, reached, factor) in counted.items()
             }
-            for factor, default in ((dict[Part, float](), 1.0), (backward, 2.0))
+            for is_backward in (False, True)
         )
+        if shape.experts is None:
+            del forward_ms[Part.EXPERTS], backward_ms[Part.EXPERTS]
+        else:
+            sent_ms = shape.experts.layers_share * exchange_ms_per_token(
+                hidden_size=shape.hidden_size,
+                top_k=top_k,
+                ranks=expert_parallel_size,
+                tensor_parallel_size=shape.tensor_parallel_size,
+                gigabytes_per_second=gigabytes_per_second,
+            )
+            for rows in (forward_ms, backward_ms):
+                rows[Part.EXPERTS] = _per_token(rows[Part.EXPERTS][_TOKENS] + sent_ms)
         return cls(
             block_size=block_size,
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             work=work,
             exchange=exchange_of(shape),
-            source=f"{COUNTED} on {device.upper()}, {LINEAR_EFFICIENCY:.0%} of peak in "
-            f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
-        )
+            source=f"{COUNTED} on {device.upper()}, {efficiency}",
+            efficiency=efficiency,
+        ).with_bandwidth(gigabytes_per_second)
+
+
+_TOKENS = FEATURES.index("tokens")
+
+
+def _per_token(value: float) -> tuple[float, ...]:
+    """Coefficients of a cost that is proportional to the tokens."""
+    return tuple(value if feature == _TOKENS else 0.0 for feature in range(len(FEATURES)))
 
 
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.work_model import WorkModel, features
@@ -38,6 +39,7 @@ class ModelShape:
 
     ``value_head_dim``: of values, where it is not that of queries and keys. ``attention_weights``:
     of one layer's projections to and from attention, where they are not those of plain attention.
+    ``experts``: of the layers that have them, in place of their MLP of ``ffn_hidden_size``.
     """
 
     hidden_size: Count
@@ -50,19 +52,45 @@ class ModelShape:
     tensor_parallel_size: Count
     value_head_dim: Count | None = None
     attention_weights: Count | None = None
+    experts: ExpertShape | None = None
 
     @property
     def value_dim(self) -> int:
         """Head dim of values."""
         return self.value_head_dim or self.head_dim
 
+    def mlp_weights(self, ffn_hidden_size: int) -> int:
+        """Weights of an MLP, without biases."""
+        return self.hidden_size * ffn_hidden_size * (3 if self.gated_linear_unit else 2)
+
     @property
-    def layer_weights(self) -> int:
-        """Weights of one layer's projections and MLP, without biases, on all ranks together."""
+    def layer_weights(self) -> float:
+        """Weights that every token takes in a layer, without biases, on all ranks together.
+
+        Those of routed experts are not among them. Where some layers only have experts, it is the
+        mean of all layers.
+        """
         heads = self.num_attention_heads + self.num_query_groups
-        attention = self.hidden_size * heads * (self.head_dim + self.value_dim)
-        mlp = self.hidden_size * self.ffn_hidden_size * (3 if self.gated_linear_unit else 2)
-        return (self.attention_weights or attention) + mlp
+        plain = self.hidden_size * heads * (self.head_dim + self.value_dim)
+        attention, experts = self.attention_weights or plain, self.experts
+        dense = self.mlp_weights(self.ffn_hidden_size)
+        if experts is None:
+            return attention + dense
+        shared, share = self.mlp_weights(experts.shared_ffn_hidden_size), experts.layers_share
+        return attention + (1.0 - share) * dense + share * shared + self.expert_router_weights
+
+    @property
+    def expert_router_weights(self) -> float:
+        """Weights that choose a token's experts: the mean of all layers. Every rank has them."""
+        experts = self.experts
+        return experts.layers_share * self.hidden_size * experts.experts if experts else 0.0
+
+    def routed_weights(self, experts_of_layer: int) -> float:
+        """Weights of so many routed experts of every expert layer: the mean of all layers."""
+        if self.experts is None:
+            return 0.0
+        one = self.mlp_weights(self.experts.ffn_hidden_size)
+        return self.experts.layers_share * experts_of_layer * one
 
     def flat(self) -> dict[str, Any]:
         """``shape.FIELD`` -> value."""

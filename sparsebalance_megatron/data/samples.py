@@ -25,6 +25,8 @@ from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.megatron.datasets import blending_order
 
 _FIRST_PLACES = 2**16
+_SAMPLES_LOOKED_AT = 1024
+"""Samples whose loss masks are read before training."""
 _SHOWN_SOURCES = 32
 _MOST_SOURCES = 2**15 - 2
 """Megatron's index stores sources as int16 and asserts this limit."""
@@ -189,6 +191,24 @@ class SampleIndex:
                 "tokens are trained on"
             )
         return tuple(lines)
+
+    def untrained(self) -> str:
+        """How many of the first samples have no trained token, in one line; "" if all have some.
+
+        Pieces of long conversations are such samples, and documents whose only trained token is
+        the first, which is no target.
+        """
+        if not any(data_set.has_loss_mask for data_set in self._data_sets):
+            return ""
+        looked_at = min(len(self), _SAMPLES_LOOKED_AT)
+        masks = (self.read(int(each)).loss_mask for each in self.global_batch(0, looked_at))
+        count = sum(mask is not None and not mask.any() for mask in masks)
+        if not count:
+            return ""
+        return (
+            f"{count:,} of the first {looked_at:,} samples have no trained token: they take time "
+            "and teach nothing, and a step of such samples alone has loss 0"
+        )
 
     @property
     def without_loss_mask(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def settings_of(config: Any) -> SparseAttention:
         raise ConfigError(
             f"the model's config has no {KEY}: call "
             "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
-            "sparse_topk_blocks=..., sparse_selection=...)"
+            "sparse_topk_blocks=..., sparse_selection=...), or give these to lm-eval's --model_args"
         )
     return checked_settings(found, config)
 

@@ -41,6 +41,7 @@ class HostJob:
             ``--recompute-granularity`` full, or selective with ``core_attn``).
         neighbours_per_node: ranks of a node that may share a micro-batch; tensor-parallel ranks lie
             in between.
+        expert_parallel_size: ranks that divide the experts.
         frozen_weights: whether the model's own weights take no gradients, as beside low-rank
             adapters (LoRA).
     """
@@ -53,6 +54,7 @@ class HostJob:
     recompute_all: bool = False
     recompute_attention: bool = False
     neighbours_per_node: int = 8
+    expert_parallel_size: int = 1
     frozen_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +77,9 @@ class HostJob:
             run: what a table must share with this run, by the names of ``RunIdentity``; a process
                 that only plans has neither device nor dtype, and gives nothing.
         """
-        cost = configured_cost_model(config, self.shape, run)
+        cost = configured_cost_model(
+            config, self.shape, run, expert_parallel_size=self.expert_parallel_size
+        )
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(

@@ -88,16 +88,25 @@ def _validate_loss(loss: Tensor) -> None:
         )
 
 
+_NO_TOKENS = 1e-30
+"""Stands for a count of 0; a count of 1 token, in float32, does not change by it."""
+
+
 def token_loss(
     loss_mask: Tensor, check_for_nan: bool, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of token losses, token count, and what Megatron reports of a GPT's output."""
+    """Sum of token losses, token count, and what Megatron reports of a GPT's output.
+
+    Megatron divides the sums that all micro-batches report. Where none has a trained token the
+    count is next to nothing, so that the step's loss is 0 and no NaN removes its log interval.
+    """
     mask_T = loss_mask.reshape(-1).float()
     loss = (output.reshape(-1).float() * mask_T).sum()
     tokens = mask_T.sum().to(torch.int)
     if check_for_nan:
         _validate_loss(loss)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
+    count = tokens.detach().float().clamp(min=_NO_TOKENS)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), count])}
 
 
 class Recorder(Protocol):

@@ -32,10 +32,23 @@ class KernelCheckError(ValueError):
     """A kernel is wrong on this device, or cannot run."""
 
 
+_LARGEST_BLOCK_ON_CPU = 128
+"""Tokens. The check's documents have some blocks each, which would take minutes on a CPU, whose
+implementations do not depend on the block size."""
+
+
 def check_kernels(
-    config: SparseBalanceConfig, shape: ModelShape, dtype: str, device: torch.device
+    config: SparseBalanceConfig,
+    shape: ModelShape,
+    dtype: str,
+    device: torch.device,
+    *,
+    keep: bool = True,
 ) -> str:
     """Check the kernels that this run's layers will use; see :func:`ensure_checked`."""
+    block_size = config.block_size
+    if device.type == "cpu":
+        block_size = min(block_size, _LARGEST_BLOCK_ON_CPU)
     selections = [config.selection]
     if has_dense_layers(config.layer_budgets):
         # Lists by block of queries and KV head, as dense layers have them.
@@ -50,17 +63,20 @@ def check_kernels(
                 kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
                 head_dim=shape.head_dim,
                 value_dim=shape.value_dim,
-                block_size=config.block_size,
+                block_size=block_size,
                 dtype=dtype,
             ),
             device,
+            keep=keep,
         )
         for selection in dict.fromkeys(selections)
     )
 
 
-def ensure_checked(case: CheckedCase, device: torch.device) -> str:
+def ensure_checked(case: CheckedCase, device: torch.device, *, keep: bool = True) -> str:
     """Check the kernels unless they passed before; gives one line for the log.
+
+    Without ``keep`` the verdict is not written down.
 
     Every failure of a compiler or of the device becomes a :class:`KernelCheckError`, so that other
     ranks can be told.
@@ -85,7 +101,9 @@ def ensure_checked(case: CheckedCase, device: torch.device) -> str:
             f"{case.value_dim}, blocks of {case.block_size}, {case.dtype}, "
             f"{case.selection}: {'; '.join(problems)}; {_way_on(case)}"
         )
-    kept = _keep(file, {"key": json.loads(key), "found": verdict.found})
+    kept = "not kept"
+    if keep:
+        kept = _keep(file, {"key": json.loads(key), "found": verdict.found})
     return f'kernels of "{verdict.kernel}" agree with the reference ({on}): {kept}'
 
 

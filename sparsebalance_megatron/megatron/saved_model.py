@@ -6,8 +6,10 @@ Import only after the CPU adapter has been installed.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,10 +48,19 @@ def save_release(args: Namespace, model: Any, directory: Path) -> None:
     """Write ``directory`` as Megatron writes a checkpoint that no training run made.
 
     Megatron calls it a release: its iteration is 0, and it has no optimizer and no random state.
+
+    Raises:
+        OSError: it cannot be written. Megatron's worker processes keep the reason to themselves.
     """
     args.save = str(directory)
     set_global_variables(args, build_tokenizer=False)
-    save_checkpoint(0, [model], None, None, 0, release=True)
+    needed = sum(each.numel() * each.element_size() for each in model.parameters())
+    try:
+        save_checkpoint(0, [model], None, None, 0, release=True)
+    except CheckpointException as error:
+        free = shutil.disk_usage(directory).free
+        what = f"{needed:,} bytes of weights, {free:,} bytes are free there"
+        raise OSError(errno.ENOSPC if free < needed else errno.EIO, what) from error
 
 
 class _Format(msgspec.Struct):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.host_planner import HostJob
@@ -35,6 +36,7 @@ class RunSettings:
         host_job: model and layout; its samples are at most ``--seq-length`` long, its steps the
             largest.
         dtype: torch's name without the prefix.
+        tied_embeddings, distributed_optimizer: what memory depends on besides.
         micro_batch_size: samples of a micro-batch on average.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
@@ -59,6 +61,8 @@ class RunSettings:
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
 
+    tied_embeddings: bool = False
+    distributed_optimizer: bool = False
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
 
@@ -168,6 +172,8 @@ class RunSettings:
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
             distributed_timeout_minutes=args.distributed_timeout_minutes,
+            tied_embeddings=not args.untie_embeddings_and_output_weights,
+            distributed_optimizer=bool(args.use_distributed_optimizer),
         )
 
 
@@ -208,6 +214,7 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
         attention_weights=_latent_weights(transformer_config),
+        experts=expert_shape(transformer_config),
         vocab_size=vocab_size,
         gated_linear_unit=transformer_config.gated_linear_unit,
         tensor_parallel_size=transformer_config.tensor_model_parallel_size,
@@ -235,6 +242,25 @@ def _latent_weights(transformer_config: Any) -> int | None:
         qk_dim=config.qk_head_dim,
         rotary_dim=config.qk_pos_emb_head_dim,
         value_dim=config.v_head_dim,
+    )
+
+
+def expert_shape(transformer_config: Any) -> ExpertShape | None:
+    """Experts of a model; None where it has none."""
+    config = transformer_config
+    if not config.num_moe_experts:
+        return None
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        pattern = [layer % every == 0 for layer in range(config.num_layers)]
+    else:
+        pattern = every
+    return ExpertShape(
+        experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        layers_share=sum(map(bool, pattern)) / len(pattern),
     )
 
 
@@ -294,6 +320,7 @@ def host_job(
         ),
         shape=shape,
         neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
+        expert_parallel_size=transformer_config.expert_model_parallel_size,
         recompute_all=granularity == "full",
         recompute_attention=granularity == "selective"
         and "core_attn" in transformer_config.recompute_modules,

@@ -279,9 +279,15 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
 """Those of :data:`SEGMENTS` that are refused for some values: flag -> whether it is."""
 
 
+_LARGEST_SEED = 2**31 - 1
+"""Megatron adds numbers of ranks to it, and numpy takes 32 bits."""
+
+
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
+    if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
+        raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 
@@ -298,6 +304,7 @@ def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
+    selector_named(get.config.selection, get.config.router)
     _check_sharing(get, longest)
     check_segments(get)
 

@@ -46,7 +46,7 @@ class Members:
     def __init__(self, cp_sizes_IX: np.ndarray) -> None:
         self._together = int(cp_sizes_IX.max(initial=1))
         self.share = self._together > 1
-        self._islands = cp_sizes_IX.shape[1] // self._together
+        self._groups = cp_sizes_IX.shape[1] // self._together
         self._apart = []
         """For groups of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
         self._levels = np.zeros(len(cp_sizes_IX), dtype=np.int64)
@@ -63,9 +63,9 @@ class Members:
 
     @property
     def order(self) -> np.ndarray:
-        """Ranks by their number within the widest micro-batch, then by island: how arrays hold
+        """Ranks by their number within the widest micro-batch, then by rank group: how arrays hold
         them."""
-        return np.arange(self._islands * self._together).reshape(-1, self._together).T.reshape(-1)
+        return np.arange(self._groups * self._together).reshape(-1, self._together).T.reshape(-1)
 
     def in_order(self, values_R: np.ndarray) -> np.ndarray:
         """Values [..., R] in :attr:`order`; themselves where no ranks share."""
@@ -82,9 +82,9 @@ class Members:
             values_IX: contiguous, with the ranks in :attr:`order`.
             items: of the first axis of the cp_sizes, those that ``values_IX`` is for.
         """
-        by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
+        by_rank = values_IX.reshape(len(values_IX), self._together, self._groups)
         largest = by_rank
         for level, apart in enumerate(self._apart[: self._levels[items].max()]):
             largest = np.maximum(largest[:, ::2], largest[:, 1::2])
-            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
+            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._groups)
             np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)

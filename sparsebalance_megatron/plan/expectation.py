@@ -61,7 +61,7 @@ def step_ms(problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray) ->
     """Makespan of placed samples at these budgets."""
     if where.first_blocks:
         return float(segmented_times(problem.costs, where, budgets_LS)[1].max())
-    return float(problem.makespans_ms(where, problem.costs.sample_ms(budgets_LS)).max())
+    return float(problem.budgets.makespans_ms(budgets_LS, where).max())
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:

@@ -11,7 +11,7 @@ SHARE_OF_STEP = 0.04
 """Share of a step's time that searching its placement may take, during the step before."""
 
 SHARE_OF_STEP_FOR_PACKED = 0.10
-"""The same where micro-batches hold several samples: there are more placements to tell apart."""
+"""Share where micro-batches hold several samples: there are more placements to tell apart."""
 
 SHARE_OF_STEP_FOR_CP_SIZES = 0.10
 """Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait

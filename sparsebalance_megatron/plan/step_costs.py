@@ -32,8 +32,8 @@ from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import PlanError
 
-_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
-_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR)
+_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.EXPERTS)
+_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR, Part.EXPERTS)
 _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 
 
@@ -281,7 +281,9 @@ def step_costs(
     layers = None
     if job.lockstep_ranks > 1:
         scale_2L = scale_2C[:, chunk_of_layer_L]
+        experts_2F = _coefficients_2F(cost, Part.EXPERTS)
         layer_2LF = np.where(dense_L[:, None], dense_2F[:, None], sparse_2F[:, None])
+        layer_2LF = layer_2LF - experts_2F[:, None]
         layers = LayerCosts(
             chunk_of_layer_L=chunk_of_layer_L,
             fixed_2SL=scale_2L[:, None] * fixed_2SX(layer_2LF),
@@ -293,7 +295,7 @@ def step_costs(
             ),
             outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
             outside_sequence_2C=scale_2C * outside_2CF[..., _SEQUENCES],
-            together_2SC=np.zeros_like(fixed_2SC),
+            together_2SC=scale_2C[:, None] * fixed_2SX(layers_C[:, None] * experts_2F[:, None]),
         )
     return StepCosts(
         job=job,

@@ -81,6 +81,8 @@ class ProfiledModel:
                 return self._router(tokens, context)
             case Part.LINEAR:
                 return self._linear(tokens, context)
+            case Part.EXPERTS:
+                raise NotImplementedError("experts are timed within the linear part")
             case Part.EMBEDDING:
                 return self._embedding(tokens)
             case Part.HEAD:

@@ -15,25 +15,29 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
-from sparsebalance_megatron.learn.even_stages import even_stages
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.prediction import planned_memory
 from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
 from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_supported
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.outcome import predict
+from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.text_table import shown_ms, text_table
+from sparsebalance_megatron.view.predictions import header_line, remarks
 
-_PREDICTED_STEPS = 2
-"""As many as ``sparse-balance advise`` plans by default, of the same samples."""
+_PREDICTED_STEPS = 20
+"""As many as other predictions plan by default."""
 _WEIGHTS_SOURCE = (
     "weights, gradients and optimizer with the formula of Megatron's theoretical_memory_usage"
 )
@@ -56,11 +60,15 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         unchecked.append(remark)
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
+    if device_type == "cpu":
+        what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
+        check_kernels(*what, keep=False)
+    else:
+        unchecked.append("attention kernels")
     scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     workload = inputs.workload(_PREDICTED_STEPS)
-    later = [step.plan for step in workload.planned_steps()]
-    print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
+    print("\n".join(describe(args, inputs, first, workload, unchecked)), flush=True)
     if (stages := even_stages(workload)) is not None:
         print(stages, flush=True)
     if inputs.valid is not None:
@@ -77,13 +85,13 @@ def describe(
     args: Namespace,
     inputs: Inputs,
     planned: PlannedStep,
-    later: Sequence[StepPlan],
+    workload: Workload,
     unchecked: Sequence[str],
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
-    ``later`` are plans with coverage known, as :meth:`.Inputs.workload` predicts them;
-    ``unchecked`` has a line for each thing that a dry run cannot know.
+    ``workload`` has the first steps with coverage known; ``unchecked`` has a line for each thing
+    that a dry run cannot know.
     """
     job, expected = inputs.job, planned.plan.expectation
     settings = inputs.settings
@@ -99,9 +107,13 @@ def describe(
     coverage = "unknown before the first step, which therefore runs at base budgets"
     if expected.coverage_mean is not None:
         coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
-    least_ms, later_ms = (
-        expected.lower_bound_ms,
-        float(np.mean([plan.expectation.makespan_ms for plan in later])),
+    later, least_ms = predict(workload), expected.lower_bound_ms
+    recompute = (
+        "full"
+        if settings.host_job.recompute_all
+        else "attention"
+        if settings.host_job.recompute_attention
+        else "none"
     )
     return [
         f"sparse balance: dry run of {args.world_size} ranks: tensor "
@@ -122,7 +134,7 @@ def describe(
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
-        *_memory(args, inputs, later),
+        *memory_lines(later.stages, later.stages_at_most, _WEIGHTS_SOURCE),
         "",
         f"batching: {batching}{chosen}, planned in {planned.plan_ms:.1f} ms",
         f"makespan: {shown_ms(expected.makespan_ms)} ms {predicted}, at least "
@@ -132,8 +144,10 @@ def describe(
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
         f"coverage: {coverage}",
-        f"later steps: {shown_ms(later_ms)} ms, mean of the first {len(later)} global "
-        "batches planned with coverage (k/n)^0.35, as `sparse-balance advise` predicts",
+        f"all steps: {shown_ms(later.makespan_ms)} ms, mean of the first global batches with "
+        "coverage known as (k/n)^0.35; `sparse-balance plan` and `advise` predict the same",
+        header_line(workload, recompute=recompute, order=f"of training with seed {settings.seed}"),
+        *remarks(workload),
     ]
 
 
@@ -195,30 +209,11 @@ def _cells(
 
 def _data(inputs: Inputs) -> tuple[str, ...]:
     lines = inputs.train.describe()
-    if len(lines) > 1:
-        return lines
     blend = read_blends(inputs.settings)["train"]
-    return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
-
-
-def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:
-    """GiB per pipeline stage in the planned step that needs most."""
-    settings, config = inputs.settings, inputs.config
-    stages = planned_memory(
-        plans,
-        inputs.job,
-        settings.host_job.shape,
-        selection=config.selection,
-        block_size=config.block_size,
-        dense_L=inputs.policy.dense_L(inputs.job.layers),
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
-        sequence_parallel=settings.sequence_parallel,
-        optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        recompute_all=settings.host_job.recompute_all,
-        recompute_attention=settings.host_job.recompute_attention,
-        attention_kept=config.recompute_attention == "keep",
-    )
-    return memory_lines(stages, _WEIGHTS_SOURCE)
+    if len(lines) == 1 and blend is not None:
+        lines = (f"{blend.prefixes[0]}: {lines[0]}",)
+    untrained = inputs.train.untrained()
+    return (*lines, untrained) if untrained else lines
 
 
 @contextmanager
@@ -260,7 +255,6 @@ def _validated_args(
     unchecked = [
         "whether memory suffices: it is counted below, not tried",
         "processes, the network and its libraries (NCCL)",
-        "attention kernels",
     ]
     if args.load or args.pretrained_checkpoint:
         unchecked.append("checkpoints; the plan is that of a run from the start")
@@ -268,6 +262,4 @@ def _validated_args(
         # Megatron's model config refuses fused RoPE where the library that has it is missing.
         args.apply_rope_fusion = False
         unchecked.append("flags that need Transformer Engine, which is not installed here")
-    if args.num_experts:
-        unchecked.append("memory of experts: layers are counted as dense ones")
     return args, unchecked

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
@@ -27,6 +27,7 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 from sparsebalance_megatron.selector_registry import source_of
 
 _LONGEST_VALUE = 80
@@ -70,6 +71,25 @@ class Inputs:
             policy=self.policy,
             cost=self.cost,
             coverage=prior_coverage(self.job.layers, self.grid[-1]),
+            memory=self.memory,
+        )
+
+    @property
+    def memory(self) -> MemoryModel:
+        """Sizes that memory depends on besides plans."""
+        job, settings, host_job = self.job, self.settings, self.settings.host_job
+        return MemoryModel(
+            shape=host_job.shape,
+            layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
+            virtual_stages=job.virtual_stages,
+            micro_batch_group_size=job.micro_batch_group_size,
+            tied_embeddings=settings.tied_embeddings,
+            sequence_parallel=settings.sequence_parallel,
+            optimizer_ranks=job.data_parallel_size if settings.distributed_optimizer else 1,
+            expert_parallel_size=host_job.expert_parallel_size,
+            recompute_all=host_job.recompute_all,
+            recompute_attention=host_job.recompute_attention,
+            attention_kept=self.config.recompute_attention == "keep",
         )
 
     def scheduler(self) -> Scheduler:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.learn.scheduler import Scheduler
@@ -126,6 +127,12 @@ class Session:
             )
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
+        first = torch.distributed.get_rank() == 0
+        (untrained, *_) = gather_or_raise(
+            lambda: inputs.train.untrained() if first else "", DataError
+        )
+        if untrained:
+            print_rank_0(f"sparse balance: {untrained}")
         if notice := lockstep_notice(inputs.job.lockstep_ranks):
             print_rank_0(f"sparse balance: {notice}")
         self._place = place = rank_place()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything people look at: summary, report, trace, watch, simulate, advise."""
+"""What people look at: reports, traces, tables of predictions."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import (
@@ -345,6 +346,8 @@ def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor)
     [
         ({"budgets": [2]}, r"budgets \[2\]: must be .* one for each of the 2 documents"),
         ({"budgets": 0}, "all at least 1"),
+        ({"budgets": 2.5}, "budgets 2.5: must be whole numbers"),
+        ({"budgets": [2.7, 1]}, "must be whole numbers"),
         ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
         ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
         ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
@@ -393,3 +396,12 @@ def test_the_example_of_the_document_runs() -> None:
     assert names["out"].shape == (1024, 8, 64)
     assert names["lse"].shape == (1024, 8)
     assert all(names[name].grad.abs().sum() > 0 for name in ("query", "key", "value"))
+
+
+def test_budgets_may_be_whole_numbers_of_numpy_and_torch() -> None:
+    q_THD = torch.randn(20, 2, 8, dtype=torch.float64)
+    boundaries, options = [0, 12, 20], {"block_size": 8, "softmax_scale": 1.0}
+    expected, _ = budgeted_attention(q_THD, q_THD, q_THD, boundaries, 2, **options)
+    for budgets in (np.int64(2), np.array([2, 2]), torch.tensor([2, 2])):
+        found, _ = budgeted_attention(q_THD, q_THD, q_THD, boundaries, budgets, **options)
+        assert torch.equal(found, expected)

@@ -34,7 +34,7 @@ REFUSED = [
     *((name, value) for name, values in BEYOND.items() for value in values),
 ]
 ACCEPTED: tuple[dict[str, Any], ...] = (
-    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 1}, {"coverage_decay": 0.0}),
+    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 2}, {"coverage_decay": 0.0}),
     {"base_budget": 2**24},
 )
 """Odd, and a choice: only raised budgets, no search, slow blocks, no past, dense attention."""

@@ -34,8 +34,8 @@ from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cost.cost_cases import measured
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.table import RunIdentity
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")
@@ -29,13 +29,14 @@ def test_json(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise", "--lengths", str(lengths), *JOB, *grid, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"].startswith("qwen2.5-0.5b: counted operations")
-    assert "without Megatron" in found["memory"]
-    assert [each["choice"]["block_size"] for each in found["choices"]] == [128, 128, 256, 256]
+    assert "theoretical_memory_usage" in found["memory"]
+    assert sorted(each["choice"]["block_size"] for each in found["choices"]) == [128, 128, 256, 256]
     for each in found["choices"]:
         assert len(each["stages"]) == 2
-        assert each["step_ms"] > 0 and 0 <= each["bubble_share"] < 1
-        assert each["fullest_gib"] > 0
+        assert each["makespan_ms"] > 0 and 0 <= each["bubble_share"] < 1
+        assert each["at_most_gib"] > 0
     assert found["left_out"] == [] and found["advice"]
+    assert found["header"].startswith("5 steps, recompute none, order as filed; costs: qwen2.5")
 
 
 def test_dense_layers_take_time_and_no_router(
@@ -43,7 +44,8 @@ def test_dense_layers_take_time_and_no_router(
 ) -> None:
     found = {}
     for layers in ((), ("--layer-budgets", "dense:12-23")):
-        words = ["advise", "--lengths", str(lengths), *JOB, *ONE, "--json", *layers]
+        alike = ("--dense-efficiency", "0.3", "--sparse-efficiency", "0.3")
+        words = ["advise", "--lengths", str(lengths), *JOB, *ONE, "--json", *alike, *layers]
         assert cli.main(words) == 0
         (found[layers],) = json.loads(capsys.readouterr().out)["choices"]
     sparse, half_dense = found.values()
@@ -63,7 +65,8 @@ def test_table_fits_eighty_columns(
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
     joined = " ".join(printed.split())
-    assert "Fastest that fits 80 GiB" in joined
+    assert "Fastest that fits 140 GiB at no less coverage than" in joined
+    assert "break-even: sparse attention must reach" in joined
     assert "counted operations on H200" in joined
     assert "stage 1: " in joined
 
@@ -126,11 +129,11 @@ def test_a_cost_table_brings_its_times_and_its_block_size(
         assert "measurements of 2026-01-31 on a device" in found["costs"]
         (choice,) = found["choices"]
         assert choice["choice"]["block_size"] == 512
-        step_ms.append(choice["step_ms"])
+        step_ms.append(choice["makespan_ms"])
     assert step_ms[1] == pytest.approx(3 * step_ms[0], rel=0.02)
     for other, found in (
         (("--model", "qwen2.5-3b"), "hidden_size is 896 in the table"),
-        (("--block-sizes", "512", "128"), "block_size is 512 in the table, 128 in this run"),
+        (("--block-sizes", "128"), "block_size is 512 in the table, 128 in this run"),
     ):
         command = ("advise", "--lengths", str(lengths), *JOB, *one, "--cost-table", str(table))
         assert cli.main([*command, *other]) == 2

@@ -11,7 +11,7 @@ from harness import long_tailed_lengths, write_documents
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.table import RunIdentity
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
 KEYS = {
     "makespan_ms",
@@ -55,7 +55,8 @@ def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
-    assert any(line.startswith("ours, base coverage") for line in lines)
+    names = ("ours, fixed budgets", "ours, base coverage", "dense, balanced")
+    assert all(any(line.startswith(name) for line in lines) for name in names)
 
 
 def test_simulate_prints_the_papers_rows_in_80_columns(capsys, monkeypatch):
@@ -69,10 +70,11 @@ def test_simulate_prints_the_papers_rows_in_80_columns(capsys, monkeypatch):
 
 
 def test_layers_with_budgets_of_their_own(lengths, capsys):
-    """A model whose layers are all dense loses no coverage, and takes longer."""
+    """A model whose layers are all dense loses no coverage, and takes longer at equal rates."""
     found = {}
+    alike = ("--json", "--steps", "1", "--dense-efficiency", "0.3")
     for layers in ("dense:0-23", "8:0 dense:1"):
-        assert plan(lengths, "--json", "--steps", "1", "--layer-budgets", *layers.split()) == 0
+        assert plan(lengths, *alike, "--layer-budgets", *layers.split()) == 0
         found[layers] = json.loads(capsys.readouterr().out)["variants"]["ours"]
     assert found["dense:0-23"]["coverage_mean"] == found["dense:0-23"]["work_ratio"] == 1.0
     assert found["dense:0-23"]["makespan_ms"] > found["8:0 dense:1"]["makespan_ms"]
@@ -126,6 +128,7 @@ def test_stored_documents_are_planned_in_the_order_of_training(tmp_path, capsys)
         result = json.loads(capsys.readouterr().out)
         for variant in result["variants"].values():
             del variant["plan_ms"]
+        assert result.pop("header").startswith("2 steps, recompute none, order ")
         found.append(result)
     assert found[0] == found[1]
     assert found[0]["costs"].startswith("qwen3-0.6b: counted operations")
@@ -146,6 +149,17 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["simulate", "--setup", "paper-ablation", *given]) == 2
     assert "--pp 4: the model has 3 layers" in capsys.readouterr().err
+
+
+def test_simulate_takes_other_lengths(lengths, capsys):
+    setup = ("simulate", "--setup", "lockstep-chatqa2", "--steps", "1", "--rows", "ours", "--json")
+    names = {}
+    for given in ((), ("--lengths-from", "prolong"), ("--lengths", lengths)):
+        assert cli.main([*setup, *given]) == (2 if "--lengths" in given else 0)
+        printed = capsys.readouterr()
+        names[given] = list(json.loads(printed.out)["data"]) if printed.out else printed.err
+    assert list(names.values())[:2] == [["chatqa2"], ["prolong"]]
+    assert "40 lengths, and a step needs --global-batch 64" in names["--lengths", lengths]
 
 
 def test_flags_that_contradict_the_cost_table_are_refused(lengths, tmp_path, capsys):

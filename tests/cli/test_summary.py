@@ -155,6 +155,7 @@ def test_command_writes_json_and_an_80_column_table(
         "speedup_total",
         "problems",
         "explanation",
+        "differences",
     }
     required = {
         "iteration_ms_median",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import step_cases
 
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.memory import (
     GIBIBYTE,
     MemoryModel,
@@ -41,19 +42,30 @@ def model(**changes: Any) -> MemoryModel:
     return MemoryModel(**(values | changes))
 
 
+EXPERTS = ExpertShape(
+    experts=16, top_k=4, ffn_hidden_size=96, shared_ffn_hidden_size=64, layers_share=0.5
+)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_weights_of_one_stage_are_those_that_megatron_counts(
-    gated: bool, tied: bool, ranks: int
+    experts: ExpertShape | None, gated: bool, tied: bool, ranks: int
 ) -> None:
     counting = pytest.importorskip("megatron.training.theoretical_memory_usage")
-    shape = replace(SHAPE, gated_linear_unit=gated)
+    shape = replace(SHAPE, gated_linear_unit=gated, experts=experts)
+    expert_ranks = 4 if experts and ranks > 1 else 1
     args = Namespace(
-        **{f"moe_{name}": None for name in ("ffn_hidden_size", "latent_size", "router_topk")},
-        **{name: 1 for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")},
-        moe_shared_expert_intermediate_size=None,
-        num_experts=None,
+        moe_latent_size=None,
+        moe_layer_freq=2,
+        moe_ffn_hidden_size=experts and experts.ffn_hidden_size,
+        moe_router_topk=experts and experts.top_k,
+        moe_shared_expert_intermediate_size=experts and experts.shared_ffn_hidden_size,
+        num_experts=experts and experts.experts,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=expert_ranks,
         mtp_num_layers=None,
         multi_latent_attention=False,
         normalization="RMSNorm",
@@ -75,7 +87,11 @@ def test_weights_of_one_stage_are_those_that_megatron_counts(
         use_distributed_optimizer=ranks > 1,
     )
     ours = model(
-        shape=shape, layers_per_stage=(6,), tied_embeddings=tied, optimizer_ranks=ranks
+        shape=shape,
+        layers_per_stage=(6,),
+        tied_embeddings=tied,
+        optimizer_ranks=ranks,
+        expert_parallel_size=expert_ranks,
     ).weights_bytes(0)
     assert ours == pytest.approx(counting.compute_weight_and_optimizer_memory(args), rel=1e-12)
 
@@ -111,6 +127,22 @@ def test_a_layer_by_hand() -> None:
     assert model(recompute_attention=True, **lists).layer_bytes_per_token() == whole
     kept = model(recompute_attention=True, selected_blocks_per_token=10.0)
     assert kept.layer_bytes_per_token() == plain - 4 * 8 / 2
+
+
+def test_experts_hold_copies_of_their_tokens_and_what_they_compute() -> None:
+    plain = model().layer_bytes_per_token()
+    shape = replace(SHAPE, experts=EXPERTS)
+    neurons = 3 * (64 + 4 * 96 - 160) / 2
+    expected = plain + 0.5 * 2 * neurons + 0.5 * 2 * 4 * 64
+    assert model(shape=shape).layer_bytes_per_token() == pytest.approx(expected)
+
+
+def test_sharded_parameters_leave_each_rank_its_part() -> None:
+    ranks = {"optimizer_ranks": 8, "expert_parallel_size": 2}
+    whole = model(shape=replace(SHAPE, experts=EXPERTS), **ranks)
+    parts = replace(whole, sharded_parameters=True)
+    expected = 18 * (whole.parameters(0) / 8 + whole.expert_parameters(0) / 4)
+    assert parts.weights_bytes(0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +219,13 @@ def test_stages_alike_are_said_once() -> None:
     alike = StageMemory(
         weights_bytes=2 * GIBIBYTE, activations_bytes=4 * GIBIBYTE, lists_bytes=GIBIBYTE / 4
     )
-    lines = memory_lines([replace(alike, weights_bytes=3 * GIBIBYTE), alike, alike], "by hand")
+    stages = [replace(alike, weights_bytes=3 * GIBIBYTE), alike, alike]
+    most = [replace(stage, activations_bytes=9 * GIBIBYTE) for stage in stages]
+    lines = memory_lines(stages, most, "by hand")
     assert "by hand" in lines[0] and "not counted" in lines[0]
     assert lines[1:] == [
         "  stage 0: 7 = weights, gradients and optimizer 3 + activations 4 (of which lists of "
-        "blocks 0.25)",
+        "blocks 0.25) in these steps; at most 12, with every micro-batch at the token cap",
         "  stages 1-2: 6 = weights, gradients and optimizer 2 + activations 4 (of which lists of "
-        "blocks 0.25)",
+        "blocks 0.25) in these steps; at most 11, with every micro-batch at the token cap",
     ]

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.model import PEAK_FLOPS_PER_MS, CostModel
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.experts import ExpertShape
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import TIMED, Direction, Part
+from sparsebalance_megatron.cost.rates import DEVICES, Efficiency
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.cost.work_model import features, work_model_named
 
@@ -30,7 +32,7 @@ def test_prediction_equals_the_oracles_sum(
 ) -> None:
     lengths, budgets = (list(column) for column in zip(*documents, strict=True))
     row = features(lengths, budgets, planted.block_size, planted.work)
-    for part in Part:
+    for part in TIMED:
         expected = oracle.micro_batch_ms(
             lengths, budgets, planted.block_size, planted.forward_ms[part]
         )
@@ -43,10 +45,10 @@ def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
     attention = {Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER}
     for full, attention_only, attention_kept, repeated in (
         (False, False, False, set()),
-        (True, False, False, {*attention, Part.LINEAR}),
+        (True, False, False, {*attention, Part.LINEAR, Part.EXPERTS}),
         (False, True, False, attention),
         (False, False, True, set()),
-        (True, False, True, {Part.LINEAR}),
+        (True, False, True, {Part.LINEAR, Part.EXPERTS}),
         (False, True, True, set()),
     ):
         model = planted.with_recompute(
@@ -79,18 +81,22 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape
-    model = CostModel.analytic(shape, 128)
-    linear, attention_rate = 0.5 * PEAK_FLOPS_PER_MS["h200"], 0.3 * PEAK_FLOPS_PER_MS["h200"]
+    efficiency = Efficiency(dense=0.7, sparse=0.3, linear=0.5, experts=0.4)
+    model = CostModel.analytic(shape, 128, efficiency=efficiency)
+    peak = DEVICES["h200"].flops_per_ms
+    linear, sparse, dense = 0.5 * peak, 0.3 * peak, 0.7 * peak
     row = features([1024], np.inf, 128, model.work)
     weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
     for part, flops in ((Part.LINEAR, 2 * 1024 * weights), (Part.HEAD, 2 * 1024 * 256 * 1024)):
         predicted = predict_ms(model, part, Direction.FORWARD, row)
         assert predicted == pytest.approx(flops / linear)
     causal_pairs = 8 * 9 / 2 * 128**2
-    attention = predict_ms(model, Part.ATTENTION, Direction.FORWARD, row)
-    assert attention == pytest.approx(4 * causal_pairs * 8 * 32 / attention_rate)
-    for part in (Part.ATTENTION, Part.DENSE_ATTENTION):
+    for part, rate in ((Part.ATTENTION, sparse), (Part.DENSE_ATTENTION, dense)):
+        attention = predict_ms(model, part, Direction.FORWARD, row)
+        assert attention == pytest.approx(4 * causal_pairs * 8 * 32 / rate)
         assert predict_ms(model, part, Direction.BACKWARD, row) == pytest.approx(2.5 * attention)
+    for direction in Direction:
+        assert predict_ms(model, Part.EXPERTS, direction, row) == 0.0
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 
@@ -103,3 +109,55 @@ def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity
             assert predict_ms(half, part, direction, row) == pytest.approx(
                 predict_ms(whole, part, direction, row) / 2
             )
+
+
+def test_routed_experts_are_a_part_of_their_own(identity: RunIdentity) -> None:
+    """2 operations per weight of a token's experts, and its copies there and back."""
+    experts = ExpertShape(
+        experts=16, top_k=4, ffn_hidden_size=96, shared_ffn_hidden_size=64, layers_share=0.75
+    )
+    shape = replace(identity.shape, experts=experts)
+    model = CostModel.analytic(
+        shape, 128, expert_parallel_size=8, gigabytes_per_second=100.0, device="h100"
+    )
+    row, peak = features([1024], np.inf, 128, model.work), DEVICES["h100"].flops_per_ms
+    products = 1024 * 0.75 * 2 * 4 * 3 * 256 * 96 / (0.4 * peak)
+    sent = 1024 * 0.75 * 2 * (4 * 256 * 2 * 7 / 8) / 1e8
+    assert predict_ms(model, Part.EXPERTS, Direction.FORWARD, row) == pytest.approx(products + sent)
+    backward = predict_ms(model, Part.EXPERTS, Direction.BACKWARD, row)
+    assert backward == pytest.approx(2 * products + sent)
+    beside = 0.25 * 3 * 256 * 688 + 0.75 * (3 * 256 * 64 + 256 * 16)
+    weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + beside
+    linear = predict_ms(model, Part.LINEAR, Direction.FORWARD, row)
+    assert linear == pytest.approx(1024 * 2 * weights / (0.5 * peak))
+    alone = CostModel.analytic(shape, 128, device="h100")
+    assert predict_ms(alone, Part.EXPERTS, Direction.FORWARD, row) == pytest.approx(products)
+    recomputed = model.with_recompute(full=True, attention_only=False)
+    again = predict_ms(recomputed, Part.EXPERTS, Direction.BACKWARD, row)
+    assert again == pytest.approx(3 * products + 2 * sent)
+
+
+def test_slower_sparse_attention_slows_nothing_else(identity: RunIdentity) -> None:
+    model = CostModel.analytic(identity.shape, 128)
+    slow = model.with_attention_slowness(3.0)
+    row = features([4096], 4, 128, model.work)
+    for part in Part:
+        factor = 3.0 if part in (Part.ATTENTION, Part.ROUTER) else 1.0
+        for direction in Direction:
+            assert predict_ms(slow, part, direction, row) == pytest.approx(
+                factor * predict_ms(model, part, direction, row)
+            )
+
+
+def test_dense_layers_that_were_not_measured_cost_as_much_as_their_block_pairs(
+    identity: RunIdentity,
+) -> None:
+    model = CostModel.analytic(identity.shape, 128)
+    assert model.with_dense_attention is model
+    known = {part: row for part, row in model.forward_ms.items() if part != Part.DENSE_ATTENTION}
+    back = {part: row for part, row in model.backward_ms.items() if part != Part.DENSE_ATTENTION}
+    found = replace(model, forward_ms=known, backward_ms=back).with_dense_attention
+    row = features([5000], np.inf, 128, model.work)
+    for direction in Direction:
+        sparse = predict_ms(model, Part.ATTENTION, direction, row)
+        assert predict_ms(found, Part.DENSE_ATTENTION, direction, row) == pytest.approx(sparse)

@@ -11,11 +11,14 @@ import pytest
 import torch
 from attention import test_self_check
 from harness import PROGRAMS, train
+from step_cases import SHAPE
 
 from sparsebalance_megatron.attention.kernels import tokens
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron.kernel_check import (
     KernelCheckError,
     cache_directory,
+    check_kernels,
     ensure_checked,
 )
 
@@ -103,3 +106,10 @@ def test_all_ranks_stop_where_the_kernels_of_one_are_wrong(documents: Path) -> N
     assert "KernelCheckError: kernel check" in run.output
     assert "(rank 1)" in run.output
     assert not run.losses
+
+
+def test_the_largest_blocks_are_checked_on_smaller_ones_on_a_cpu(cache: Path) -> None:
+    """Documents of some blocks of 2**20 tokens would not fit memory."""
+    line = check_kernels(SparseBalanceConfig(block_size=2**20), SHAPE, "float32", CPU, keep=False)
+    assert "agree with the reference" in line
+    assert _kept(cache) == []

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.settings import (
     expert_group_ranks,
+    expert_shape,
     micro_batch_group_size,
     token_multiple,
 )
@@ -57,6 +60,21 @@ def test_an_expert_group_is_neighbouring_data_parallel_ranks(
         tensor_model_parallel_size=tensor,
     )
     assert expert_group_ranks(transformer_config) == ranks
+
+
+def test_experts_are_those_of_the_layers_that_have_them() -> None:
+    sizes = {"num_layers": 4, "ffn_hidden_size": 256, "moe_ffn_hidden_size": 64}
+    routing = {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
+    plain = SimpleNamespace(num_moe_experts=8, moe_layer_freq=1, **sizes, **routing)
+    shape = ExpertShape(experts=8, top_k=2, ffn_hidden_size=64)
+    assert expert_shape(plain) == shape
+    for pattern, share in ((2, 0.5), (3, 0.5), ([0, 1, 1, 1], 0.75)):
+        some = SimpleNamespace(**vars(plain) | {"moe_layer_freq": pattern})
+        assert expert_shape(some) == replace(shape, layers_share=share)
+    shared = {"moe_shared_expert_intermediate_size": 96, "moe_ffn_hidden_size": None}
+    found = expert_shape(SimpleNamespace(**vars(plain) | shared))
+    assert found == replace(shape, ffn_hidden_size=256, shared_ffn_hidden_size=96)
+    assert expert_shape(SimpleNamespace(num_moe_experts=None)) is None
 
 
 def config(**fields: Any) -> SimpleNamespace:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -14,11 +15,13 @@ from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
     TRAINING_FLAGS,
+    VOCABULARY,
     run_program,
     run_training,
 )
 from step_cases import SHAPE
 
+from sparsebalance_megatron import cli
 from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import RunIdentity
@@ -52,6 +55,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "dry run of 32 ranks: tensor 2 x pipeline 4 x data 4" in result.stdout
     assert "layers per pipeline stage: 1 1 1 1" in result.stdout
     assert "not checked:\n  whether memory suffices: it is counted below" in result.stdout
+    assert "20 steps, recompute none, order of training with seed 1234; costs: " in result.stdout
     assert "ms estimated from counted operations, not measured on any device" in result.stdout
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = micro_batches(result.stdout)
@@ -95,6 +99,43 @@ def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path:
     other = start(tmp_path, *flags, "--hidden-size", "128", "--sparse-balance-dry-run", "4")
     assert other.returncode == 2
     assert "hidden_size" in other.stderr
+
+
+EXPERT_FLAGS = (
+    *("--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+CONFIG = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY},
+}
+
+
+@pytest.mark.parametrize("experts", [(), EXPERT_FLAGS])
+def test_plan_predicts_what_a_dry_run_does(
+    experts: tuple[str, ...],
+    documents: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ("--data-path", str(documents))
+    own = ("--expert-model-parallel-size", "2") if experts else ()
+    result = start(tmp_path, *FLAGS, *experts, *own, *data, "--sparse-balance-dry-run", "4")
+    assert result.returncode == 0, result.stderr
+    config = tmp_path / "config.json"
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config.write_text(json.dumps(CONFIG | (sizes if experts else {})))
+    layout = ("--dp", "4", "--pp", "1", "--micro-batches", "2", "--ep", "2" if experts else "1")
+    attention = ("--block-size", "16", "--base-budget", "4", "--seq-length", "256")
+    words = ["plan", *data, "--model", str(config), *layout, *attention, "--json"]
+    assert cli.main(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    expected = planned["variants"]["ours, base coverage"]["makespan_ms"]
+    assert f"all steps: {shown_ms(expected)} ms" in result.stdout
+    at_most = planned["variants"]["ours, base coverage"]["stages_at_most"][0]
+    (printed,) = re.findall(r"at most ([\d.e-]+), with every micro-batch", result.stdout)
+    # The plan counts sequence parallelism and the distributed optimizer, this run has neither.
+    assert float(printed) > at_most["activations_bytes"] / 2**30 * 0.99
 
 
 @pytest.mark.distributed
@@ -156,3 +197,28 @@ def test_a_dry_run_without_the_plugin_is_refused() -> None:
 )
 def test_is_requested(argv: list[str], requested: bool) -> None:
     assert dry_run.is_requested(argv) == requested
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            ("--sparse-balance-router", "torch", "--sparse-balance-selection", "vertical-slash"),
+            "leaves no choice of router",
+        ),
+        (("--seed", "-1"), "--seed -1: must be 1 to 2147483647"),
+        (("--seed", str(2**40)), "must be 1 to 2147483647"),
+        (("--sparse-balance-block-size", "1"), "from 2 to 1048576 tokens"),
+    ],
+)
+def test_it_refuses_what_training_refuses_in_the_same_words(
+    flags: tuple[str, ...], reason: str, documents: Path, tmp_path: Path
+) -> None:
+    given = (*FLAGS, "--data-path", str(documents), *flags)
+    dry = start(tmp_path, *given, "--sparse-balance-dry-run")
+    trained = start(tmp_path, *given)
+    (line,) = (line for line in dry.stderr.splitlines() if "error:" in line)
+    assert reason in line
+    assert line in trained.stderr.splitlines()
+    assert dry.returncode == trained.returncode == 2
+    assert "Traceback" not in dry.stderr + trained.stderr

@@ -2,10 +2,10 @@
 """Fills what every rank has left until a step time with attention, best value first.
 
 A unit is one chunk of one micro-batch. Its budgets follow one price level: all steps at least that
-good are taken. Ranks that share micro-batches form an island; without shared micro-batches every
-rank is one. The rule, for every island by itself, in rounds:
+good are taken. Ranks that share micro-batches form a rank group; without shared micro-batches every
+rank is one. The rule, for every rank group by itself, in rounds:
 
-1. *Rise.* The units of the island rise together, by as many levels as its makespan allows.
+1. *Rise.* The units of the rank group rise together, by as many levels as its makespan allows.
 2. *Stop.* A unit stops whose next level does not fit: the longest chain of operations through it
    would end after the step.
 3. *Give way.* Where the units could not rise together though each of them could alone, the more
@@ -16,8 +16,8 @@ early, at levels that fit, where its effort is spent.
 
 Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
 R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
-J = R x M micro-batches, E islands, W ranks of an island, U = W x M x C units of an island, I
-islands that still rise; a leading 2: forward and backward.
+J = R x M micro-batches, E groups, W ranks of a rank group, U = W x M x C units of a rank group, I
+rank groups that still rise; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Filling:
     effort: SearchEffort
 
     def levels_JC(self, limit_ms: float) -> np.ndarray:
-        """The price level of every unit once all islands are filled up to ``limit_ms``.
+        """The price level of every unit once all rank groups are filled up to ``limit_ms``.
 
         A micro-batch that ranks share has its units on the first of them; those of the others stay
         0.
@@ -65,32 +65,32 @@ class Filling:
         level_EU = np.zeros(self._growth_EUQ.shape[:2], dtype=np.int64)
         rising_EU = self._growth_EUQ[..., -1] > 0
         for _ in range(_MAX_ROUNDS):
-            islands_I = np.flatnonzero(rising_EU.any(axis=1))
-            if not len(islands_I) or not self.effort.left:
+            groups_I = np.flatnonzero(rising_EU.any(axis=1))
+            if not len(groups_I) or not self.effort.left:
                 break
-            rising_IU = rising_EU[islands_I]
-            level_IU, rose_I = self._rise(islands_I, level_EU[islands_I], rising_IU, limit_ms)
+            rising_IU = rising_EU[groups_I]
+            level_IU, rose_I = self._rise(groups_I, level_EU[groups_I], rising_IU, limit_ms)
             rising_IU = rising_IU & (level_IU < LEVELS)
-            level_EU[islands_I] = level_IU
-            rising_EU[islands_I] = self._go_on(islands_I, level_IU, rising_IU, rose_I, limit_ms)
+            level_EU[groups_I] = level_IU
+            rising_EU[groups_I] = self._go_on(groups_I, level_IU, rising_IU, rose_I, limit_ms)
         return level_EU.reshape(self.growth_JCQ.shape[:2])
 
     @property
     def _waiting(self) -> int:
-        return WAITING_COST if self._island_ranks > 1 else 1
+        return WAITING_COST if self._group_ranks > 1 else 1
 
     @property
     def _cp_sizes_RM(self) -> np.ndarray:
         return self.floor_times.cp_sizes_RM
 
     @cached_property
-    def _island_ranks(self) -> int:
+    def _group_ranks(self) -> int:
         return int(self._cp_sizes_RM.max())
 
     @cached_property
     def _growth_EUQ(self) -> np.ndarray:
-        islands = self.costs.job.data_parallel_size // self._island_ranks
-        return self.growth_JCQ.reshape(islands, -1, self.growth_JCQ.shape[-1])
+        groups = self.costs.job.data_parallel_size // self._group_ranks
+        return self.growth_JCQ.reshape(groups, -1, self.growth_JCQ.shape[-1])
 
     @cached_property
     def _unit_ms_EU(self) -> np.ndarray:
@@ -113,9 +113,9 @@ class Filling:
         return unit_JC.reshape(-1, units) % units
 
     def _rise(
-        self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
+        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Levels after the largest common stride that fits, and which islands rose at all, [I].
+        """Levels after the largest common stride that fits, and which rank groups rose at all, [I].
 
         Makespans only grow with levels, so halving finds it; where pipelines are small, one call
         that tries all strides is faster.
@@ -126,10 +126,10 @@ class Filling:
             return np.minimum(level_IU[part_I] + strides_IU, LEVELS)
 
         def fits(stride_I: np.ndarray, part_I: np.ndarray) -> np.ndarray:
-            ms_X = makespans_ms(self._pipelines(islands_I[part_I], risen(stride_I, part_I)))
-            return (ms_X <= limit_ms).reshape(-1, self._island_ranks).all(axis=1)
+            ms_X = makespans_ms(self._pipelines(groups_I[part_I], risen(stride_I, part_I)))
+            return (ms_X <= limit_ms).reshape(-1, self._group_ranks).all(axis=1)
 
-        every_I, strides = np.arange(len(islands_I)), len(_STRIDES)
+        every_I, strides = np.arange(len(groups_I)), len(_STRIDES)
         self.effort.spend(2 * level_IU.size * self._waiting * strides.bit_length())
         if 2 * level_IU.size * strides <= _MAX_OPERATIONS_AT_ONCE:
             tried = np.arange(1, strides)
@@ -146,7 +146,7 @@ class Filling:
 
     def _go_on(
         self,
-        islands_I: np.ndarray,
+        groups_I: np.ndarray,
         level_IU: np.ndarray,
         rising_IU: np.ndarray,
         rose_I: np.ndarray,
@@ -154,9 +154,9 @@ class Filling:
     ) -> np.ndarray:
         """Mask of the rising units that rise in the next round as well, [I, U]."""
         self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH * self._waiting)
-        through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU))
+        through_XPVM = longest_through_ms(self._pipelines(groups_I, level_IU))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
-        added_IU = self._next_level_ms(islands_I, level_IU)
+        added_IU = self._next_level_ms(groups_I, level_IU)
         fits_IU = through_IU + added_IU <= limit_ms
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
@@ -166,15 +166,15 @@ class Filling:
         going_IU[ways_I] &= ~_larger_half(added_IU[ways_I], in_the_way_IU[ways_I])
         return going_IU
 
-    def _pipelines(self, islands_I: np.ndarray, level_IU: np.ndarray) -> OperationTimes:
-        """Times of islands with their units at these levels: I x W pipelines."""
-        pairs_IU = self._growth_at(islands_I, level_IU)
-        if self._island_ranks > 1:
-            pairs_IU = np.take_along_axis(pairs_IU, self._first_unit_EU[islands_I], axis=1)
-            pairs_IU *= self._share_EU[islands_I]
+    def _pipelines(self, groups_I: np.ndarray, level_IU: np.ndarray) -> OperationTimes:
+        """Times of rank groups with their units at these levels: I x W pipelines."""
+        pairs_IU = self._growth_at(groups_I, level_IU)
+        if self._group_ranks > 1:
+            pairs_IU = np.take_along_axis(pairs_IU, self._first_unit_EU[groups_I], axis=1)
+            pairs_IU *= self._share_EU[groups_I]
         pairs_RMC = pairs_IU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
-        of_island_W = np.arange(self._island_ranks)
-        ranks_R = (islands_I[:, None] * self._island_ranks + of_island_W).reshape(-1)
+        of_group_W = np.arange(self._group_ranks)
+        ranks_R = (groups_I[:, None] * self._group_ranks + of_group_W).reshape(-1)
         grown_2RMC = pairs_RMC * self.costs.pair_2C[:, None, None]
         cp_sizes_RM = self._cp_sizes_RM[ranks_R]
         grown_2RMC = self.costs.on_devices(grown_2RMC, ranks_R, cp_sizes_RM)
@@ -187,18 +187,18 @@ class Filling:
         floor_2RMPV = self.floor_times.by_micro_batch_2RPVM.transpose(0, 1, 4, 2, 3)
         return np.ascontiguousarray(floor_2RMPV).reshape(2, ranks, job.micro_batches, -1)
 
-    def _next_level_ms(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
+    def _next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """Forward and backward ms that one more level adds to every unit, [I, U]."""
         now_IU, next_IU = (
-            self._growth_at(islands_I, np.minimum(level_IU + more, LEVELS)) for more in (0, 1)
+            self._growth_at(groups_I, np.minimum(level_IU + more, LEVELS)) for more in (0, 1)
         )
-        return (next_IU - now_IU) * self._unit_ms_EU[islands_I]
+        return (next_IU - now_IU) * self._unit_ms_EU[groups_I]
 
-    def _growth_at(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        """Block pairs of all units of islands at these levels, [I, U]."""
+    def _growth_at(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
+        """Block pairs of all units of rank groups at these levels, [I, U]."""
         units = level_IU.shape[1]
         # One flat index: three that broadcast take several times as long.
-        first_IU = (islands_I[:, None] * units + np.arange(units)) * (LEVELS + 1)
+        first_IU = (groups_I[:, None] * units + np.arange(units)) * (LEVELS + 1)
         return np.asarray(self.growth_JCQ.take(first_IU + level_IU))
 
     @cached_property

@@ -2,7 +2,7 @@
 """A first placement whose micro-batches are as wide as their samples ask for.
 
 The cp_sizes are powers of two. Taken from the widest to the narrowest they fill every position of
-every island, an island being as many neighbouring ranks as the widest micro-batch may have, without
+every rank group, as many neighbouring ranks as the widest micro-batch may have, without
 gaps and each at a multiple of its cp_size.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, J micro-batches.
@@ -174,28 +174,28 @@ class _OpenMicroBatches:
                 offer(micro_batch)
 
     def arranged(self, job: Job) -> Arrangement:
-        """Widest micro-batches first, each in the island with the least load that has room."""
+        """Widest micro-batches first, each in the rank group with the least load that has room."""
         max_cp_size = self.rules.max_cp_size
-        islands = job.data_parallel_size // max_cp_size
+        groups = job.data_parallel_size // max_cp_size
         nothing: tuple[int, ...] = ()
         samples = [[nothing] * job.micro_batches for _ in range(job.data_parallel_size)]
         cp_sizes_RM = np.ones((job.data_parallel_size, job.micro_batches), dtype=np.int64)
-        used = np.zeros((islands, job.micro_batches), dtype=np.int64)
-        loads = [(0.0, island) for island in range(islands)]
+        used = np.zeros((groups, job.micro_batches), dtype=np.int64)
+        loads = [(0.0, group) for group in range(groups)]
         heaviest_widest = np.lexsort((-np.array(self.weight_J), -np.array(self.cp_size_J)))
         for micro_batch in heaviest_widest.tolist():
             cp_size, passed_over = self.cp_size_J[micro_batch], []
             while True:
-                load, island = heapq.heappop(loads)
-                position = int(used[island].argmin())
-                if used[island, position] + cp_size <= max_cp_size:
+                load, group = heapq.heappop(loads)
+                position = int(used[group].argmin())
+                if used[group, position] + cp_size <= max_cp_size:
                     break
-                passed_over.append((load, island))
-            rank = island * max_cp_size + int(used[island, position])
+                passed_over.append((load, group))
+            rank = group * max_cp_size + int(used[group, position])
             samples[rank][position] = tuple(sorted(self.members[micro_batch]))
             cp_sizes_RM[rank : rank + cp_size, position] = cp_size
-            used[island, position] += cp_size
-            for entry in (*passed_over, (load + self.weight_J[micro_batch], island)):
+            used[group, position] += cp_size
+            for entry in (*passed_over, (load + self.weight_J[micro_batch], group)):
                 heapq.heappush(loads, entry)
         return Arrangement(
             samples=tuple(tuple(rank) for rank in samples),

@@ -66,8 +66,11 @@ def searched(
 ) -> Placement:
     """A placement of ranks that share nothing: in the best orders, then annealed.
 
-    Without a pipeline the search ends where the ranks' work is as good as equal.
+    Without a pipeline the search ends where the ranks' work is as good as equal; one rank has
+    nothing to search.
     """
+    if costs.job.data_parallel_size == costs.job.pipeline_stages == 1:
+        return start
     ordered = in_best_orders(start, costs, sample_2SC, plan_ms=_SHARE_OF_ORDERS * plan_ms)
     job = costs.job
     enough_ms = 0.0

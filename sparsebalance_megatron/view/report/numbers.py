@@ -13,6 +13,7 @@ import numpy as np
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.view.report.differences import differences
 
 WARM_UP_STEPS = 5
 _LEAST_PAIRS_FOR_INTERVAL = 6
@@ -142,7 +143,8 @@ class Comparison:
     ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
     ratio step by step. ``speedup_total``: of the time all these steps took together. The last two,
     and the explanation of the difference, are None unless both runs saw the same number of tokens
-    in every step; otherwise the steps hold different samples.
+    in every step; otherwise the steps hold different samples. ``differences``: settings that the
+    runs do not share, one phrase each.
     """
 
     baseline: RunSummary
@@ -152,10 +154,16 @@ class Comparison:
     speedup_total: float | None
     problems: tuple[str, ...]
     explanation: Explanation | None = None
+    differences: tuple[str, ...] = ()
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
-    """Both runs in numbers, and how much faster the second is."""
+    """Both runs in numbers, and how much faster the second is.
+
+    Raises:
+        ConfigError: they trained other models or data.
+    """
+    differing = differences(baseline, balanced)
     problems = [*baseline.problems, *balanced.problems]
     if len(baseline.steps) != len(balanced.steps):
         problems.append(
@@ -185,6 +193,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         speedup_total=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
         problems=tuple(problems),
         explanation=explain(pairs),
+        differences=differing,
     )
 
 

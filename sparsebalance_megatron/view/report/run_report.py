@@ -42,6 +42,7 @@ from sparsebalance_megatron.view.report.words import (
     headline,
     numbers_table,
     run_facts,
+    settings_that_differ,
     worst_steps,
     worst_table,
 )
@@ -141,6 +142,7 @@ class Report:
     title: str
     facts: str
     headline: str
+    differences: Sequence[str]
     caveats: Sequence[str]
     numbers: RunSummary | Comparison
     numbers_table: Table
@@ -202,6 +204,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
+        differences=settings_that_differ(numbers),
         caveats=caveats(numbers),
         numbers=numbers,
         numbers_table=numbers_table(numbers),

@@ -89,6 +89,13 @@ def caveats(numbers: RunSummary | Comparison) -> list[str]:
     return list(dict.fromkeys(named))
 
 
+def settings_that_differ(numbers: RunSummary | Comparison) -> list[str]:
+    """A sentence that precedes every number of a comparison; none of runs alike."""
+    if isinstance(numbers, RunSummary) or not numbers.differences:
+        return []
+    return [f"Runs differ in: {'; '.join(numbers.differences)}."]
+
+
 def run_facts(header: RunHeader | None) -> str:
     """Facts about a run from the log's header."""
     if header is None:

@@ -23,7 +23,6 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.prediction import prior_coverage
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -39,7 +38,8 @@ from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.models import MODELS, counted_cost
+from sparsebalance_megatron.predict.workload import prior_coverage
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
 COST = counted_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)

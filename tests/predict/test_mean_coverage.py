@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plan.plan_cases import cost_model, job_shape, policy
+from predict.predict_cases import memory_of
 
-from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
+from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 
 STEPS, LONGEST, BLOCK = 64, 10_000, 64
 
@@ -37,6 +38,7 @@ def test_it_is_held_within_0_005_in_no_more_time(
         policy=policy(coverage_target="base", base_budget=32, plan_ms=2.0),
         cost=cost_model(BLOCK),
         coverage=prior_coverage(job.layers, -(-LONGEST // BLOCK)),
+        memory=memory_of(job),
     )
     fixed = replace(tuned, policy=replace(tuned.policy, tuning="off"))
     (coverage, ms), (at_base, base_ms) = (

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from plan.plan_cases import cost_model, policy
+from predict.predict_cases import memory_of
 
 from sparsebalance_megatron.cost.model import CostModel, Part
-from sparsebalance_megatron.learn.even_stages import even_stages
-from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 
 BATCHES = ((900, 4000, 2500, 800, 1200, 600, 3000, 700),) * 2
 LAYERS, STAGES = 12, 3
@@ -31,12 +32,14 @@ def workload(head_ms_per_token: float, stages: int = STAGES) -> Workload:
         backward_ms={**model.backward_ms, **ends},
     )
     assert isinstance(cost, CostModel)
+    job = Job.even(layers=LAYERS, ranks=1, stages=stages, micro_batches=8)
     return Workload(
         batches=BATCHES,
-        job=Job.even(layers=LAYERS, ranks=1, stages=stages, micro_batches=8),
+        job=job,
         policy=policy(tuning="off"),
         cost=cost,
         coverage=prior_coverage(LAYERS, 64),
+        memory=memory_of(job),
     )
 
 

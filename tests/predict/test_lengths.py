@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.view.simulate.lengths import (
+from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
     MAX_TOKENS,
     chatqa2_like,

@@ -10,30 +10,24 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.view.simulate.variants import (
-    ALL_ROWS,
-    BASELINE,
-    OURS,
-    SETUPS,
-    evaluate,
-    unhideable_steps,
-    workload_of,
-)
+from sparsebalance_megatron.predict.outcome import predict_rows, unhideable_steps
+from sparsebalance_megatron.predict.rows import BASELINE, OURS, ROWS
+from sparsebalance_megatron.predict.scenario import SETUPS
 
 
 @pytest.fixture(scope="module")
 def outcomes():
     ticks = count()
-    return evaluate(small("paper-main", "longalign"), ALL_ROWS, lambda: next(ticks) * 1e-3)
+    return predict_rows(small("paper-main", "longalign"), ROWS, lambda: next(ticks) * 1e-3)
 
 
 def small(setup, data, steps=8):
-    return workload_of(SETUPS[setup], data, steps=steps, seed=1, config=SparseBalanceConfig())
+    return SETUPS[setup].workload(data, steps=steps, seed=1, config=SparseBalanceConfig())
 
 
 def test_ours_beats_the_papers_rows(outcomes):
     ours = np.array(outcomes[OURS].step_ms)
-    for name in list(ALL_ROWS)[:6]:
+    for name in list(ROWS)[:6]:
         assert (ours <= np.array(outcomes[name].step_ms) * (1 + 1e-9)).all(), name
     assert outcomes[OURS].speedup > 1.3
     assert outcomes[OURS].bound_ratio < 1.05
@@ -53,7 +47,7 @@ def test_numbers_belong_together(outcomes):
 def test_curves_stay_the_workloads(outcomes):
     workload = small("paper-main", "longalign")
     before = workload.coverage.mean_LUK.copy()
-    base = evaluate(workload, {"base": ALL_ROWS["ours, base coverage"]}, lambda: 0.0)["base"]
+    base = predict_rows(workload, {"base": ROWS["ours, base coverage"]}, lambda: 0.0)["base"]
     assert base == replace(
         outcomes["ours, base coverage"], speedup=1.0, speedup_least=1.0, plan_ms=0.0
     )

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.learn.prediction import Workload
+from sparsebalance_megatron.predict.workload import Workload
 
 LEAST_SPEEDUP = 1.01
 """Smaller gains are within the error of predictions and are not named."""
+_STEPS = 4
+"""Steps that are planned for a layout, at most."""
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
@@ -52,6 +54,7 @@ def even_stages(workload: Workload) -> EvenStages | None:
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
+    workload = replace(workload, batches=workload.batches[:_STEPS])
     job, stages = workload.job, workload.job.pipeline_stages
     if stages == 1 or job.virtual_stages > 1:
         return None

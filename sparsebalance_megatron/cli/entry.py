@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every command ends: mistakes, signals and full disks in one line each.
+
+- A ValueError of this package, a package that is not installed, an OSError of a file or of a
+  deleted working directory: status 2, and what to mend.
+- Whoever reads has read enough, as ``head`` does: status 141, and nothing.
+- Ctrl-C, SIGTERM and SIGHUP: status 128 and the signal's number, once what was begun is removed.
+- Anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from sparsebalance_megatron.text_table import printable
+
+_PACKAGE = "sparsebalance_megatron"
+_INTERRUPTED = 128 + signal.SIGINT
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_LONGEST_LINE_CHARACTERS = 1000
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asks the program to end; what cleans up after Ctrl-C cleans up after it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+def ends_in_one_line(
+    program: str,
+    run: Callable[[], int],
+    is_mistake: Callable[[BaseException], bool] = lambda error: False,
+) -> int:
+    """The exit status of ``run``, after one line on standard error if it failed.
+
+    Args:
+        program: the name that the line begins with.
+        is_mistake: other errors that a user can mend by what their text says.
+    """
+    with _ending_signals():
+        return _status(program, run, is_mistake)
+
+
+def _status(
+    program: str, run: Callable[[], int], is_mistake: Callable[[BaseException], bool]
+) -> int:
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A character that the terminal's encoding lacks, or a file's name that is no text.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        from sparsebalance_megatron.supported import what_is_missing
+
+        return _refused(program, what_is_missing(error))
+    except BrokenPipeError:
+        # What is still buffered is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    except Ended as ended:
+        return _refused(program, f"ended by {ended}", ended.status)
+    except KeyboardInterrupt:
+        return _refused(program, "interrupted", _INTERRUPTED)
+    except Exception as error:
+        if is_mistake(error):
+            return _refused(program, str(error))
+        if isinstance(error, OSError) and (reason := _os_error_text(error)):
+            return _refused(program, reason)
+        if isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == _PACKAGE:
+            return _refused(program, str(error))
+        raise
+
+
+def _os_error_text(error: OSError) -> str:
+    """What cannot be used and why; nothing for what no user can mend."""
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if isinstance(error, FileNotFoundError):
+        return "the working directory is gone; change into another"
+    return ""
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and other control characters, cut where no user reads on."""
+    shown = printable(text)
+    if len(shown) > _LONGEST_LINE_CHARACTERS:
+        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
+    return shown
+
+
+@contextmanager
+def _ending_signals() -> Iterator[None]:
+    """Inside, signals that end a program raise :class:`Ended` in this process."""
+    process_id = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process_id:
+            raise Ended(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    replaced = []
+    if threading.current_thread() is threading.main_thread():
+        # Programs started with nohup leave the signal alone.
+        replaced = [each for each in _ENDING_SIGNALS if signal.getsignal(each) == signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _refused(program: str, reason: str, status: int = 2) -> int:
+    """The status, after one line on standard error, where that can be written."""
+    prefix = "error: " if status == 2 else ""
+    with suppress(OSError):
+        print(f"{program}: {prefix}{one_line(reason)}", file=sys.stderr)
+    return status

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates at which operations are counted where nothing was measured, with their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sparsebalance_megatron.config import CountedDevice
+
+
+class CountedRates(NamedTuple):
+    """``flops_per_ms``: dense bfloat16 products. ``memory_gib``: what a driver shows as total."""
+
+    flops_per_ms: float
+    memory_gib: float
+
+
+DEVICES: Mapping[CountedDevice, CountedRates] = {
+    "a100": CountedRates(312e9, 80.0),
+    "h100": CountedRates(989e9, 80.0),
+    "h200": CountedRates(989e9, 140.0),
+    "b200": CountedRates(2250e9, 179.0),
+}
+"""NVIDIA's data sheets. An H200 multiplies as fast as an H100 and has more memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of a device's peak that products reach, forward and backward together.
+
+    Attributes:
+        dense: dense attention. FlashAttention-3 reaches up to 0.75 forward on an H100
+            (arXiv:2407.08608), FlashAttention-2 0.5 to 0.73 on an A100 (arXiv:2307.08691); backward
+            is slower.
+        sparse: block-sparse attention and its router. Assumed: measured on no GPU.
+        linear: projections, dense MLPs, shared experts and the head. Assumed; it leaves room for
+            norms and activations, which are not counted.
+        experts: products of routed experts, which are small. Assumed.
+    """
+
+    dense: float = 0.6
+    sparse: float = 0.3
+    linear: float = 0.5
+    experts: float = 0.4
+
+    def __str__(self) -> str:
+        return (
+            f"dense attention {self.dense:.0%}, sparse {self.sparse:.0%}, linear "
+            f"{self.linear:.0%}, experts {self.experts:.0%} of peak"
+        )
+
+
+DEFAULT_EFFICIENCY = Efficiency()

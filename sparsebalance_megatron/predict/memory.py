@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a job's pipeline stages: in planned steps, and at most.
+
+Shape legend: L layers, P pipeline stages, R data-parallel ranks, M micro-batches, U segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
+from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.predict.workload import Workload
+
+
+def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[StageMemory, ...]:
+    """Memory of every stage in the step that needs most of it."""
+    steps = []
+    for plan in plans:
+        most_L = np.max([each.budgets_LS.max(axis=1) for each in plan.micro_batches], axis=0)
+        held = _tokens_held(plan, workload.job, workload.policy.block_size)
+        steps.append(_stages(workload, most_L, *held))
+    return tuple(
+        max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
+    )
+
+
+def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
+    """Memory of every stage with micro-batches at the token cap.
+
+    It depends on no sample. Lists are those of base budgets, or of all blocks where tuning may
+    raise budgets. Where micro-batches may have segments, as many more of them may be in
+    flight.
+    """
+    job, policy = workload.job, workload.policy
+    cap, segments = float(policy.max_tokens_per_micro_batch), None
+    longest_blocks = math.ceil(cap / policy.block_size)
+    if policy.max_segments > 1:
+        ahead = policy.max_segments - 1 + job.pipeline_stages
+        segments = SegmentTokens(
+            in_flight_P=tuple(
+                cap * min(job.micro_batches, ahead - stage) for stage in range(job.pipeline_stages)
+            ),
+            largest=cap,
+            longest=cap,
+        )
+    base_L = policy.base_L(job.layers)
+    budgets_L = np.minimum(base_L if policy.tuning == "off" else DENSE, longest_blocks)
+    budgets_L = np.broadcast_to(budgets_L, base_L.shape)
+    return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
+
+
+def _stages(
+    workload: Workload,
+    budgets_L: np.ndarray,
+    tokens_RM: np.ndarray,
+    segments: SegmentTokens | None,
+) -> tuple[StageMemory, ...]:
+    """Memory of every stage at one budget for each layer."""
+    job, policy, shape = workload.job, workload.policy, workload.memory.shape
+    dense_L = policy.dense_L(job.layers)
+    of_sparse = workload.cost.work.list_entries_per_token(
+        heads=shape.num_attention_heads,
+        groups=shape.num_query_groups,
+        block_size=policy.block_size,
+        budget_blocks=int(budgets_L[~dense_L].max(initial=1)),
+    )
+    # A dense layer lists all blocks for each block of queries and KV head.
+    of_dense = shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / policy.block_size
+    entries_L = np.where(dense_L, of_dense, of_sparse)
+    found = []
+    for stage, chunks in enumerate(job.stage_layers):
+        own = [layer for chunk in chunks for layer in chunk]
+        lists = float(entries_L[own].mean()) if own else 0.0
+        model = replace(workload.memory, selected_blocks_per_token=lists)
+        found.append(stage_memory(model, tokens_RM, segments)[stage])
+    return tuple(found)
+
+
+def _tokens_held(
+    plan: StepPlan, job: Job, block_size: int
+) -> tuple[np.ndarray, SegmentTokens | None]:
+    """Tokens of micro-batches by rank and position, and of segments where a step has them."""
+    tokens_RM = plan.rank_tokens_RM()
+    if all(micro_batch.segments == 1 for micro_batch in plan.micro_batches):
+        return tokens_RM, None
+    of_ranks = [
+        [each.segment_tokens(block_size) for each in plan.for_rank(rank).micro_batches]
+        for rank in range(plan.data_parallel_size)
+    ]
+    stages = job.pipeline_stages
+    return tokens_RM, SegmentTokens(
+        in_flight_P=tuple(
+            float(max(most_tokens_in_flight(tokens_MU, stages - stage) for tokens_MU in of_ranks))
+            for stage in range(stages)
+        ),
+        largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
+        longest=float(max(each.tokens for each in plan.micro_batches if each.segments > 1)),
+    )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workloads are predicted to take. Everything that predicts gets its numbers here.
+
+Shape legend: L layers, S samples of a global batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.cost.memory import StageMemory
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.work_model import features
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_steps
+from sparsebalance_megatron.predict.rows import Variant, without_sharing
+from sparsebalance_megatron.predict.workload import Workload
+
+_NEAR = 0.005
+"""Relative difference of step times at which the search for the break-even ends."""
+MOST_TRIES = 6
+"""Times that the search for the break-even plans all steps, at most."""
+_LEAST_SLOWNESS = 1e-2
+
+Watch = Callable[[], object]
+"""Called after each planned step, to show how far a prediction is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A workload over all its steps; means unless said otherwise, imbalances are max/mean.
+
+    Attributes:
+        makespan_ms: of a step.
+        speedup: the baseline's total time over this one's; 1 without a baseline.
+        speedup_least: in the worst single step.
+        bound_ratio: step time over the lower bound of the same samples.
+        bound_ratio_hideable: over the steps that hold no unhideable sample.
+        coverage_mean: by the prior; None where nothing is known.
+        coverage_base: likewise, at base budgets.
+        coverage_min_drop: the largest loss of any sample and layer against its base budget.
+        work_ratio: work over that at base budgets.
+        plan_ms: median.
+        tokens_per_second_per_gpu: of all steps.
+        bubble_share: of the GPUs' time within a step, what no micro-batch fills.
+        router_share: of the compute time, what selecting blocks takes.
+        dense_tokens_share: of tokens in documents whose blocks all fit the base budget.
+        stages: memory of every pipeline stage in the step that needs most of it.
+        stages_at_most: likewise, with every micro-batch at the token cap.
+    """
+
+    makespan_ms: float
+    speedup: float
+    speedup_least: float
+    bound_ratio: float
+    bound_ratio_hideable: float | None
+    imbalance_microbatch: float
+    imbalance_rank: float
+    coverage_mean: float | None
+    coverage_base: float
+    coverage_min_drop: float
+    work_ratio: float
+    plan_ms: float
+    step_ms: tuple[float, ...]
+    tokens_per_second_per_gpu: float
+    bubble_share: float
+    router_share: float
+    dense_tokens_share: float
+    stages: tuple[StageMemory, ...]
+    stages_at_most: tuple[StageMemory, ...]
+
+    @property
+    def at_most_bytes(self) -> float:
+        """Memory of the stage that needs most, with every micro-batch at the token cap."""
+        return max(stage.total_bytes for stage in self.stages_at_most)
+
+
+def predict(
+    workload: Workload,
+    *,
+    baseline: Outcome | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Watch = lambda: None,
+) -> Outcome:
+    """Plan all steps and sum them up.
+
+    Args:
+        clock: seconds, for the time that planning takes.
+
+    Raises:
+        PlanError: a batch has no placement under the policy's cap.
+    """
+    steps = []
+    for step in workload.planned_steps(clock):
+        steps.append(step)
+        watch()
+    plans, job = [step.plan for step in steps], workload.job
+    expected = [plan.expectation for plan in plans]
+    step_ms = np.array([each.makespan_ms for each in expected])
+    baseline_ms = step_ms if baseline is None else np.array(baseline.step_ms)
+    ratios = step_ms / [each.lower_bound_ms for each in expected]
+    hideable = ~np.array([_unhideable(workload, batch) for batch in workload.batches])
+    coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
+    busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
+    lengths = np.concatenate(workload.batches)
+    base_tokens = workload.policy.block_size * workload.policy.base_budget
+    return Outcome(
+        makespan_ms=float(step_ms.mean()),
+        speedup=float(baseline_ms.sum() / step_ms.sum()),
+        speedup_least=float((baseline_ms / step_ms).min()),
+        bound_ratio=float(ratios.mean()),
+        bound_ratio_hideable=float(ratios[hideable].mean()) if hideable.any() else None,
+        imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
+        imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
+        coverage_mean=float(np.mean(coverage)) if coverage else None,
+        coverage_base=float(
+            np.mean([_base_coverage(workload, batch) for batch in workload.batches])
+        ),
+        coverage_min_drop=max(_largest_drop(workload, plan) for plan in plans),
+        work_ratio=float(np.mean([each.work_ratio for each in expected])),
+        plan_ms=float(np.median([step.plan_ms for step in steps])),
+        step_ms=tuple(step_ms.tolist()),
+        tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
+        bubble_share=1.0
+        - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
+        router_share=sum(_router_ms(workload, plan) for plan in plans) / busy_ms,
+        dense_tokens_share=float(lengths[lengths <= base_tokens].sum() / lengths.sum()),
+        stages=memory_of_steps(workload, plans),
+        stages_at_most=memory_at_most(workload),
+    )
+
+
+def predict_rows(
+    workload: Workload,
+    rows: Mapping[str, Variant],
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Watch = lambda: None,
+) -> dict[str, Outcome]:
+    """Every row's outcome on the same samples; the first row is the baseline.
+
+    Raises:
+        PlanError: a batch has no placement under the policy's cap.
+    """
+    outcomes: dict[str, Outcome] = {}
+    for name, row in rows.items():
+        first = next(iter(outcomes.values()), None)
+        outcomes[name] = predict(row.of(workload), baseline=first, clock=clock, watch=watch)
+    return outcomes
+
+
+def break_even_slowness(
+    workload: Workload, sparse: Outcome, dense: Outcome, watch: Watch = lambda: None
+) -> float:
+    """How many times as long sparse attention may take until steps are as long as dense ones.
+
+    Plans follow the times, so that the search plans anew: the secant through the last two tries,
+    until step times agree to :data:`_NEAR`.
+
+    Args:
+        sparse, dense: what the workload takes with sparse and with dense attention.
+
+    Returns:
+        0 where steps would be longer even if sparse attention took no time.
+    """
+    wanted_ms = dense.makespan_ms
+    known = [(1.0, sparse.makespan_ms)]
+    slowness = float(np.clip(wanted_ms / sparse.makespan_ms, 0.5, 4.0))
+    for _ in range(MOST_TRIES):
+        if abs(known[-1][1] / wanted_ms - 1.0) < _NEAR:
+            break
+        if len(known) > 1:
+            (before, before_ms), (last, last_ms) = known[-2:]
+            rise_ms = (last_ms - before_ms) / (last - before) if last != before else 0.0
+            if rise_ms <= 0.0:
+                break
+            slowness = max(_LEAST_SLOWNESS, last + (wanted_ms - last_ms) / rise_ms)
+        if known[-1][0] == slowness:
+            break
+        cost = workload.cost.with_attention_slowness(slowness)
+        found = predict(replace(workload, cost=cost), watch=watch)
+        known.append((slowness, found.makespan_ms))
+    slowness, ms = min(known, key=lambda each: abs(each[1] - wanted_ms))
+    return 0.0 if slowness <= _LEAST_SLOWNESS and ms > wanted_ms else slowness
+
+
+def unhideable_steps(workload: Workload) -> int:
+    """Steps with a sample that no placement hides, at the least budgets the policy allows."""
+    return sum(_unhideable(workload, batch) for batch in workload.batches)
+
+
+def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
+    job = without_sharing(workload.job)
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs(batch, job, workload.cost, scales, workload.policy.dense_L(job.layers))
+    floor_LS = feasible_range(costs, workload.coverage, workload.policy).floor_LS
+    bounds = step_bounds(costs.sample_ms(floor_LS), costs)
+    return bool(bounds.unhideable_S.any())
+
+
+def _largest_drop(workload: Workload, plan: StepPlan) -> float:
+    lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
+    blocks_S = -(-lengths_S // workload.policy.block_size)
+    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
+    base_LS = np.broadcast_to(workload.policy.base_L(len(budgets_LS))[:, None], budgets_LS.shape)
+    drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
+        blocks_S, budgets_LS
+    )
+    return max(0.0, float(np.nan_to_num(drop_LS).max()))
+
+
+def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
+    """Mean over samples and layers."""
+    blocks_S = -(-np.array(batch) // workload.policy.block_size)
+    base_LS = np.minimum(workload.policy.base_L(workload.job.layers)[:, None], blocks_S)
+    return float(np.nanmean(workload.coverage.coverage_LS(blocks_S, base_LS)))
+
+
+def _router_ms(workload: Workload, plan: StepPlan) -> float:
+    """Selecting blocks, forward and backward, on all ranks and layers of a step."""
+    cost, lengths = workload.cost, [each.lengths_tokens for each in plan.micro_batches]
+    sparse_layers = int((~workload.policy.dense_L(workload.job.layers)).sum())
+    both = sum(cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
+    found = (features(each, 1, block_size=cost.block_size, work=cost.work) for each in lengths)
+    return sparse_layers * sum(float(both @ each) for each in found)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may leave a command: one line and a status for each, and nothing half written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from harness import REPOSITORY
+from view.report.sample_run import SampleRun
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.cli.entry import ends_in_one_line
+from sparsebalance_megatron.data.prepare import DatasetWriter
+from sparsebalance_megatron.errors import ConfigError
+
+COMMAND = [sys.executable, "-m", "sparsebalance_megatron.cli"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    shape = SampleRun(ranks=2, stages=1, micro_batches=2, layers=2, steps=3)
+    return shape.write(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("flag 3: must be 4"), "flag 3: must be 4"),
+        (OSError(errno.ENOSPC, "No space left", "/x/y"), "/x/y: No space left"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "the working directory is gone"),
+        (ConfigError("two\nlines"), "two\\nlines"),
+    ],
+)
+def test_mistakes_are_one_line(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> NoReturn:
+        raise error
+
+    assert ends_in_one_line("program", fail) == 2
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert shown.startswith(f"program: error: {line}")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), OSError(errno.EINVAL, "a bug"), KeyError(1)]
+)
+def test_bugs_keep_their_traceback(error: Exception) -> None:
+    def fail() -> NoReturn:
+        raise error
+
+    with pytest.raises(type(error)):
+        ends_in_one_line("program", fail)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_partial_data_set(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+
+    def prepare() -> NoReturn:
+        with DatasetWriter(str(tmp_path / "train"), vocab_size=100, overwrite=False) as writer:
+            writer.add(np.arange(5), np.ones(5, np.uint8))
+            assert len(list(tmp_path.iterdir())) == 2
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal came late")
+
+    assert ends_in_one_line("program", prepare) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert signal.getsignal(number) is before
+
+
+def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
+    renamed = os.fsencode(run) + b"\xff"
+    os.rename(run, renamed)
+    output = run.parent / "page.html"
+    words = [*map(os.fsencode, COMMAND), b"report", renamed, b"-o", os.fsencode(output)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(words, capture_output=True, env=environment, timeout=120)
+    assert ended.returncode == 0 and ended.stderr == b""
+    assert "run\\udcff" in output.read_text()
+
+
+def test_a_deleted_working_directory_is_said(run: Path) -> None:
+    script = f"mkdir gone && cd gone && rmdir ../gone && {' '.join(COMMAND)} report {run}"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        ["bash", "-c", script],
+        cwd=run.parent,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert "working directory is gone" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        ("-o {0}/x --picture {0}/x", "are one file"),
+        ("-o {0}/x --picture {0}/y/../x", "are one file"),
+        ("-o {0}/x.svg", "--output"),
+        ("--picture {0}/x.json", "--picture"),
+    ],
+)
+def test_outputs_may_not_collide(
+    outputs: str, reason: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"summary --baseline {run} --run {run} {outputs.format(run.parent)}"
+    before = set(run.parent.iterdir())
+    assert cli.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+    assert set(run.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", ["report {0} -o {0}/x.json", "trace {0} -o {0}/x.html"])
+def test_a_suffix_of_another_kind_is_refused(
+    words: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words.format(run).split()) == 2
+    assert "choose another name" in capsys.readouterr().err

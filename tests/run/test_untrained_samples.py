@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples without a trained token: what is said at the start, printed and logged."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import read_steps, train, write_documents
+
+from sparsebalance_megatron.data.documents import write_index
+
+LENGTHS = [120, 80, 200, 60, 150, 90, 110, 70]
+
+
+def masked_documents(folder: Path, untrained: set[int]) -> Path:
+    """Documents; of the untrained ones only the first token is trained, which is no target."""
+    prefix = write_documents(folder / "train", LENGTHS)
+    masks = [np.ones(length, np.uint8) for length in LENGTHS]
+    for document in untrained:
+        masks[document][1:] = 0
+    mask_prefix = Path(f"{prefix}_loss_mask")
+    mask_prefix.with_name(f"{mask_prefix.name}.bin").write_bytes(np.concatenate(masks).tobytes())
+    write_index(mask_prefix.with_name(f"{mask_prefix.name}.idx"), LENGTHS, np.uint8)
+    return prefix
+
+
+@pytest.mark.parametrize("untrained", [{0, 2, 4, 5}, set(range(1, 8)), set(range(8))])
+def test_their_steps_keep_the_loss_of_their_log_interval(
+    untrained: set[int], tmp_path: Path
+) -> None:
+    documents = masked_documents(tmp_path, untrained)
+    flags = ("--global-batch-size", "2", "--log-interval", "4", "--train-iters", "4")
+    run = train(2, documents, *flags, log_dir=tmp_path / "log")
+    assert run.exit_code == 0, run.output
+    assert f"{len(untrained)} of the first 8 samples have no trained token" in run.output
+    (printed,) = re.findall(r"iteration +4/.*", run.output)
+    losses = [step["lm_loss"] for step in read_steps(tmp_path / "log")]
+    assert len(losses) == 4
+    found = re.search(r"lm loss: ([\d.E+-]+)", printed)
+    assert found is not None
+    mean = sum(loss or 0.0 for loss in losses) / 4
+    assert math.isclose(float(found[1]), mean, rel_tol=1e-4)
+    assert "number of nan iterations:   0" in printed
+
+
+def test_nothing_is_said_where_every_sample_has_one(tmp_path: Path) -> None:
+    documents = masked_documents(tmp_path, set())
+    run = train(1, documents, "--global-batch-size", "2", "--train-iters", "1")
+    assert run.exit_code == 0, run.output
+    assert "no trained token" not in run.output
