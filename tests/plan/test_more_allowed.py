@@ -55,6 +55,7 @@ def random_inputs(number: int) -> PlanInputs:
         policy=policy(
             tuning=str(draw(["off", "makespan", "makespan"])),
             coverage_threshold=float(draw([0.0, 0.1, 0.3])),
+            coverage_target=str(draw(["threshold", "threshold", "base"])),
             plan_ms=1.0,
         ),
         cost=costs,
@@ -63,11 +64,11 @@ def random_inputs(number: int) -> PlanInputs:
     )
 
 
-def allowed(inputs: PlanInputs) -> list[dict[str, object]]:
+def allowed(number: int, inputs: PlanInputs) -> list[dict[str, object]]:
     """What may be planned of this job beside places and budgets."""
     job = inputs.job
     # Searches with one limit of cp_size and with another begin elsewhere; either may end lower.
-    limit = job.data_parallel_size if len(inputs.lengths_tokens) % 4 else 2
+    limit = (2, job.data_parallel_size)[number % 2]
     choices: list[dict[str, object]] = [
         {"context_parallel": "dynamic", "max_context_parallel": limit}
     ]
@@ -87,7 +88,7 @@ def slower(number: int) -> list[str]:
         return plan_step(0, replace(inputs, policy=allowing)).expectation.makespan_ms
 
     nothing_ms = makespan_ms()
-    alone = [(choice, makespan_ms(**choice), nothing_ms) for choice in allowed(inputs)]
+    alone = [(choice, makespan_ms(**choice), nothing_ms) for choice in allowed(number, inputs)]
     every = {name: value for choice, *_ in alone for name, value in choice.items()}
     together = (every, makespan_ms(**every), min(ms for _, ms, _ in alone))
     return [
