@@ -35,6 +35,7 @@ MODEL_ARGS=(
     --ffn-hidden-size 18944
     --num-attention-heads 28
     --num-query-groups 4
+    --add-qkv-bias
     --padded-vocab-size 152064
     --untie-embeddings-and-output-weights
 )

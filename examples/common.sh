@@ -97,11 +97,11 @@ train() {
         -m sparsebalance_megatron.pretrain_gpt "$@"
 }
 
-# The steps of supervised fine-tuning of Qwen2.5 on conversations, and its flags.
+# The steps of supervised fine-tuning of Qwen2.5 and Qwen3 on conversations, and their flags.
 fine_tune_qwen() {
     CONVERSATIONS="${CONVERSATIONS:-conversations.jsonl}" # one {"messages": [..]} per line
     DATA="${DATA:-${RUN}/data/conversations}"
-    MODEL_ARGS+=(--add-qkv-bias --norm-epsilon 1e-6 --rotary-base 1000000)
+    MODEL_ARGS+=(--norm-epsilon 1e-6 --rotary-base 1000000)
     TRAINING_ARGS=(--lr 1e-6 --min-lr 0 --lr-warmup-fraction 0.2 --weight-decay 0)
     TRAINING_ARGS+=(--pretrained-checkpoint "${WEIGHTS}" --save-interval 500)
     TRAINING_ARGS+=(--eval-iters 0 --eval-interval 1000000)
@@ -118,7 +118,8 @@ prepare() {
 }
 
 advise() {
-    sparse-balance advise --data-path "${DATA}" --model "${MODEL:?advise needs one}" --seq-length "${SEQ_LENGTH}" \
+    sparse-balance advise --data-path "${DATA}" --seq-length "${SEQ_LENGTH}" \
+        --model "${ADVISED_MODEL:-${MODEL:?advise needs one}}" \
         --gpus "$((NNODES * GPUS_PER_NODE))" --tp "${TP}" --pp "${PP}" --recompute full \
         --global-batch "${GLOBAL_BATCH_SIZE}" "$@"
 }

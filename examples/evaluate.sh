@@ -6,10 +6,13 @@
 #
 #   examples/evaluate.sh          every step
 #   examples/evaluate.sh STEP     one of: prepare, train, convert, task, score
+#
+# FAMILY=qwen3 makes it a Qwen3, FAMILY=qwen3_moe a Qwen3 with four experts on two ranks.
 
 set -euo pipefail
 
-export RUN="${RUN:-runs/evaluate}" TRAIN_ITERS="${TRAIN_ITERS:-60}"
+FAMILY="${FAMILY:-llama}"
+export RUN="${RUN:-runs/evaluate_${FAMILY}}" TRAIN_ITERS="${TRAIN_ITERS:-60}"
 export DATA="${DATA:-${RUN}/data/python-stdlib}"
 QUICKSTART="$(dirname "${BASH_SOURCE[0]}")/cpu_quickstart.sh"
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
@@ -22,10 +25,31 @@ SERVABLE_ARGS=(
     --sparse-balance-tuning off
 )
 
+# What a family adds to the flags of training and to config.json.
+case "${FAMILY}" in
+    llama) CLASS=Llama FAMILY_ARGS=() KEYS='' ;;
+    qwen3) CLASS=Qwen3 FAMILY_ARGS=(--qk-layernorm) KEYS='' ;;
+    qwen3_moe)
+        CLASS=Qwen3Moe
+        FAMILY_ARGS=(
+            --qk-layernorm
+            --num-experts 4
+            --moe-ffn-hidden-size 192
+            --moe-router-topk 2
+            --moe-aux-loss-coeff 1e-3
+            --moe-token-dispatcher-type alltoall
+            --expert-model-parallel-size 2
+        )
+        KEYS='"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+  "norm_topk_prob": true,'
+        ;;
+    *) echo "error: FAMILY=${FAMILY}: give llama, qwen3 or qwen3_moe" >&2 && exit 2 ;;
+esac
+
 prepare() { "${QUICKSTART}" prepare; }
 
 train() {
-    "${QUICKSTART}" "${SERVABLE_ARGS[@]}" \
+    "${QUICKSTART}" "${FAMILY_ARGS[@]}" "${SERVABLE_ARGS[@]}" \
         --save "${RUN}/checkpoints" --save-interval "${TRAIN_ITERS}" --ckpt-format torch_dist "$@"
 }
 
@@ -33,10 +57,11 @@ train() {
 convert() {
     mkdir -p "${RUN}/hf_config"
     cp "${DATA}"_tokenizer/* "${RUN}/hf_config"
-    cat >"${RUN}/hf_config/config.json" <<'JSON'
+    cat >"${RUN}/hf_config/config.json" <<JSON
 {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
+  "architectures": ["${CLASS}ForCausalLM"],
+  "model_type": "${FAMILY}",
+  ${KEYS}
   "num_hidden_layers": 3,
   "hidden_size": 128,
   "intermediate_size": 384,

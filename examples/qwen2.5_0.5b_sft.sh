@@ -34,6 +34,7 @@ MODEL_ARGS=(
     --ffn-hidden-size 4864
     --num-attention-heads 14
     --num-query-groups 2
+    --add-qkv-bias
     --padded-vocab-size 151936
 )
 

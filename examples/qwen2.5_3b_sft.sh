@@ -38,6 +38,7 @@ MODEL_ARGS=(
     --ffn-hidden-size 11008
     --num-attention-heads 16
     --num-query-groups 2
+    --add-qkv-bias
     --padded-vocab-size 151936
 )
 

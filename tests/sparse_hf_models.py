@@ -49,6 +49,8 @@ def make_model(
 def make_bare_model(family: str, **config: Any) -> Any:
     """Without settings of sparse attention."""
     config = {"head_dim": 16, "num_hidden_layers": 2, **config}
+    if family == "Mistral":
+        config = {"sliding_window": None, **config}
     if family == "Qwen3Moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     torch.manual_seed(3)

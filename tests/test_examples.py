@@ -34,12 +34,14 @@ REPOSITORY = Path(__file__).parents[1]
 MODELS = {
     "cluster_7b_sft.sh": "qwen2.5-7b",
     "cluster_8b_128k.sh": "llama-3.1-8b",
+    "cluster_qwen3_30b_a3b_sft.sh": "qwen3-30b-a3b",
     "qwen2.5_0.5b_sft.sh": "qwen2.5-0.5b",
     "qwen2.5_3b_sft.sh": "qwen2.5-3b",
 }
 CLUSTER = {
     "cluster_7b_sft.sh": "dry run of 64 ranks: tensor 2 x pipeline 4 x data 8",
     "cluster_8b_128k.sh": "dry run of 64 ranks: tensor 4 x pipeline 2 x context 4 x data 2",
+    "cluster_qwen3_30b_a3b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 2 x data 8",
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -215,7 +217,7 @@ def test_flags_are_accepted_and_make_the_public_model(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "a3b" not in name])
 def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:
     """Equal samples, rates, budgets and policy give equal time and memory."""
     variables = one_process(COST_TABLE="", DATA="small", BLEND="small", SEQ_LENGTH="512")
@@ -262,6 +264,34 @@ def test_cluster_scripts_ask_for_advice_on_what_they_train(name: str, tmp_path: 
     assert asked.data_path == [str(word) for word in trained["--data-path"]]
 
 
+def test_a_cluster_of_experts_is_checked_and_planned(work: Path) -> None:
+    name, variables = "cluster_qwen3_30b_a3b_sft.sh", one_process(COST_TABLE="", DATA="small")
+    planned = run_step(name, "--sparse-balance-dry-run", "64", directory=work, variables=variables)
+    assert CLUSTER[name] in planned and "makespan: " in planned
+
+
+def test_both_runs_of_the_experts_example_take_the_same_model(
+    work: Path, megatron_parser: ArgumentParser
+) -> None:
+    steps = (["prepare"], ["baseline"], ["balance"], ["compare"])
+    calls = calls_of("cpu_experts.sh", *steps, directory=work)
+    (_, *preparing), (_, *baseline), (_, *balanced), (_, *comparing) = calls
+    prepare, compare = cli.parse(preparing), cli.parse(comparing)
+    runs = []
+    for launched in (baseline, balanced):
+        words = get_args_parser().parse_args(launched).training_script_args
+        assert not megatron_parser.parse_known_args(words)[1]
+        check_typed_flags(megatron_parser, words)
+        runs.append(flag_values(words))
+    logs = [run.pop("--sparse-balance-log-dir") for run in runs]
+    assert logs == [(str(compare.baseline),), (str(compare.run_directory),)]
+    assert runs[1]["--data-path"] == (prepare.output_prefix,)
+    assert runs[1]["--expert-model-parallel-size"] == (2.0,)
+    assert {flag for flag in runs[0] if runs[0][flag] != runs[1][flag]} == {
+        *("--sparse-balance-batching", "--sparse-balance-tuning")
+    }
+
+
 @pytest.mark.nightly
 def test_cpu_quickstart_trains(work: Path) -> None:
     variables = {"DATA": "small", "TRAIN_ITERS": "1"}
@@ -305,10 +335,12 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     assert {flag: trained[flag] for flag in measured} == measured
 
 
-def test_what_is_evaluated_is_what_was_trained(work: Path, megatron_parser: ArgumentParser) -> None:
-    calls = calls_of(
-        "evaluate.sh", ["train"], ["convert"], directory=work, variables={"DATA": "small"}
-    )
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_what_is_evaluated_is_what_was_trained(
+    family: str, work: Path, megatron_parser: ArgumentParser
+) -> None:
+    variables = {"DATA": "small", "FAMILY": family}
+    calls = calls_of("evaluate.sh", ["train"], ["convert"], directory=work, variables=variables)
     (_, *launched), (_, *converting) = calls
     words = get_args_parser().parse_args(launched).training_script_args
     assert not megatron_parser.parse_known_args(words)[1]
@@ -326,6 +358,15 @@ def test_what_is_evaluated_is_what_was_trained(work: Path, megatron_parser: Argu
         "--kv-channels": (model.head_dim,),
         "--max-position-embeddings": (model.max_position_embeddings,),
     }.items() <= trained.items()
+    assert ("--qk-layernorm" in trained) == model.has_qk_norm
+    assert model.model_type == family
+    if model.num_experts:
+        assert {
+            "--num-experts": (model.num_experts,),
+            "--moe-ffn-hidden-size": (model.moe_intermediate_size,),
+            "--moe-router-topk": (model.num_experts_per_tok,),
+        }.items() <= trained.items()
+        assert ("--moe-router-pre-softmax" in trained) != model.norm_topk_prob
 
 
 def test_slurm_starts_every_node_once(tmp_path: Path) -> None:

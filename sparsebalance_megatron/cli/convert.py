@@ -25,7 +25,7 @@ from sparsebalance_megatron.megatron.datasets import quiet_imports
 if TYPE_CHECKING:
     import torch
 
-    from sparsebalance_megatron.convert.hf_config import DenseModel
+    from sparsebalance_megatron.convert.hf_config import Decoder
 
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 """Those of :data:`sparsebalance_megatron.convert.hf_config.DTYPES`, which loads torch."""
@@ -37,8 +37,8 @@ FLAGS_FILE = "model_args.sh"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``convert``."""
     parser.description = (
-        "Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
-        "checkpoint that loads at any tensor- and pipeline-parallel size, and back."
+        "Turn weights of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE on disk into a Megatron "
+        "checkpoint that loads at any parallel sizes, and back."
     )
     directions = parser.add_subparsers(dest="direction", metavar="from-hf | to-hf", required=True)
     from_hf = directions.add_parser(
@@ -189,6 +189,7 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
         trained_settings,
         write_settings,
     )
+    from sparsebalance_megatron.convert.megatron_model import check_trained
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -200,9 +201,10 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
         )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else model.weights_dtype or saved.dtype
     flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
-    _, megatron_model = _built(model, flags, saved.dtype)
+    args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
+    check_trained(saved.arguments, args)
     settings = trained_settings(saved.arguments)
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
@@ -228,7 +230,7 @@ def _install_cpu_adapter() -> None:
 
 
 def _built(
-    model: DenseModel, flags: Sequence[str], dtype: torch.dtype
+    model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
     """Megatron's arguments and its model, whose parameters are those of the mapping."""
     _install_cpu_adapter()
@@ -246,7 +248,7 @@ def _built(
     return args, megatron_model
 
 
-def _model_args(model: DenseModel, args: argparse.Namespace, hf_dir: Path) -> str:
+def _model_args(model: Decoder, args: argparse.Namespace, hf_dir: Path) -> str:
     """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
     from sparsebalance_megatron.convert.megatron_attention import (
         read_settings,

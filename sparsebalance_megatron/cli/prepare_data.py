@@ -94,5 +94,10 @@ def describe(summary: dict[str, Any], prefix: str) -> str:
         lines.append(
             f"loss on {summary['loss_tokens']:,} tokens, see {prefix}{LOSS_MASK_SUFFIX}.bin"
         )
+    if summary["openings_trained"]:
+        lines.append(
+            "note: the chat template ignores add_generation_prompt, so the openings of the "
+            "assistant's turns are trained too; mark what is generated with {% generation %}"
+        )
     lines.append(f"records left out: {counts_text(summary['skipped'])}")
     return "\n".join(lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a Hugging Face config.json, and refuse by name what Megatron's dense GPT cannot express.
+"""Read a Hugging Face config.json, and refuse by name what Megatron's GPT cannot express.
 
 Missing keys take the defaults of the family's configuration class in ``transformers``; settings of
 RoPE are read in both places where its versions write them (``rope_parameters``, or ``rope_theta``
@@ -21,8 +21,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 """Names of config.json for the dtypes that weights may have."""
 
 _REMEDY = (
-    "give a directory that save_pretrained wrote of a dense llama, mistral or qwen2 model; "
-    "other models: use Megatron-Bridge (docs/CONVERT.md)"
+    "give a directory that save_pretrained wrote of a llama, mistral, qwen2, qwen3 or qwen3_moe "
+    "model; other models: use Megatron-Bridge (docs/CONVERT.md)"
 )
 _LLAMA3_CONSTANTS = {
     "low_freq_factor": 1.0,
@@ -31,8 +31,12 @@ _LLAMA3_CONSTANTS = {
 }
 """What Megatron's RotaryEmbedding has built in."""
 
+_HEAD_DIM_OF_QWEN3 = 128
+"""Where absent; in the other families hidden_size decides."""
+
 _LARGEST = 2**40
 _Size = Annotated[int, Meta(ge=1, le=_LARGEST)]
+_Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 _Whole = Annotated[float, Meta(ge=1, le=_LARGEST, multiple_of=1)]
 _Dtype = Literal["float32", "float16", "bfloat16", "auto"]
@@ -73,6 +77,7 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
             ValueError: if Megatron cannot express the stretching.
         """
         self.rope_type = self.rope_type or self.type or "default"
+        self.type = None
         self.rope_theta = self.rope_theta or rope_theta
         self.original_max_position_embeddings = (
             self.original_max_position_embeddings or max_positions
@@ -91,15 +96,21 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
             # Either alone has no effect in transformers.
             self.mscale, self.mscale_all_dim = 1.0, 0.0
 
+    def describe(self) -> str:
+        """What has been completed, in few words."""
+        factor = "" if self.factor is None else f", factor {self.factor:g}"
+        return f"{self.rope_type}{factor}, rope_theta {self.rope_theta:.0f}"
 
-class DenseModel(Struct, kw_only=True):
+
+class Decoder(Struct, kw_only=True):
     """A decoder of RMSNorm, (grouped-query) attention with RoPE, and SwiGLU: a config.json.
 
     ``vocab_size`` counts rows of the embedding without Megatron's padding. After reading,
-    ``rope_parameters`` has all there is to know of RoPE.
+    ``rope_parameters`` has all there is to know of RoPE, and ``num_experts`` is the number of
+    experts under either of its names.
     """
 
-    model_type: Literal["llama", "mistral", "qwen2"]
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
     num_hidden_layers: _Size
     hidden_size: _Size
     intermediate_size: _Size
@@ -117,6 +128,13 @@ class DenseModel(Struct, kw_only=True):
     tie_word_embeddings: bool = False
     dtype: _Dtype | None = None
     torch_dtype: _Dtype | None = None
+    num_experts: _Count = 0
+    num_local_experts: _Count = 0
+    num_experts_per_tok: _Size = 0
+    moe_intermediate_size: _Size = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: _Size = 1
+    mlp_only_layers: list[int] = []
     # What would change the mathematics of these families.
     hidden_act: Literal["silu"] = "silu"
     layer_types: list[Literal["full_attention"]] = []
@@ -125,8 +143,6 @@ class DenseModel(Struct, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: int | UnsetType | None = UNSET
     quantization_config: None = None
-    num_experts: Literal[0] | None = None
-    num_local_experts: Literal[0] | None = None
 
     def __post_init__(self) -> None:
         if not self.num_key_value_heads:
@@ -138,6 +154,8 @@ class DenseModel(Struct, kw_only=True):
                 f"num_key_value_heads {self.num_key_value_heads}: must divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
+        if not self.head_dim and self.model_type == "qwen3":
+            self.head_dim = _HEAD_DIM_OF_QWEN3
         if not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -148,18 +166,65 @@ class DenseModel(Struct, kw_only=True):
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             if getattr(self, key):
                 raise ValueError(f"{key} True: not supported")
-        # Qwen2 keeps a window that use_sliding_window switches off. Mistral's is 4096 where absent.
+        # Qwen keeps a window that use_sliding_window switches off. Mistral's is 4096 where absent.
         window = self.sliding_window
         absent = window is None or (window is UNSET and self.model_type == "llama")
-        if not (absent or self.model_type == "qwen2"):
+        if not (absent or self.model_type.startswith("qwen")):
             shown = "absent means 4096 tokens" if window is UNSET else f"is {window}"
             raise ValueError(f"sliding_window {shown}: not supported; must be null")
-        found = "rope_parameters" if self.rope_parameters else "rope_scaling"
-        self.rope_parameters = self.rope_parameters or self.rope_scaling or Rope()
-        try:
-            self.rope_parameters.complete(self.rope_theta, self.max_position_embeddings)
-        except ValueError as error:
-            raise ValueError(f"{found}.{error}") from error
+        self._check_experts()
+        self.rope_parameters = self._complete_rope()
+
+    def _check_experts(self) -> None:
+        if self.num_experts and self.num_local_experts not in (0, self.num_experts):
+            raise ValueError(
+                f"num_experts {self.num_experts} contradicts num_local_experts "
+                f"{self.num_local_experts}: keep one"
+            )
+        if self.model_type != "qwen3_moe":
+            for key in ("num_experts", "num_local_experts"):
+                if number := getattr(self, key):
+                    raise ValueError(f"{key} {number}: {self.model_type} models have none")
+            return
+        self.num_experts = self.num_experts or self.num_local_experts
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if not getattr(self, key):
+                raise ValueError(f"Object missing required field {key}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok}: there are {self.num_experts} "
+                "experts"
+            )
+        if self.num_experts_per_tok == 1 and self.norm_topk_prob:
+            raise ValueError("norm_topk_prob True: Megatron needs num_experts_per_tok of 2 or more")
+        if not any(self.expert_layers):
+            raise ValueError("mlp_only_layers, decoder_sparse_step: no layer has experts")
+
+    def _complete_rope(self) -> Rope:
+        keys: tuple[str, ...] = ("rope_parameters", "rope_scaling")
+        keys = tuple(key for key in keys if getattr(self, key) not in (None, Rope())) or keys[:1]
+        ropes = [getattr(self, key) or Rope() for key in keys]
+        for key, rope in zip(keys, ropes, strict=True):
+            try:
+                rope.complete(self.rope_theta, self.max_position_embeddings)
+            except ValueError as error:
+                raise ValueError(f"{key}.{error}") from error
+        if ropes[0] != ropes[-1]:
+            raise ValueError(
+                f"rope_scaling ({ropes[1].describe()}) contradicts rope_parameters "
+                f"({ropes[0].describe()}): keep one, with rope_theta in it"
+            )
+        return ropes[0]
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts in place of one MLP."""
+        return tuple(
+            self.num_experts > 0
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+            for layer in range(self.num_hidden_layers)
+        )
 
     @property
     def rope(self) -> Rope:
@@ -172,12 +237,17 @@ class DenseModel(Struct, kw_only=True):
         return self.model_type == "qwen2"
 
     @property
+    def has_qk_norm(self) -> bool:
+        """Whether the query and the key of every head pass a norm before RoPE."""
+        return self.model_type.startswith("qwen3")
+
+    @property
     def weights_dtype(self) -> torch.dtype | None:
         """Dtype of the weights that config.json names, or None where it names none."""
         return DTYPES.get(self.dtype or self.torch_dtype or "auto")
 
 
-def read_config(directory: Path) -> DenseModel:
+def read_config(directory: Path) -> Decoder:
     """The model that ``directory/config.json`` describes.
 
     Raises:
@@ -186,7 +256,7 @@ def read_config(directory: Path) -> DenseModel:
     """
     path = directory / "config.json"
     try:
-        model: DenseModel = checked(_without_nulls(read_json(path)), DenseModel)
+        model: Decoder = checked(_without_nulls(read_json(path)), Decoder)
     except UnreadableFileError as error:
         raise ConvertError(f"{path}: {error}; {_REMEDY}") from error
     return model

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.convert.hf_config import DenseModel
+from sparsebalance_megatron.convert.hf_config import Decoder
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -27,6 +27,9 @@ OUTPUT = "lm_head.weight"
 
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from config.json."""
+
+_FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
+"""Matrices of all experts of a layer in one tensor, experts first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Parameter:
     packing: Literal["same", "vocabulary", "qkv", "gate_up"] = "same"
 
 
-def parameters(model: DenseModel) -> tuple[Parameter, ...]:
+def parameters(model: Decoder) -> tuple[Parameter, ...]:
     """Every parameter of the model once, in the order of the layers."""
     vocabulary = (model.vocab_size, model.hidden_size)
     embedding = Parameter(
@@ -63,8 +66,8 @@ def parameters(model: DenseModel) -> tuple[Parameter, ...]:
     return (embedding, *layers, norm, *(() if model.tie_word_embeddings else (output,)))
 
 
-def _layer(model: DenseModel, layer: int) -> list[Parameter]:
-    hidden, columns = model.hidden_size, model.intermediate_size
+def _layer(model: Decoder, layer: int) -> list[Parameter]:
+    hidden = model.hidden_size
     q_rows = model.num_attention_heads * model.head_dim
     kv_rows = model.num_key_value_heads * model.head_dim
     target, source = f"decoder.layers.{layer}", f"model.layers.{layer}"
@@ -80,12 +83,25 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
             packing="qkv",
         )
 
-    same = {
+    same: dict[str, tuple[str, tuple[int, ...]]] = {
         "input_layernorm": ("input_layernorm", (hidden,)),
         "self_attention.linear_proj": ("self_attn.o_proj", (hidden, q_rows)),
         "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
-        "mlp.linear_fc2": ("mlp.down_proj", (hidden, columns)),
     }
+    if model.has_qk_norm:
+        for kind in ("q", "k"):
+            norm = (f"self_attn.{kind}_norm", (model.head_dim,))
+            same[f"self_attention.{kind}_layernorm"] = norm
+    if model.expert_layers[layer]:
+        same["mlp.router"] = ("mlp.gate", (model.num_experts, hidden))
+        columns = model.moe_intermediate_size
+        mlps = {
+            f"{target}.mlp.experts.local_experts.{expert}": f"{source}.mlp.experts.{expert}"
+            for expert in range(model.num_experts)
+        }
+    else:
+        columns = model.intermediate_size
+        mlps = {f"{target}.mlp": f"{source}.mlp"}
     return [
         *(
             Parameter(name=f"{target}.{ours}.weight", sources={f"{source}.{theirs}.weight": shape})
@@ -93,18 +109,30 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
         ),
         qkv("weight", hidden),
         *([qkv("bias")] if model.has_qkv_bias else []),
-        Parameter(
-            name=f"{target}.mlp.linear_fc1.weight",
-            sources={
-                f"{source}.mlp.{name}_proj.weight": (columns, hidden) for name in ("gate", "up")
-            },
-            packing="gate_up",
+        *(
+            parameter
+            for ours, theirs in mlps.items()
+            for parameter in _swiglu(ours, theirs, hidden, columns)
         ),
     ]
 
 
+def _swiglu(target: str, source: str, hidden: int, columns: int) -> tuple[Parameter, ...]:
+    return (
+        Parameter(
+            name=f"{target}.linear_fc1.weight",
+            sources={f"{source}.{name}_proj.weight": (columns, hidden) for name in ("gate", "up")},
+            packing="gate_up",
+        ),
+        Parameter(
+            name=f"{target}.linear_fc2.weight",
+            sources={f"{source}.down_proj.weight": (hidden, columns)},
+        ),
+    )
+
+
 def to_megatron(
-    parameter: Parameter, sources: Sequence[Tensor], model: DenseModel, *, padded_vocab_size: int
+    parameter: Parameter, sources: Sequence[Tensor], model: Decoder, *, padded_vocab_size: int
 ) -> Tensor:
     """The parameter's value from its sources.
 
@@ -124,7 +152,7 @@ def to_megatron(
             return sources[0]
 
 
-def to_hugging_face(parameter: Parameter, value: Tensor, model: DenseModel) -> tuple[Tensor, ...]:
+def to_hugging_face(parameter: Parameter, value: Tensor, model: Decoder) -> tuple[Tensor, ...]:
     """The sources from the parameter's value; padding rows of the vocabulary fall away."""
     match parameter.packing:
         case "qkv":
@@ -167,3 +195,29 @@ def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor
 def is_recomputed(name: str) -> bool:
     """Whether a tensor of Hugging Face follows from config.json and needs no conversion."""
     return _RECOMPUTED.fullmatch(name) is not None
+
+
+def experts_in(
+    name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int | slice, ...], tuple[int, ...]]]:
+    """The matrices of single experts that a fused tensor holds: their places in it, and shapes.
+
+    ``transformers`` 5 keeps experts fused: gate and up projections as [experts, 2 * F, hidden],
+    gate first. Files have the names of single experts unless they were saved with
+    ``save_original_format=False``. Empty for every other tensor.
+    """
+    fused = _FUSED.fullmatch(name)
+    if fused is None or len(shape) != 3:
+        return {}
+    experts, rows, columns = shape
+    parts = {"gate": (0, rows // 2), "up": (rows // 2, rows)}
+    if fused["kind"] == "down":
+        parts = {"down": (0, rows)}
+    return {
+        f"{fused['experts']}.{expert}.{part}_proj.weight": (
+            (expert, slice(first, last)),
+            (last - first, columns),
+        )
+        for expert in range(experts)
+        for part, (first, last) in parts.items()
+    }

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.convert.hf_config import DenseModel
+from sparsebalance_megatron.convert.hf_config import Decoder
 from sparsebalance_megatron.convert.megatron_model import Flag
 from sparsebalance_megatron.convert.transfer import CONFIG
 from sparsebalance_megatron.errors import ConvertError
@@ -24,7 +24,7 @@ from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, layer_budg
 from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 
 
-def read_settings(directory: Path, model: DenseModel) -> SparseAttention | None:
+def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
     """The settings in ``directory/config.json``; None where it has none.
 
     Raises:

@@ -7,6 +7,7 @@ Import only after the CPU adapter has been installed.
 from __future__ import annotations
 
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.convert.hf_config import DenseModel, Rope
+from sparsebalance_megatron.convert.hf_config import Decoder, Rope
 from sparsebalance_megatron.convert.mapping import Parameter
 from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.megatron.compat import (
@@ -36,12 +37,22 @@ _FIXED_BY_THE_MODEL = (
     *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
     *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
     *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
-    *("num_experts", "multi_latent_attention", "mtp_num_layers", "spec"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    *("multi_latent_attention", "mtp_num_layers", "spec"),
     # One process converts, and the checkpoint loads at any size.
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "yaml_cfg", "use_checkpoint_args"),
 )
 """Arguments that config.json or the conversion decides; flags after -- must not contradict them."""
+
+_NOT_SEEN_IN_SHAPES = (
+    *("num_attention_heads", "kv_channels", "position_embedding_type", "rotary_base"),
+    *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "norm_epsilon"),
+    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function"),
+)
+"""Arguments that change what a model computes, and not the shapes of its parameters."""
 
 _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
     # Megatron asks for them although nothing is trained.
@@ -57,9 +68,7 @@ _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def parse_model_flags(
-    model: DenseModel, passed_on: Sequence[str], *, dtype: torch.dtype
-) -> Namespace:
+def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.dtype) -> Namespace:
     """Megatron's validated arguments: the model's own flags, and what the user adds.
 
     Args:
@@ -130,6 +139,25 @@ def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
         raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")
 
 
+def check_trained(trained: Namespace | None, described: Namespace) -> None:
+    """What trained the weights computes what config.json describes.
+
+    Args:
+        trained: Megatron's arguments in the checkpoint; None where it has none.
+        described: those that config.json makes.
+
+    Raises:
+        ConvertError: with the argument.
+    """
+    for name in _NOT_SEEN_IN_SHAPES if trained else ():
+        fixed = getattr(described, name, None)
+        if (found := getattr(trained, name, fixed)) != fixed:
+            raise ConvertError(
+                f"the checkpoint was trained with {name} {found}, --hf-config makes it {fixed}; "
+                "mend its config.json"
+            )
+
+
 Flag = tuple[str, ...]
 """A flag and its values, as words of a command line."""
 
@@ -147,7 +175,7 @@ def padded_rows(vocab_size: int, divisor: int) -> int:
     return -(-vocab_size // divisor) * divisor
 
 
-def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> tuple[Flag, ...]:
+def model_flags(model: Decoder, *, divisor: int, padded_vocab_size: int) -> tuple[Flag, ...]:
     """Flags of ``pretrain_gpt`` that build this model.
 
     ``--padded-vocab-size`` is what the model has; the other two sizes only tell tokenizers what
@@ -178,7 +206,28 @@ def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> t
         flags.append(("--add-qkv-bias",))
     if not model.tie_word_embeddings:
         flags.append(("--untie-embeddings-and-output-weights",))
+    if model.has_qk_norm:
+        flags.append(("--qk-layernorm",))
+    if model.num_experts:
+        flags += _expert_flags(model)
     return tuple(flags)
+
+
+def _expert_flags(model: Decoder) -> list[Flag]:
+    flags: list[Flag] = [
+        ("--num-experts", str(model.num_experts)),
+        ("--moe-ffn-hidden-size", str(model.moe_intermediate_size)),
+        ("--moe-router-topk", str(model.num_experts_per_tok)),
+        # The dispatcher that takes packed sequences of any length.
+        ("--moe-token-dispatcher-type", "alltoall"),
+    ]
+    if not model.norm_topk_prob:
+        # Weights of experts are shares of all experts; without it, of the chosen ones.
+        flags.append(("--moe-router-pre-softmax",))
+    if not all(model.expert_layers):
+        layers = ",".join(str(int(has)) for has in model.expert_layers)
+        flags.append(("--moe-layer-freq", f"[{layers}]"))
+    return flags
 
 
 def _rope_flags(rope: Rope) -> tuple[Flag, ...]:
@@ -212,5 +261,5 @@ def words(flags: Sequence[Flag]) -> tuple[str, ...]:
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:
     """``name=( .. )``, one flag per line, for a script to source."""
-    lines = (f"    {' '.join(flag)}\n" for flag in flags)
+    lines = (f"    {shlex.join(flag)}\n" for flag in flags)
     return f"{name}=(\n{''.join(lines)})\n"

@@ -23,11 +23,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.convert.hf_config import DenseModel
+from sparsebalance_megatron.convert.hf_config import Decoder
 from sparsebalance_megatron.convert.mapping import (
     EMBEDDING,
     OUTPUT,
     Parameter,
+    experts_in,
     is_recomputed,
     parameters,
     to_hugging_face,
@@ -81,7 +82,7 @@ class TransferCounts:
 
 
 def read_weights(
-    files: WeightFiles, targets: Mapping[str, Tensor], model: DenseModel, progress: Progress
+    files: WeightFiles, targets: Mapping[str, Tensor], model: Decoder, progress: Progress
 ) -> TransferCounts:
     """Fill Megatron's parameters.
 
@@ -124,7 +125,7 @@ def read_weights(
 def write_weights(
     directory: Path,
     values: Mapping[str, Tensor],
-    model: DenseModel,
+    model: Decoder,
     dtype: torch.dtype,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -184,7 +185,7 @@ def _check_range(value: Tensor, dtype: torch.dtype, name: str) -> None:
         raise ConvertError(f"{name}: numbers exceed the range of {dtype}; use bfloat16")
 
 
-def _check_tied_copy(files: WeightFiles, model: DenseModel) -> int:
+def _check_tied_copy(files: WeightFiles, model: Decoder) -> int:
     """Count the copies of the embedding that are stored beside it."""
     if not model.tie_word_embeddings or OUTPUT not in files.dtypes:
         return 0
@@ -227,7 +228,7 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._stored: dict[str, _Stored] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path in _paths(directory):
             self._open(path)
@@ -240,10 +241,12 @@ class WeightFiles:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        stored = self._stored[name]
+        tensor: Tensor = stored.file.get_slice(stored.name)[stored.place]
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
         """Every source of the parameters is here with its shape, and nothing else.
@@ -286,12 +289,27 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             raise ConvertError(f"{path}: {error}; copy the file again") from error
         for name in file.keys():  # noqa: SIM118, the file is no mapping
-            stored = file.get_slice(name).get_dtype()
-            if stored not in _DTYPES:
+            tensor = file.get_slice(name)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if dtype not in _DTYPES:
                 raise ConvertError(
-                    f"{path}: {name} is stored as {stored}; supported are {', '.join(_DTYPES)}"
+                    f"{path}: {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}"
                 )
-            self._files[name], self.dtypes[name] = file, _DTYPES[stored]
+            parts = experts_in(name, shape) or {name: ((slice(None),), shape)}
+            for part, (place, part_shape) in parts.items():
+                stored = _Stored(file=file, name=name, place=place, shape=part_shape)
+                self._stored[part] = stored
+                self.dtypes[part] = _DTYPES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A tensor at a place inside one that a file holds."""
+
+    file: Any
+    name: str
+    place: tuple[int | slice, ...]
+    shape: tuple[int, ...]
 
 
 class _Index(msgspec.Struct):

@@ -10,9 +10,10 @@ class Part(StrEnum):
     """A part of the model; the first five are per transformer layer.
 
     ``DENSE_ATTENTION`` is in dense layers, in place of ``ATTENTION`` and ``ROUTER``. ``LINEAR`` is
-    the rest of a layer: norms, projections, rotary embedding, MLP, shared experts, residuals; where
-    it was measured, routed experts too. ``EXPERTS`` is what routed experts take, with the exchange
-    of tokens: a rank of an expert-parallel group takes it for the mean tokens of the group's ranks.
+    the rest of a layer: norms, projections, rotary embedding, MLP, residuals. ``EXPERTS`` is what
+    routed experts take, with the exchange of tokens: a rank of an expert-parallel group takes it
+    for the mean tokens of the group's ranks. Shared experts are counted with the linear part, and
+    measured with the routed ones.
     ``HEAD`` is the final norm, the vocabulary projection and the loss.
     """
 
@@ -34,8 +35,6 @@ class Direction(StrEnum):
 
 NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""
-TIMED = tuple(part for part in Part if part is not Part.EXPERTS)
-"""Parts that are measured; experts are timed within the linear part."""
-OF_EVERY_MODEL = tuple(part for part in TIMED if part is not Part.DENSE_ATTENTION)
-"""Parts whose costs are always known; those of dense layers only where they were measured, and
-those of experts only where they were counted."""
+OF_EVERY_MODEL = tuple(part for part in Part if part not in (Part.DENSE_ATTENTION, Part.EXPERTS))
+"""Parts whose costs are always known; those of dense layers and of experts only where the model has
+them."""

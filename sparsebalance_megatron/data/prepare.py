@@ -17,12 +17,11 @@ import numpy as np
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
 from sparsebalance_megatron.data.records import BadRecords, Record, RecordFiles
 from sparsebalance_megatron.data.tokenizer import (
+    ConversationRenderer,
     DocumentTokenizer,
-    Render,
     RenderedDocument,
     RenderError,
     load_tokenizer,
-    render_conversation,
     render_plain,
     train_bpe,
     trained_tokens,
@@ -108,14 +107,14 @@ def _training_texts(source: RecordFiles, bad: BadRecords) -> Iterator[str]:
 
 
 def _rendered(
-    records: Iterable[Record], render: Render, bad: BadRecords
+    records: Iterable[Record], render: ConversationRenderer, bad: BadRecords
 ) -> Iterator[tuple[Record, RenderedDocument]]:
     for record in records:
         if record.messages is None:
             yield record, RenderedDocument(text=record.text or "")
             continue
         try:
-            yield record, render_conversation(record.messages, render)
+            yield record, render(record.messages)
         except RenderError as error:
             reason = "the chat template cannot render it"
             bad.found(record.place, reason, f"{reason} ({error})")
@@ -179,6 +178,7 @@ def _summary(
         "skipped": dict(sorted(bad.counts.items())),
         "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
         "append_eod": append_eod,
+        "openings_trained": tokenizer.openings_trained and writer.any_masked,
     }
 
 

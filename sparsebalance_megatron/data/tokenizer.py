@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,8 @@ _SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end-of-text token."""
 _LARGEST_VOCABULARY = 1_000_000
 """Several times that of any model; the trainer allocates by it."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The tag of ``transformers`` around what an assistant generates."""
 
 
 Render = Callable[[Sequence[Message], bool], str]
@@ -38,13 +43,17 @@ class RenderedDocument:
     """Text of a document, as the model sees it, without an end-of-document token.
 
     ``trained_spans`` are (start, end) characters that are trained on; None for all. Of a
-    conversation these are the assistant's turns: their opening (the role) is given and not trained,
-    what closes them is trained. ``ends_trained``: an end-of-document token is trained too.
+    conversation these are what a chat template marks with ``{% generation %}``; of a template
+    without the tag, the assistant's turns: their opening (the role) is given and not trained, what
+    closes them is trained. ``ends_trained``: an end-of-document token is trained too.
     """
 
     text: str
     trained_spans: tuple[tuple[int, int], ...] | None = None
     ends_trained: bool = True
+
+
+ConversationRenderer = Callable[[Sequence[Message]], RenderedDocument]
 
 
 def render_plain(messages: Sequence[Message], open_assistant_turn: bool) -> str:
@@ -93,14 +102,16 @@ class DocumentTokenizer:
 
     ``name`` is a directory or model name, for the summary; ``backend`` a ``tokenizers.Tokenizer``;
     ``vocab_size`` one more than the largest token id; ``eod`` the id that ends a document, or None;
-    ``render`` says how conversations become text.
+    ``render`` says how conversations become text. ``openings_trained``: the chat template cannot
+    say where an assistant's turn is opened, so openings are trained.
     """
 
     name: str
     backend: Any
     vocab_size: int
     eod: int | None
-    render: Render
+    render: ConversationRenderer
+    openings_trained: bool = False
 
     def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
@@ -137,7 +148,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentToken
         backend=backend,
         vocab_size=backend.get_vocab_size(),
         eod=backend.token_to_id(END_OF_TEXT),
-        render=render_plain,
+        render=partial(render_conversation, render=render_plain),
     )
 
 
@@ -178,12 +189,24 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
     backend = loaded.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    openings_trained = False
+    render: ConversationRenderer = partial(render_conversation, render=render_plain)
+    if template := loaded.chat_template:
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        turns = _template_renderer(loaded)
+        if _GENERATION.search(template):
+            render = _marked_renderer(template, loaded)
+        else:
+            render = partial(render_conversation, render=turns)
+            openings_trained = _opens_no_turn(turns)
     return DocumentTokenizer(
         name=name,
         backend=backend,
         vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
         eod=loaded.eos_token_id,
-        render=_template_renderer(loaded) if loaded.chat_template else render_plain,
+        render=render,
+        openings_trained=openings_trained,
     )
 
 
@@ -196,12 +219,45 @@ def _template_renderer(loaded: Any) -> Render:
             raise RenderError(
                 "it begins with the assistant's turn; begin with a user or system turn"
             )
-        try:
+        with _refusals():
             return loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=open_assistant_turn
             )
-        # A template is a program, which may raise anything.
-        except Exception as error:
-            raise RenderError(f"the chat template refuses it: {error}") from error
 
     return render
+
+
+def _marked_renderer(template: str, loaded: Any) -> ConversationRenderer:
+    """Renders with a template that marks what the assistant generates."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(messages: Sequence[Message]) -> RenderedDocument:
+        with _refusals():
+            (text,), (spans,) = render_jinja_template(
+                [list(messages)],
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **loaded.special_tokens_map,
+            )
+        ends_trained = messages[-1]["role"] == "assistant"
+        return RenderedDocument(text=text, trained_spans=tuple(spans), ends_trained=ends_trained)
+
+    return render
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A template is a program, which may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        raise RenderError(f"the chat template refuses it: {error}") from error
+
+
+def _opens_no_turn(render: Render) -> bool:
+    """Whether a chat template ignores ``add_generation_prompt``."""
+    question: list[Message] = [{"role": "user", "content": "?"}]
+    try:
+        return render(question, True) == render(question, False)
+    except RenderError:
+        return False

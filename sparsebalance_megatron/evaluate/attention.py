@@ -57,6 +57,7 @@ def sparse_balance_attention(
         ConfigError: the model or the settings ask for something else.
     """
     starts_BQ = _checked_mask(attention_mask, dropout, features)
+    _check_positions(features.get("position_ids"), starts_BQ, key_BGTD.shape[2])
     settings = settings_of(module.config)
     selector = selector_named(settings.sparse_selection)
     q_BQHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query_BHSD, key_BGTD, value_BGTD))
@@ -216,6 +217,26 @@ def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any])
             "[rows, tokens], or none"
         )
     return mask
+
+
+def _check_positions(positions_BQ: Tensor | None, starts_BQ: Tensor, tokens: int) -> None:
+    """Refuse positions that start again inside a document of the mask.
+
+    ``transformers`` looks for packed documents only where it has neither a cache nor an
+    attention_mask; elsewhere its mask makes one document of the row, and nothing says so.
+    """
+    if positions_BQ is None or positions_BQ.ndim != 2:
+        return
+    first = tokens - positions_BQ.shape[1]
+    before_BQ = torch.nn.functional.pad(positions_BQ, (1, -1), value=0 if first else -1)
+    place_Q = torch.arange(first, tokens, device=starts_BQ.device)
+    inside_BQ = (starts_BQ != PADDING) & (starts_BQ != place_Q)
+    if (inside_BQ & (positions_BQ <= before_BQ)).any():
+        raise ConfigError(
+            "sparse_balance: position_ids start again inside what the mask calls one document, "
+            "which would read across documents; give packed documents with use_cache=False and "
+            "without attention_mask, or one document a row"
+        )
 
 
 PADDING = -1

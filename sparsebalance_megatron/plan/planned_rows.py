@@ -106,7 +106,8 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
     """Rows for the most promising numbers of positions, the least sum of heights first."""
     job, costs = problem.job, problem.costs
     groups = job.data_parallel_size // job.lockstep_ranks
-    weights_S = problem.expected_2SC.sum(axis=(0, 2))
+    own_2SC, _ = _own_and_together(problem)
+    weights_S = own_2SC.sum(axis=(0, 2))
     constant_ms = float(costs.constant_2C.sum())
     numbers = range(1, job.micro_batches + 1) if problem.plans_positions else [job.micro_batches]
     found = []
@@ -129,13 +130,26 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
     return [(problem.with_positions(positions), rows) for _, positions, rows in best]
 
 
+def _own_and_together(problem: StepProblem) -> tuple[np.ndarray, np.ndarray]:
+    """[2, S, C] ms at the expected budgets of what ranks do by themselves, and of what the members
+    of a group divide: their experts."""
+    assert problem.costs.layers is not None, "ranks that wait in layers have costs by layer"
+    together_2SC = problem.costs.layers.together_2SC
+    return problem.expected_2SC - together_2SC, together_2SC
+
+
 def _placed(problem: StepProblem, rows: Rows) -> Arrangement:
     """Rows on groups, in the order in which each group's pipeline is shortest."""
     job, costs = problem.job, problem.costs
     bins = rows.samples
+    own_2SC, together_2SC = _own_and_together(problem)
+
+    def of_bins(values_2SC: np.ndarray, row: tuple[tuple[int, ...], ...]) -> np.ndarray:
+        return np.stack([values_2SC[:, list(samples)].sum(axis=1) for samples in row])
+
     row_2XC = np.stack(
         [
-            np.max([problem.expected_2SC[:, list(samples)].sum(axis=1) for samples in row], axis=0)
+            of_bins(own_2SC, row).max(axis=0) + of_bins(together_2SC, row).mean(axis=0)
             for row in bins
         ],
         axis=1,

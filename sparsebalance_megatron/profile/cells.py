@@ -76,14 +76,19 @@ class Timed:
 
 
 def plan_cells(
-    longest_tokens: int, config: SparseBalanceConfig, thoroughness: Thoroughness
+    longest_tokens: int,
+    config: SparseBalanceConfig,
+    thoroughness: Thoroughness,
+    *,
+    has_experts: bool = False,
 ) -> list[Cell]:
     """Cells to measure, short sequences first, so that one-time work falls on them.
 
     Attention runs at powers of four, at the base budget, and at all blocks where that is
-    affordable; other parts run at the base budget only. Attention of dense layers is measured where
-    the model has some.
+    affordable; other parts run at the base budget only. Attention of dense layers and experts are
+    measured where the model has some.
     """
+    parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
     dense_layers = has_dense_layers(config.layer_budgets)
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
@@ -93,7 +98,7 @@ def plan_cells(
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
-        cells.append(Cell(parts=OF_EVERY_MODEL, lengths_tokens=lengths, budget_blocks=base))
+        cells.append(Cell(parts=parts, lengths_tokens=lengths, budget_blocks=base))
         if dense and dense_layers:
             cells.append(
                 Cell(parts=(Part.DENSE_ATTENTION,), lengths_tokens=lengths, budget_blocks=blocks)

@@ -58,6 +58,10 @@ class ProfiledModel:
         self._select = self._core_attention.select
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
+        self._mlp = self._layer.mlp
+        self.has_experts = bool(self._config.num_moe_experts)
+        if self.has_experts:
+            self._layer.mlp = _PassHidden()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
@@ -82,7 +86,7 @@ class ProfiledModel:
             case Part.LINEAR:
                 return self._linear(tokens, context)
             case Part.EXPERTS:
-                raise NotImplementedError("experts are timed within the linear part")
+                return self._experts(tokens)
             case Part.EMBEDDING:
                 return self._embedding(tokens)
             case Part.HEAD:
@@ -196,6 +200,14 @@ class ProfiledModel:
         backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
         return Timed(forward=layer, backward=backward)
 
+    def _experts(self, tokens: int) -> Timed:
+        """Router of tokens, their way to the experts and back, and the experts."""
+        hidden_T1h = self._hidden(tokens)
+        return Timed(
+            forward=lambda: self._mlp(hidden_T1h)[0],
+            backward=backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,)),
+        )
+
     def _embedding(self, tokens: int) -> Timed:
         tokens_1T = self._token_ids(tokens)
         positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
@@ -279,6 +291,13 @@ class _PassQueries(torch.nn.Module):
         out = _ReturnQueries.apply(query, key, value)
         # Multi-latent attention takes a batch of one.
         return out if packed_seq_params.qkv_format == "thd" else out[:, None]
+
+
+class _PassHidden(torch.nn.Module):
+    """Experts that cost nothing."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
 
 
 def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:

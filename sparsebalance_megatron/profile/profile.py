@@ -126,7 +126,8 @@ def profile(
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
-    for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
+    cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
+    for cell in progress(cells):
         for part in cell.parts:
             timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
             rows += measure(part, timed, cell, thoroughness, clock)

@@ -48,7 +48,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (True, "no"),
     "sliding_window": (4096, "none"),
     "tie_word_embeddings": ("false", 1, []),
-    **dict.fromkeys(("num_experts", "num_local_experts"), (8, 1, "none", [])),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (8, 1, -1, "none", [])),
     "quantization_config": ({}, {"bits": 4}, 5),
     "rope_theta": (*SIZES,),
     "rope_scaling": (5, [], "linear", {"rope_type": "su"}, {"type": 5}, {"type": ["linear"]}),

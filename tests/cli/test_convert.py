@@ -10,24 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from convert.conversions import (
+    model_args,
+    read_documents,
+    reference_logits,
+    reference_loss,
+    run_commands,
+    succeeded,
+)
 from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_config, tiny_model
 from harness import (
     BALANCE_FLAGS,
-    PROGRAMS,
     TRAINING_FLAGS,
     TrainingRun,
-    run_program,
     run_training,
     write_documents,
 )
 from safetensors.torch import load_file
 from sparse_hf_models import CAUSAL
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
@@ -36,7 +39,6 @@ from sparsebalance_megatron import evaluate
 
 pytestmark = pytest.mark.distributed
 
-WORKER = PROGRAMS / "convert_worker.py"
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
 DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
@@ -105,9 +107,9 @@ class Work:
             save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
         config = self.hf("qwen2-tied") / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {KEY: EARLIER}))
-        self.before = self._run("before", self._commands_before())
+        self.before = run_commands(root, "before", self._commands_before())
         self.runs = {variant: self._train(variant) for variant in TRAINED}
-        self.after = self._run("after", self._commands_after())
+        self.after = run_commands(root, "after", self._commands_after())
 
     def hf(self, variant: str) -> Path:
         return self.root / "hf" / variant
@@ -174,6 +176,7 @@ class Work:
             "tied": {"tie_word_embeddings": True},
             "wider": {"intermediate_size": 128},
             "more rows": {"vocab_size": 300},
+            "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
         }
         for name, changes in wrong.items():
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
@@ -201,13 +204,6 @@ class Work:
         )
         return commands | {"no iteration": (*commands["tied"], "--iteration", "7")}
 
-    def _run(self, name: str, commands: dict[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-        paths = [self.root / f"{name}.{what}.json" for what in ("commands", "results")]
-        paths[0].write_text(json.dumps(commands))
-        process = run_program((str(WORKER), *map(str, paths)), self.root)
-        assert process.returncode == 0, process.stderr[-4000:]
-        return json.loads(paths[1].read_text())
-
     def _train(self, variant: str) -> TrainingRun:
         """One step over all documents that changes nothing, saved."""
         flags = (
@@ -228,23 +224,6 @@ class Work:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(tmp_path_factory.mktemp("convert"))
-
-
-def model_args(checkpoint: Path) -> list[str]:
-    """The words of the bash array that from-hf left beside the checkpoint."""
-    text = (checkpoint / "model_args.sh").read_text()
-    return text.removeprefix("MODEL_ARGS=(").partition(")")[0].split()
-
-
-def succeeded(result: dict[str, Any]) -> str:
-    assert result["status"] == 0, result["stderr"][-4000:]
-    return result["stdout"]
-
-
-@torch.no_grad()
-def reference_logits(model: torch.nn.Module, documents: Sequence[Tensor]) -> Tensor:
-    """[T, V] of documents that `transformers` sees one at a time."""
-    return torch.cat([model(document[None]).logits[0] for document in documents])
 
 
 NIGHTLY = ("llama-linear", "llama-plain", "qwen2-untied")
@@ -343,15 +322,11 @@ def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
 
 @pytest.mark.parametrize("variant", TRAINED)
 def test_the_first_training_step_has_the_loss_of_transformers(variant: str, work: Work) -> None:
-    """On two ranks, through --load --finetune. A padding row has logit 0 in Megatron's softmax."""
-    stored = np.fromfile(f"{work.documents}.bin", dtype=np.uint16).astype(np.int64)
-    documents = torch.from_numpy(stored).split(DOCUMENT_LENGTHS)
-    logits = reference_logits(tiny_model(variant).double(), [row[:-1] for row in documents])
-    padded = torch.nn.functional.pad(logits, (0, PADDING_ROWS[variant]))
-    labels = torch.cat([row[1:] for row in documents])
-    expected = torch.nn.functional.cross_entropy(padded, labels).item()
+    """On two ranks, through --load --finetune."""
+    documents = read_documents(work.documents, DOCUMENT_LENGTHS)
+    expected = reference_loss(tiny_model(variant).double(), documents, PADDING_ROWS[variant])
     (step,) = work.runs[variant].steps
-    assert step["tokens"] == len(labels)
+    assert step["tokens"] == sum(DOCUMENT_LENGTHS) - len(DOCUMENT_LENGTHS)
     assert step["lm_loss"] == pytest.approx(expected, rel=FEW_ROUNDINGS)
 
 
@@ -431,6 +406,7 @@ REFUSED = {
     "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
     "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
     "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
+    "another base": "was trained with use_rope_scaling True, --hf-config makes it False",
     "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
 

@@ -47,6 +47,19 @@ def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, .
             },
         ),
         ("mistral-wide-heads", {"--kv-channels": ("24",)}),
+        (
+            "qwen3_moe-shares",
+            {
+                "--qk-layernorm": (),
+                "--num-experts": ("4",),
+                "--moe-ffn-hidden-size": ("40",),
+                "--moe-router-topk": ("2",),
+            },
+        ),
+        (
+            "qwen3_moe-mixed",
+            {"--moe-layer-freq": ("[0,1,0]",), "--moe-router-pre-softmax": ()},
+        ),
     ],
 )
 def test_what_else_a_model_needs(
@@ -56,6 +69,8 @@ def test_what_else_a_model_needs(
     assert {name: flags[name] for name in expected} == expected
     assert flags["--untie-embeddings-and-output-weights"] == ()
     assert ("--add-qkv-bias" in flags) == variant.startswith("qwen2")
+    assert ("--qk-layernorm" in flags) == variant.startswith("qwen3")
+    assert ("--moe-router-pre-softmax" in flags) == (variant == "qwen3_moe-mixed")
 
 
 @given(vocab_size=st.integers(1, 300_000), divisor=st.integers(1, 1024))
@@ -71,8 +86,11 @@ def test_the_default_pads_nothing(vocab_size: int) -> None:
     assert 128 % divisor == 0 and (vocab_size % (2 * divisor) or divisor == 128)
 
 
-def test_bash_reads_the_array_as_the_same_words(tmp_path: Path) -> None:
-    tiny_config("qwen2-yarn").save_pretrained(tmp_path)
+@pytest.mark.parametrize("variant", ["qwen2-yarn", "qwen3_moe-mixed"])
+def test_bash_reads_the_array_as_the_same_words(variant: str, tmp_path: Path) -> None:
+    """Where a file has a name that the words would match, were they patterns."""
+    tiny_config(variant).save_pretrained(tmp_path)
+    (tmp_path / "0").touch()
     flags = model_flags(read_config(tmp_path), divisor=2, padded_vocab_size=250)
     (tmp_path / "model_args.sh").write_text(bash_array("MODEL_ARGS", flags))
     script = 'source "$1" && printf "%s\\n" "${MODEL_ARGS[@]}"'
@@ -81,5 +99,6 @@ def test_bash_reads_the_array_as_the_same_words(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
+        cwd=tmp_path,
     )
     assert tuple(result.stdout.split()) == words(flags)

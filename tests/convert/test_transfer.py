@@ -12,7 +12,7 @@ from convert.tiny_models import VOCABULARY, save, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sparsebalance_megatron.convert.hf_config import DenseModel, read_config
+from sparsebalance_megatron.convert.hf_config import Decoder, read_config
 from sparsebalance_megatron.convert.mapping import parameters, to_megatron
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
@@ -29,7 +29,7 @@ PADDED = 256
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def poisoned_targets(model: DenseModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def poisoned_targets(model: Decoder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Parameters of the right shapes, full of NaN."""
     return {
         parameter.name: torch.full_like(
@@ -47,7 +47,7 @@ def poisoned_targets(model: DenseModel, dtype: torch.dtype) -> dict[str, torch.T
 
 def transfer(
     directory: Path, dtype: torch.dtype
-) -> tuple[DenseModel, dict[str, torch.Tensor], TransferCounts]:
+) -> tuple[Decoder, dict[str, torch.Tensor], TransferCounts]:
     model = read_config(directory)
     targets = poisoned_targets(model, dtype)
     with WeightFiles(directory) as files:

@@ -128,6 +128,28 @@ def test_packed_documents_are_documents_alone():
     same(packed, torch.cat(alone, 1))
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "Mistral"])
+def test_packed_documents_that_the_mask_joins_are_refused(family):
+    """With a cache, which is the default, or a mask, transformers does not look for them."""
+    model, tokens = make_model(family), make_tokens(1, TOKENS)
+    positions = torch.cat([torch.arange(60), torch.arange(TOKENS - 60)])[None]
+    match = "position_ids start again.*use_cache=False"
+    refused(match, model, tokens, position_ids=positions)
+    ones = torch.ones_like(tokens)
+    refused(match, model, tokens, position_ids=positions, attention_mask=ones, use_cache=False)
+    cache = model(tokens[:, :60], use_cache=True).past_key_values
+    refused(match, model, tokens[:, 60:], position_ids=positions[:, 60:], past_key_values=cache)
+
+
+def test_positions_of_padding_may_be_any():
+    model, tokens = make_model(), make_tokens(2, TOKENS)
+    mask = torch.ones_like(tokens)
+    mask[1, 100:] = 0
+    positions = (mask.cumsum(1) - 1) * mask
+    padded = model(tokens, attention_mask=mask, position_ids=positions).logits
+    same(padded[1, :100], model(tokens[1:2, :100]).logits[0])
+
+
 @pytest.mark.parametrize("selection", CAUSAL)
 def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass(selection):
     model = make_model(selection=selection, sparse_layer_topk_blocks=(2, None))

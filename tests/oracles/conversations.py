@@ -18,6 +18,7 @@ class Layout:
     closing: str
     default_system: str | None = None
     strips_content: bool = False
+    marks_content: bool = False
 
     def jinja(self) -> str:
         """This layout as a chat template for transformers."""
@@ -30,7 +31,13 @@ class Layout:
             text = self.opening.replace("ROLE", "system") + self.default_system + self.closing
             text = text.replace("\n", "\\n")
             default = "{% if messages[0].role != 'system' %}{{ '" + text + "' }}{% endif %}"
-        turn = "{{ '" + before + "' }}{{ " + content + " }}{{ '" + after + "' }}"
+        spoken = "{{ " + content + " }}"
+        if self.marks_content:
+            marked = "{% generation %}" + spoken + "{% endgeneration %}"
+            spoken = (
+                "{% if m.role == 'assistant' %}" + marked + "{% else %}" + spoken + "{% endif %}"
+            )
+        turn = "{{ '" + before + "' }}" + spoken + "{{ '" + after + "' }}"
         return (
             default
             + "{% for m in messages %}"
@@ -57,5 +64,5 @@ def characters(turns: Sequence[Turn], layout: Layout) -> list[tuple[str, bool]]:
         spoken = content.strip() if layout.strips_content else content
         add(layout.opening.replace("ROLE", role), False)
         add(spoken, role == "assistant")
-        add(layout.closing, role == "assistant")
+        add(layout.closing, role == "assistant" and not layout.marks_content)
     return found

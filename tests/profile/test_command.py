@@ -141,7 +141,7 @@ def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Pat
     assert min(per_byte) * (1 - 1e-5) <= model.exchange.ms_per_byte <= max(per_byte) * (1 + 1e-5)
     # One rank says it, and measures the model besides.
     assert run.output.count("sequences shared by 2 ranks: each receives ") == 1
-    assert {row.part for row in table.rows} == set(Part) - {Part.DENSE_ATTENTION}
+    assert {row.part for row in table.rows} == set(OF_EVERY_MODEL)
 
 
 def test_ranks_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
