@@ -16,7 +16,7 @@ from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
 _SUFFIXES = frozenset({".html", ".htm", ".json", ".jsonl", ".gz", ".svg"})
-"""Of files that commands write or read."""
+"""Endings of files that commands write or read."""
 
 
 class OutputError(ValueError):

@@ -9,7 +9,7 @@ from sparsebalance_megatron.plan.search.numbers import Numbers
 
 
 def splitmix64(seed, count):
-    """By its definition, in Python's integers."""
+    """The definition of splitmix64 in Python's integers."""
     mask, found = (1 << 64) - 1, []
     for _ in range(count):
         seed = (seed + 0x9E3779B97F4A7C15) & mask

@@ -58,7 +58,7 @@ def test_six_micro_batches_are_near_the_best_of_all_orders(seed):
 
 
 def test_swaps_shorten_what_the_first_orders_leave():
-    """Of many micro-batches; where none are paid for, the first orders stay."""
+    """Twelve micro-batches; where no swaps are paid for, the first orders stay."""
     case = random_case((2, 12, 4, 1), 1, 0, size=1)
     first, swapped = ordered(case, 0.0), ordered(case, 20.0)
     assert (swapped <= first).all()
