@@ -17,7 +17,7 @@ try:
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.cli.entry import ends_in_one_line, one_line
+    from sparsebalance_megatron.command_entry import ends_in_one_line, one_line
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None
@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status, see :mod:`.entry`."""
+    """Run a subcommand; its exit status, see :mod:`..command_entry`."""
 
     def run() -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)

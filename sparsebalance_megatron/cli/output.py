@@ -16,7 +16,7 @@ from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
 _SUFFIXES = frozenset({".html", ".htm", ".json", ".jsonl", ".gz", ".svg"})
-"""Endings of files that commands write or read."""
+"""Suffixes of files that commands write or read."""
 
 
 class OutputError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from sparsebalance_megatron.cli.entry import ends_in_one_line
+from sparsebalance_megatron.command_entry import ends_in_one_line
 
 _READ_ARGUMENTS = ("lm_eval", "transformers", "huggingface_hub", "datasets", "safetensors")
 """Packages that look up what the arguments name."""

@@ -262,4 +262,10 @@ def _validated_args(
         # Megatron's model config refuses fused RoPE where the library that has it is missing.
         args.apply_rope_fusion = False
         unchecked.append("flags that need Transformer Engine, which is not installed here")
+    if args.fp8 or args.fp4:
+        unchecked.append("fp8 and fp4: times and memory are counted for bfloat16")
+    if args.num_experts and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
+        unchecked.append(
+            "--expert-tensor-parallel-size: experts are counted with the tensor-parallel size"
+        )
     return args, unchecked

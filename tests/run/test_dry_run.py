@@ -122,6 +122,7 @@ def test_plan_predicts_what_a_dry_run_does(
     own = ("--expert-model-parallel-size", "2") if experts else ()
     result = start(tmp_path, *FLAGS, *experts, *own, *data, "--sparse-balance-dry-run", "4")
     assert result.returncode == 0, result.stderr
+    assert ("every expert is taken to get as many tokens" in result.stdout) == bool(experts)
     config = tmp_path / "config.json"
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config.write_text(json.dumps(CONFIG | (sizes if experts else {})))

@@ -17,7 +17,7 @@ from harness import REPOSITORY
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.cli.entry import ends_in_one_line
+from sparsebalance_megatron.command_entry import ends_in_one_line
 from sparsebalance_megatron.data.prepare import DatasetWriter
 from sparsebalance_megatron.errors import ConfigError
 
