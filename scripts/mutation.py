@@ -53,8 +53,8 @@ CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
-    "plan/placement/cp_size_": (CP_SIZES,),
-    "plan/placement/shared_micro_batches": (CP_SIZES,),
+    "plan/placement/cp_size_start": (CP_SIZES,),
+    "plan/search/": ("tests/plan/search/test_annealing.py", "tests/plan/search/test_state.py"),
     "plan/planned_cp_sizes": (CP_SIZES,),
     "plan/step_costs": (CP_SIZES,),
     "plan/arrangement": (CP_SIZES,),

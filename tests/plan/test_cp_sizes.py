@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that ranks share: who they are, when they run, and plans of all widths."""
+"""Micro-batches that ranks share: who they are, when they run, and plans of all cp_sizes."""
 
 from __future__ import annotations
 
@@ -31,26 +31,12 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
-from sparsebalance_megatron.plan.placement.cp_size_moves import Kind, Numbers, Rules, draw_moves
-from sparsebalance_megatron.plan.placement.cp_size_search import _CpSizeSearch, improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
-from sparsebalance_megatron.plan.placement.shared_micro_batches import (
-    Contents,
-    MicroBatchTable,
-    SharedMicroBatches,
-)
-from sparsebalance_megatron.plan.search_effort import SearchEffort
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
-REPLACED = {
-    Kind.POSITIONS: 0,
-    Kind.TRADE: 2,
-    Kind.MERGE: 2,
-    Kind.HALVE: 1,
-}
-"""How many slots a move makes anew: on the same ranks, whatever their widths."""
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
 
@@ -101,7 +87,7 @@ def test_shared_micro_batches_begin_together(shape, seed):
 @settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
-    """A slot that grows by less than the chain lacks delays no rank; by more it delays one."""
+    """One that grows by less than the chain lacks delays no rank; by more it delays one."""
     ranks, positions, _, _ = shape
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
     times = shared_times(shape, cp_sizes_RM, seed)
@@ -276,85 +262,6 @@ def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
         assert makespans_ms(times).max() >= bound_ms * (1 - 1e-12)
 
 
-def moves_of(shape, seed, *, cp_size, rounds):
-    """The kinds of moves drawn from a first placement, each of which says what its slots hold.
-
-    From one in slots of so many ranks, or as wide as samples ask for if ``cp_size`` is None.
-    """
-    given_ = arguments(shape, seed)
-    problem = StepProblem.of(PlanInputs(**given_))
-    costs, sample_2SC = problem.costs, problem.expected_2SC
-    rules = Rules(cap_tokens=1 << 40, max_cp_size=shape[0])
-    weights_S = sample_2SC.sum(axis=(0, 2))
-    contents = Contents(costs, sample_2SC)
-    start = cp_size_start(weights_S, costs, rules)
-    if cp_size is not None:
-        micro_batches = shape[0] // cp_size * shape[1]
-        dealt = [tuple(range(each, len(weights_S), micro_batches)) for each in range(micro_batches)]
-        groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
-        start = Arrangement.of_groups(groups, cp_size)
-    state = SharedMicroBatches(start)
-    numbers, kinds = Numbers(), set()
-    for _ in range(rounds):
-        table = MicroBatchTable(state, [range(shape[0])], contents)
-        moves = draw_moves(table, contents, weights_S, rules, numbers, 8)
-        for move, kind in enumerate(moves.kind_X.tolist()):
-            made = moves.made(move, table, weights_S)
-            held = sorted(sample for samples in made for sample in samples)
-            assert len(held) == len(set(held))
-            for y, samples in enumerate(made):
-                np.testing.assert_allclose(
-                    moves.contents_XYF[move, y], contents.of(list(samples)), rtol=1e-9, atol=1e-9
-                )
-                assert moves.cp_size_XY[move, y] <= shape[0]
-            replaced = REPLACED[Kind(kind)]
-            assert (
-                moves.cp_size_XY[move].sum()
-                == table.cp_size_J[moves.micro_batch_2X[:replaced, move]].sum()
-            )
-            kinds.add(Kind(kind))
-    return kinds, problem, state.arranged(), rules
-
-
-@settings(max_examples=30)
-@given(SHAPES, SEEDS)
-def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
-    """Also on devices of different speed: every rank of a slot takes as long as the slowest."""
-    ranks, positions, stages, chunks = shape
-    generator = np.random.default_rng(seed)
-    given_ = arguments(shape, seed)
-    slowness_RP = generator.uniform(0.5, 2.0, (ranks, stages))
-    given_["scales"] = StageScales.of(np.ones((2, stages, chunks)), slowness_RP)
-    problem = StepProblem.of(PlanInputs(**given_))
-    costs, sample_2SC = problem.costs, problem.expected_2SC
-    contents = Contents(costs, sample_2SC)
-    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
-    places = np.unique(first_places(cp_sizes_RM))
-    micro_batch_of_S = generator.choice(places, sample_2SC.shape[1])
-    where = placed(micro_batch_of_S, problem.job, cp_sizes_RM)
-    expected = costs.micro_batch_ms(sample_2SC, where).by_micro_batch_2RPVM
-    for place in places.tolist():
-        rank, position = divmod(place, positions)
-        held = np.flatnonzero(micro_batch_of_S == place).tolist()
-        cp_size = cp_sizes_RM[rank, position]
-        found = contents.ms(contents.of(held), cp_size, np.array(rank)).reshape(2, stages, chunks)
-        for member in range(rank, rank + cp_size):
-            np.testing.assert_allclose(found, expected[:, member, :, :, position], rtol=1e-9)
-
-
-def test_the_search_knows_how_long_its_placement_takes():
-    """Moves are of every kind; some change the positions of micro-batches."""
-    given_ = arguments((4, 4, 2, 1), 1, size=2)
-    problem = StepProblem.of(PlanInputs(**given_))
-    costs, sample_2SC = problem.costs, problem.expected_2SC
-    rules = Rules(cap_tokens=1 << 40, max_cp_size=4)
-    start = cp_size_start(sample_2SC.sum(axis=(0, 2)), costs, rules)
-    for plan_ms in (1.0, 5.0, 20.0):
-        search = _CpSizeSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
-        found = search.best(enough_ms=0.0)
-        assert problem.makespans_ms(found, sample_2SC).max() == pytest.approx(search.best_ms)
-
-
 def test_cp_sizes_follow_weights():
     """Each has the least at which its share is no more than the mean of all places."""
     given_ = arguments((4, 2), 0, size=1)
@@ -372,25 +279,9 @@ def test_cp_sizes_follow_weights():
     assert cp_sizes == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
 
 
-def test_samples_go_from_island_to_island():
-    """Slots are at most as wide as an island; all the work begins on one of two."""
-    given_ = arguments((4, 2), 0, size=4)
-    given_["lengths_tokens"] = (*[8000] * 16, *[500] * 16)
-    problem = StepProblem.of(PlanInputs(**given_))
-    costs, sample_2SC = problem.costs, problem.expected_2SC
-    groups = ((tuple(range(8)), tuple(range(8, 16))), (tuple(range(16, 24)), tuple(range(24, 32))))
-    start = Arrangement.of_groups(groups, 2)
-    rules = Rules(cap_tokens=1 << 40, max_cp_size=2)
-    after = improve_cp_sizes(start, costs, sample_2SC, rules=rules, plan_ms=200.0)
-    before_ms, after_ms = (
-        problem.makespans_ms(where, sample_2SC).max() for where in (start, after)
-    )
-    assert after_ms < 0.7 * before_ms
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_equal_cp_sizes_are_compared_with_planned_ones(close, monkeypatch):
-    """Where a first placement is not clearly faster; the better of both is taken."""
+@pytest.mark.parametrize("even_is_equal", [True, False])
+def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatch):
+    """The better of both is taken, whichever it is."""
     given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
     problem = StepProblem.of(PlanInputs(**given_))
     lopsided = Arrangement.of_groups(
@@ -398,44 +289,16 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(close, monkeypatch):
     )
     budgets_LS = np.full((given_["job"].layers, 16), 8)
     even = Arrangement.of_groups(problem.balanced_by(budgets_LS))
+    free, equal = (lopsided, even) if even_is_equal else (even, lopsided)
     monkeypatch.setattr(planned_cp_sizes, "_is_near_bound", lambda *_: False)
-    monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: lopsided)
-    monkeypatch.setattr(planned_cp_sizes, "improve_cp_sizes", lambda where, *_, **__: where)
-    monkeypatch.setattr(planned_cp_sizes, "_MAX_TUNING_REVERSAL", np.inf if close else 0.0)
-    found, _ = planned_cp_sizes.best_cp_sizes(problem, even)
-    assert found is (even if close else lopsided)
-
-
-@settings(max_examples=15)
-@given(SHAPES, SEEDS)
-def test_moves_say_what_the_micro_batches_they_make_hold(shape, seed):
-    """Contents and times of a move are those of the placement after it."""
-    _, problem, start, rules = moves_of(shape, seed, cp_size=None, rounds=6)
-    costs, sample_2SC = problem.costs, problem.expected_2SC
-    before = problem.makespans_ms(start, sample_2SC).max()
-    after = improve_cp_sizes(start, costs, sample_2SC, rules=rules, plan_ms=20.0)
-    assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
-    assert sorted(s for rank in after.samples for micro_batch in rank for s in micro_batch) == list(
-        range(sample_2SC.shape[1])
-    )
-    fine = improve_cp_sizes(
-        start, costs, sample_2SC, rules=rules, plan_ms=20.0, enough_ms=1.001 * before
-    )
-    assert fine.samples == start.samples
-
-
-def test_every_kind_of_move_is_drawn():
-    """Those that part wide slots, too, of which a first placement has few."""
-    kinds = {
-        cp_size: moves_of((4, 4, 2, 1), 0, cp_size=cp_size, rounds=20)[0]
-        for cp_size in (None, 2, 4)
-    }
-    assert Kind.HALVE in kinds[4]
-    assert set.union(*kinds.values()) == set(Kind)
+    monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: free)
+    monkeypatch.setattr(planned_cp_sizes, "anneal", lambda where, *_, **__: where)
+    found, _ = planned_cp_sizes.best_cp_sizes(problem, equal)
+    assert found is even
 
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
-    """Samples alike in length, one for every slot and many slots: nothing is left to gain."""
+    """Samples alike in length, one for every place and many places: nothing is left to gain."""
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
     dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)

@@ -12,7 +12,7 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import arrival
-from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import OPERATIONS_PER_MS, SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -26,29 +26,29 @@ def test_effort_is_spent():
     assert effort.affordable(1) == 0
 
 
-def searched(plan_ms, seed=5):
+def placement_and_ms(plan_ms, seed=5):
     job = job_shape(4, 6, 4)
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
     start = arrival(lengths, job, 1 << 40)
-    placement = improve(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
+    placement = searched(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
     times = costs.micro_batch_ms(sample_2SC, Arrangement.of_groups(placement))
     return placement, makespans_ms(times).max()
 
 
 def test_more_effort_finds_better_placements():
-    ms = [searched(plan_ms)[1] for plan_ms in (0.0, 1.0, 4.0, 64.0)]
+    ms = [placement_and_ms(plan_ms)[1] for plan_ms in (0.0, 1.0, 4.0, 64.0)]
     assert ms == sorted(ms, reverse=True)
     assert ms[-1] < 0.97 * ms[0]
 
 
 def test_no_clock_is_read(monkeypatch):
-    expected = searched(2.0)[0]
+    expected = placement_and_ms(2.0)[0]
 
     def forbidden():
         raise AssertionError("ranks would stop at different moments")
 
     for name in ("time", "perf_counter", "monotonic", "process_time", "perf_counter_ns"):
         monkeypatch.setattr(time, name, forbidden)
-    assert searched(2.0)[0] == expected
+    assert placement_and_ms(2.0)[0] == expected

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches with random starts, and what must hold of every placement."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import strategies as st
+from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes, random_lengths
+
+from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.search.contents import Contents
+from sparsebalance_megatron.plan.search.moves import Drawing, Moves, Rules
+from sparsebalance_megatron.plan.search.numbers import Numbers
+from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
+
+SEEDS = st.integers(0, 2**32 - 1)
+SHAPES = st.sampled_from(
+    [
+        ((4, 4, 2, 1), 1),
+        ((3, 2, 1, 1), 1),
+        ((4, 4, 2, 1), 2),
+        ((8, 2, 1, 1), 4),
+        ((4, 4, 2, 2), 4),
+        ((2, 3, 4, 1), 2),
+        ((4, 1, 1, 1), 2),
+        ((6, 2, 2, 1), 2),
+    ]
+)
+"""Ranks, positions, stages and chunks; then how many ranks may share a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    costs: StepCosts
+    sample_2SC: np.ndarray
+    rules: Rules
+    start: Arrangement
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self.costs, self.sample_2SC)
+
+    @property
+    def weights_S(self) -> np.ndarray:
+        return self.sample_2SC.sum(axis=(0, 2))
+
+    def ms_R(self, where: Arrangement) -> np.ndarray:
+        return makespans_ms(self.costs.micro_batch_ms(self.sample_2SC, where))
+
+    def check(self, where: Arrangement) -> None:
+        """Every sample once; every micro-batch obeys the rules."""
+        ranks, positions = where.cp_sizes_RM.shape
+        held, covered_RM = [], np.zeros((ranks, positions), dtype=int)
+        for rank in range(ranks):
+            for position in range(positions):
+                samples, cp_size = where.samples[rank][position], where.cp_size(rank, position)
+                assert is_power_of_two(cp_size) and cp_size <= self.rules.max_cp_size
+                if rank % cp_size:
+                    assert samples == ()
+                    continue
+                assert samples
+                assert (where.cp_sizes_RM[rank : rank + cp_size, position] == cp_size).all()
+                covered_RM[rank : rank + cp_size, position] += 1
+                tokens, blocks = (
+                    each_S[list(samples)].sum()
+                    for each_S in (self.costs.lengths_tokens_S, self.costs.blocks_S)
+                )
+                assert tokens <= self.rules.cap_tokens * cp_size
+                assert cp_size == 1 or blocks >= cp_size
+                held += samples
+        assert (covered_RM == 1).all()
+        assert sorted(held) == list(range(len(self.costs.lengths_tokens_S)))
+
+
+def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=True):
+    """Samples at random places, under a cap that many moves would exceed; on odd seeds devices of
+    different speed."""
+    ranks, positions, stages, chunks = shape
+    generator = np.random.default_rng(seed)
+    job = job_shape(*shape)
+    cp_sizes_RM = random_cp_sizes(ranks, positions, max_cp_size, seed)
+    places = np.unique(first_places(cp_sizes_RM))
+    lengths = np.array(random_lengths(job.places * size, seed, longest=2**13))
+    # Every micro-batch has a block for each of its ranks.
+    lengths[: len(places)] += 64 * max_cp_size
+    place_S = np.concatenate([places, generator.choice(places, len(lengths) - len(places))])
+    slowness_RP = np.ones((ranks, stages))
+    if slow and seed % 2:
+        slowness_RP = generator.uniform(0.5, 2.0, (ranks, stages))
+    cost = replace(
+        cost_model(),
+        exchange=Exchange(
+            bytes_per_token=512.0, ms_per_byte=1e-6, cp_size_slowness=((2, 1.0), (4, 3.0))
+        ),
+    )
+    scales = StageScales.of(np.ones((2, stages, chunks)), slowness_RP)
+    costs = step_costs(lengths, job, cost, scales)
+    per_rank = np.bincount(place_S, lengths, minlength=job.places) / cp_sizes_RM.reshape(-1)
+    return Case(
+        costs=costs,
+        sample_2SC=costs.sample_ms(np.full((job.layers, len(lengths)), 8)),
+        rules=Rules(
+            cap_tokens=int(np.ceil(cap_over_start * per_rank.max())), max_cp_size=max_cp_size
+        ),
+        start=placed(place_S, job, cp_sizes_RM),
+    )
+
+
+class Walk:
+    """A state that random moves change."""
+
+    def __init__(self, case: Case, each: int = 8) -> None:
+        self.case, self.each = case, each
+        self.state, self.numbers = State(case.start, case.contents), Numbers()
+        self._begin()
+
+    def _begin(self) -> None:
+        case = self.case
+        self.drawing = Drawing(self.state, case.weights_S, case.rules, self.numbers)
+
+    def copy(self) -> Walk:
+        """A walk that goes on from here by itself."""
+        other = copy(self)
+        other.state, other.numbers = copy(self.state), copy(self.numbers)
+        for name, values in vars(self.state).items():
+            if isinstance(values, np.ndarray):
+                setattr(other.state, name, values.copy())
+        other._begin()
+        return other
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return Arrangement.of_places(self.state.place_S, self.state.cp_sizes_RM.copy())
+
+    def draw(self) -> tuple[Moves, np.ndarray]:
+        """Moves within all pairs of rank groups, and times of the micro-batches that they make."""
+        groups = self.state.ranks // self.case.rules.max_cp_size
+        pairs = max(1, groups // 2)
+        order_E = np.argsort(self.numbers.draw(groups))
+        groups_E2 = order_E[np.arange(2 * pairs) % groups].reshape(pairs, 2)
+        moves = self.drawing.draw(groups_E2, self.each)
+        rank_IY = moves.place_IY // self.state.positions
+        return moves, self.state.contents.ms(moves.has_IYX, moves.cp_size_IY, rank_IY)
+
+    def step(self) -> None:
+        """Make the last move of every pair."""
+        moves, ms_IYF = self.draw()
+        for pair in np.unique(moves.pair_I):
+            self.drawing.apply(moves, int(np.flatnonzero(moves.pair_I == pair)[-1]), ms_IYF)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves obey the rules, stay within their pair, and say what the micro-batches hold afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from plan.search.search_cases import SEEDS, SHAPES, Walk, random_case
+
+from sparsebalance_megatron.plan.search.moves import Kind
+
+
+@settings(max_examples=15)
+@given(SHAPES, SEEDS)
+def test_every_move_obeys(shape, seed):
+    case = random_case(*shape, seed)
+    walk = Walk(case, each=4)
+    group_places = walk.state.positions * case.rules.max_cp_size
+    for _ in range(4):
+        moves, ms_IYF = walk.draw()
+        assert np.unique(moves.pair_I, return_counts=True)[1].max(initial=0) <= walk.each
+        for move in range(len(moves.pair_I)):
+            after = walk.copy()
+            after.drawing.apply(moves, move, ms_IYF)
+            case.check(after.arrangement)
+            a, b = int(moves.a_I[move]), int(moves.b_I[move])
+            touched = {a // group_places, b // group_places}
+            changed_J = (walk.state.cp_size_J != after.state.cp_size_J) | (
+                walk.state.has_JX != after.state.has_JX
+            ).any(axis=1)
+            moved_S = walk.state.place_S != after.state.place_S
+            assert moved_S.any() or changed_J.any()
+            assert set((np.flatnonzero(changed_J) // group_places).tolist()) <= touched
+        walk.step()
+
+
+@settings(max_examples=15)
+@given(SHAPES, SEEDS)
+def test_moves_are_of_micro_batches_of_their_pair(shape, seed):
+    """No two pairs have a rank group in common, so the best moves of all are made at once."""
+    walk = Walk(random_case(*shape, seed))
+    moves, _ = walk.draw()
+    group_places = walk.state.positions * walk.case.rules.max_cp_size
+    groups_of = {
+        pair: {
+            int(place) // group_places
+            for places_I in (moves.a_I, moves.b_I, *moves.place_IY.T)
+            for place in places_I[moves.pair_I == pair]
+        }
+        for pair in np.unique(moves.pair_I).tolist()
+    }
+    assert all(len(groups) <= 2 for groups in groups_of.values())
+    every = [group for groups in groups_of.values() for group in groups]
+    assert len(every) == len(set(every))
+    of_sample_S = walk.state.place_S
+    swaps = moves.kind_I == Kind.SWAP
+    assert (of_sample_S[moves.x_I] == moves.a_I).all()
+    assert (of_sample_S[moves.y_I[swaps]] == moves.b_I[swaps]).all()
+
+
+def kinds(max_cp_size):
+    found = set()
+    for seed in range(6):
+        walk = Walk(random_case((4, 4, 2, 1), max_cp_size, 2 * seed, size=4))
+        for _ in range(4):
+            found |= set(walk.draw()[0].kind_I.tolist())
+            walk.step()
+    return found
+
+
+def test_every_kind_of_move_is_drawn():
+    """Where no ranks share, no micro-batch is merged or halved."""
+    assert kinds(4) == set(Kind)
+    assert kinds(1) == {Kind.SWAP, Kind.JOIN, Kind.POSITIONS}
