@@ -3,7 +3,8 @@
 # What continuous integration cannot run, because it has no GPU: the stages named, or all, the most
 # valuable first. Together they take 30 minutes at most, none more than 9. Logs and results are in
 # DIRECTORY; a stage that is cut off leaves what it has found, and goes on there when started again.
-# A failed stage stops no other. `--check` lists the stages and their limits, and runs nothing.
+# A failed stage stops no other; docs/FIRST_GPU.md says after which to stop. A table of all results
+# is printed at the end, and kept as table.txt. `--check` lists the stages and their limits, and runs nothing.
 #
 #   scripts/gpu_check.sh DIRECTORY [STAGE...]
 #
@@ -83,6 +84,28 @@ wrong = [f"{name}: {each[\"says\"]}" for name, each in tried.items() if not each
 sys.exit("\n".join(wrong))
 '
 
+TABLE='
+import json, pathlib, sys
+
+def kept(name):
+    file = pathlib.Path(sys.argv[1]) / name
+    return json.loads(file.read_text()) if file.exists() else {}
+
+attention = kept("environment.json").get("attention", {})
+for what in ("implementations", "routers", "head_dims"):
+    for name, tried in attention.get(what, {}).items():
+        share = tried.get("of_tolerance")
+        print(what, name, tried["because"] or f"{share:.0%} of tolerance", sep="\t")
+for name, ms in kept("cost_table.json").get("attention_ms", {}).items():
+    print("attention", name, f"{ms:.2f} ms", sep="\t")
+for case, results in kept("kernels.json").get("cases", {}).items():
+    for name, found in results.items():
+        if isinstance(found, dict):
+            times = [f"{key} {each[\"median_ms\"]:.2f} ms" for key, each in found.items()
+                     if isinstance(each, dict) and "median_ms" in each]
+            print(case, name, found.get("error") or ", ".join(times), sep="\t")
+'
+
 stage() {
     local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
@@ -145,4 +168,5 @@ for name in "${STAGES[@]}"; do
     ((status == 0)) || FAILED=1
 done
 printf '%s\n' '===== results' "${RESULTS[@]}"
+python -c "${TABLE}" "${OUT}" | tee "${OUT}/table.txt"
 exit "${FAILED}"

@@ -31,7 +31,7 @@ CoverageMeanOver = Literal["samples", "tokens"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+AttentionImplementation = Literal["auto", "flash", "triton", "blocks", "tokens", "reference"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
@@ -102,8 +102,9 @@ class SparseBalanceConfig:
     """Who selects; the registry has the names."""
 
     attention: AttentionImplementation = "auto"
-    """Attention implementation; auto takes the fastest that runs on the device. Name one to compare
-    or to debug: it never falls back."""
+    """Attention implementation. On CUDA auto takes what the cost table measured fastest, else the
+    first of flash, triton and gathered blocks or tokens that serves. Name one to compare or to
+    debug: it never falls back."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparsebalance_megatron.attention import host_copy
 
@@ -99,6 +101,33 @@ class Launches(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton.runtime.JITFunction, "run", run)
             yield
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of storages on the device that live at once; ``most`` of them so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        results = function(*arguments, **(keywords or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and result.device == CUDA:
+                storage = result.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return results
+
+    def _gone(self, number: int, size: int) -> None:
+        self._seen.discard(number)
+        self.now -= size
 
 
 def check_launch(name: str, arguments: dict[str, Any]) -> None:

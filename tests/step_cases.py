@@ -43,6 +43,7 @@ def step_measurement(
         "sums_LUK": np.zeros((1, 1, 1)),
         "counts_LU": np.zeros((1, 1)),
         "executed_L": np.zeros(1),
+        "counts_L": np.zeros(1),
         **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum", "grown"), 0.0),
     }
     return StepMeasurement(

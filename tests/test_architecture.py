@@ -21,7 +21,7 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 OPEN_TO_ALL = (
     *("config", "errors", "json_file", "layer_budgets", "selector_registry", "supported"),
-    "text_table",
+    *("command_entry", "text_table"),
     "__version__",
 )
 
@@ -109,6 +109,7 @@ IMPORT_RULES = {
     "selector_registry.py": ImportRule(),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),
+    "command_entry.py": ImportRule(),
     "supported.py": ImportRule(outside=("packaging",)),
     "__init__.py": ImportRule(),
 }

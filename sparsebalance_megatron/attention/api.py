@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
-_KERNELS = ("triton", "blocks", "tokens", "reference")
+_KERNELS = ("flash", "triton", "blocks", "tokens", "reference")
+AUTOMATIC_ON_CUDA: tuple[AttentionImplementation, ...] = ("flash", "triton")
+"""What "auto" tries on CUDA, in this order, before gathered blocks or tokens."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -134,6 +137,9 @@ def block_sparse_attention(
         softmax_scale: factor on q . k.
         implementation: who computes.
 
+            - "flash": torch's own flash kernels over gathered queries, for selections of blocks on
+              GPUs from sm80 in float16 and bfloat16. Without a host synchronisation, and
+              deterministic where torch is asked to be.
             - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
               of two, head dims up to 256, no float64. Deterministic, and without a host
               synchronisation.
@@ -142,8 +148,8 @@ def block_sparse_attention(
             - "tokens": gathered tokens through torch's products; for every selection by token.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
-            - "auto": "triton" wherever it serves; else "blocks" or, for selections by token,
-              "tokens", with a warning on CUDA.
+            - "auto": on CUDA the first of "flash" and "triton" that serves; else "blocks" or, for
+              selections by token, "tokens", with a warning on CUDA.
         known: out_THF and lse_TH of an earlier call with the same arguments. They are given back,
             differentiable, and nothing is attended to again: what a recomputed pass can use.
         sink_H: for each query head the score of a key of value 0 that all its queries read besides
@@ -163,6 +169,46 @@ def block_sparse_attention(
         check_known(q_THD, v_TGF, known)
     check_sink(q_THD, sink_H)
     return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+
+
+def dense_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
+    layout: PackedLayout,
+    *,
+    softmax_scale: float,
+    known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within the documents of a packed sequence, without lists.
+
+    Arguments and results are those of :func:`block_sparse_attention`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
+    """
+    selection = Selection.of_documents(layout)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection)
+    if obstacle := dense.obstacle(q_THD, v_TGF, selection):
+        raise _error(f"dense attention {obstacle}")
+    if known is not None:
+        check_known(q_THD, v_TGF, known)
+    check_sink(q_THD, sink_H)
+    kernel = cast("Kernel", dense)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+
+
+def attends_densely(
+    q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout, implementation: AttentionImplementation
+) -> bool:
+    """Whether :func:`dense_attention` serves here, and the implementation leaves it the choice.
+
+    Kernels that were named for their lists, and the reference, compute all that is asked of them.
+    """
+    if implementation in ("triton", "reference"):
+        return False
+    return dense.obstacle(q_THD, v_TGF, Selection.of_documents(layout)) is None
 
 
 def checked_kernel(
@@ -233,14 +279,17 @@ def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selec
     automatic = implementation == "auto"
     if automatic and q_THD.device.type != "cuda":
         return other
-    chosen = "triton" if automatic else implementation
-    obstacle = kernel_named(chosen).obstacle(q_THD, v_TGF, selection)
-    if obstacle is None:
-        return chosen
+    obstacles = []
+    for name in AUTOMATIC_ON_CUDA if automatic else (implementation,):
+        obstacle = kernel_named(name).obstacle(q_THD, v_TGF, selection)
+        if obstacle is None:
+            return name
+        obstacles.append(f'"{name}" {obstacle}')
     if not automatic:
-        raise _error(f'implementation "{implementation}" {obstacle}')
+        raise _error(f"implementation {obstacles[0]}")
+    because = "; ".join(obstacles)
     warnings.warn(
-        f'block_sparse_attention: "auto" takes "{other}" on CUDA: "triton" {obstacle}', stacklevel=4
+        f'block_sparse_attention: "auto" takes "{other}" on CUDA: {because}', stacklevel=4
     )
     return other
 

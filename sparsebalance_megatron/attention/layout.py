@@ -43,6 +43,11 @@ class BlockGrid:
     first_block_S: np.ndarray
     blocks_S: np.ndarray
 
+    @property
+    def tokens_S(self) -> np.ndarray:
+        """A document's tokens."""
+        return np.diff(self.boundaries)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
@@ -82,6 +87,16 @@ class PackedLayout:
         token_T = torch.arange(self.tokens, device=self.block_T.device)
         first_T = self.start_N - self.index_N * self.grid.block_size
         return token_T - first_T[self.block_T]
+
+    @cached_property
+    def bounds_N1(self) -> Tensor:
+        """int32: where each block begins, and the end of the sequence."""
+        return torch.nn.functional.pad(self.start_N.int(), (0, 1), value=self.tokens)
+
+    @cached_property
+    def bounds_S1(self) -> Tensor:
+        """int32: where each document begins, and the end of the sequence."""
+        return torch.nn.functional.pad(self.tokens_S.cumsum(0), (1, 0)).int()
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
@@ -124,6 +139,22 @@ class PackedLayout:
         """N + 1 tokens: where each block begins, and the end of the sequence."""
         return np.append(self.grid.start_N, self.tokens)
 
+    def split(self, documents: int) -> tuple[PackedLayout, PackedLayout]:
+        """Layouts of the first documents and of all others, each a sequence; made once.
+
+        Either has at least one document.
+        """
+        if documents not in self._splits:
+            boundaries = self.grid.boundaries
+            parts = boundaries[: documents + 1], boundaries[documents:] - boundaries[documents]
+            first, rest = (packed_layout(x, self.block_size, self.block_T.device) for x in parts)
+            self._splits[documents] = first, rest
+        return self._splits[documents]
+
+    @cached_property
+    def _splits(self) -> dict[int, tuple[PackedLayout, PackedLayout]]:
+        return {}
+
     def to_blocks(self, x_T: Tensor) -> Tensor:
         """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
 
@@ -143,7 +174,7 @@ class PackedLayout:
 
 
 def packed_layout(
-    cu_seqlens: Sequence[int], block_size: int, device: torch.device | str
+    cu_seqlens: Sequence[int] | np.ndarray, block_size: int, device: torch.device | str
 ) -> PackedLayout:
     """Cut a packed sequence into blocks, with tensors on ``device``; see :func:`block_grid`."""
     grid = block_grid(cu_seqlens, block_size)
@@ -160,7 +191,7 @@ def packed_layout(
         "document_end_N": grid.boundaries[grid.document_N + 1],
         "first_block_S": grid.first_block_S,
         "blocks_S": grid.blocks_S,
-        "tokens_S": np.diff(grid.boundaries),
+        "tokens_S": grid.tokens_S,
         "block_T": block_T,
         "place_T": block_T * grid.length_N.max() + place_T,
     }

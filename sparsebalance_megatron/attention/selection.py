@@ -86,6 +86,14 @@ class Selection:
         )
 
     @classmethod
+    def of_documents(cls, layout: PackedLayout) -> Selection:
+        """Whole documents, for :mod:`.kernels.dense`; it has no lists."""
+        device = layout.number_N.device
+        indices_QCK = torch.empty(0, 0, 0, dtype=torch.int32, device=device)
+        counts_QC = torch.empty(0, 0, dtype=torch.int32, device=device)
+        return cls.within(layout, indices_QCK=indices_QCK, counts_QC=counts_QC, by_token=True)
+
+    @classmethod
     def of_everything(cls, layouts: LayoutPair, kv_heads: int) -> Selection:
         """Every block of queries reads all blocks of its document up to itself: dense attention."""
         own_N, kv_layout = layouts.own_block_N, layouts.kv_layout

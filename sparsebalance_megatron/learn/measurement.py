@@ -79,8 +79,9 @@ class CoverageTotals:
     """Sums over pairs of a sample and a layer; divide by the counts to get means.
 
     Attributes:
-        sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves.
-        executed_L: executed coverage, by layer.
+        sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves, without
+            samples that were not routed since their budgets cover them.
+        counts_L, executed_L: pairs, and executed coverage, by layer.
         executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
         minimum: the least executed coverage.
         grown: pairs whose budget the guard raised.
@@ -90,6 +91,7 @@ class CoverageTotals:
 
     sums_LUK: np.ndarray
     counts_LU: np.ndarray
+    counts_L: np.ndarray
     executed_L: np.ndarray
     executed_sum: float
     base_sum: float

@@ -131,7 +131,7 @@ def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]
 
 def _coverage(totals: CoverageTotals) -> dict[str, float]:
     executed = np.array_split(totals.executed_L, _DEPTH_GROUPS)
-    counts = np.array_split(totals.counts_LU.sum(axis=1), _DEPTH_GROUPS)
+    counts = np.array_split(totals.counts_L, _DEPTH_GROUPS)
     quarters = [
         float(sums.sum() / count.sum()) if count.sum() else math.nan
         for sums, count in zip(executed, counts, strict=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -23,10 +24,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    dense_attention,
+)
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.layout import LayoutPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
@@ -190,6 +195,7 @@ class BudgetedCoreAttention(MegatronModule):
             ),
             max_budgets=(base,) * (self._layer_index + 1),
             observe=False,
+            budgets_on_host_LS=np.full((self._layer_index + 1, samples), base),
         )
 
     def _attend(
@@ -203,27 +209,102 @@ class BudgetedCoreAttention(MegatronModule):
         inputs, found = (q_THD, k_TGD, v_TGF), None
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)
-        if found is not None:
-            selection, known = found.selection, (found.out_THF, found.lse_TH)
+        known = None if found is None else (found.out_THF, found.lse_TH)
+        selection = None if found is None else found.selection
+        layout = context.layout
+        documents = self._covered_documents(q_THD, v_TGF, context)
+        if documents == layout.documents:
+            out_THF, lse_TH = self._attend_densely(inputs, layout, known)
+            self._observe_covered(documents, context)
+        elif documents:
+            # Their tokens come first, and a split is a view.
+            first, rest = layout.split(documents)
+            others, sizes = context.without(documents), (first.tokens, rest.tokens)
+            cut = [x.split(sizes) for x in (*inputs, *(known or ()))]
+            dense_qkv, sparse_qkv = zip(*cut[:3], strict=True)
+            dense_known, sparse_known = zip(*cut[3:], strict=True) if known else (None, None)
+            dense = self._attend_densely(dense_qkv, first, dense_known)
+            selection, *sparse = self._attend_to_lists(sparse_qkv, others, selection, sparse_known)
+            out_THF, lse_TH = (torch.cat(parts) for parts in zip(dense, sparse, strict=True))
+            self._observe_covered(documents, context, others)
         else:
-            known = None
+            selection, out_THF, lse_TH = self._attend_to_lists(inputs, context, selection, known)
+        if kept is not None and in_first_pass():
+            kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
+        return out_THF.reshape(out_THF.shape[0], -1)
+
+    def _covered_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
+        """Number of first documents that are attended to densely, without lists."""
+        if self._base_budget == DENSE:
+            documents = context.layout.documents if context.sequence is None else 0
+        else:
+            documents = context.covered_documents(self._layer_index, self._base_budget)
+        implementation = self._options.config.attention
+        if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
+            return documents
+        return 0
+
+    def _attend_densely(
+        self,
+        qkv: Sequence[Tensor],
+        layout: PackedLayout,
+        known: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        q_THD, k_TGD, v_TGF = qkv
+        return dense_attention(
+            *(q_THD, k_TGD, v_TGF, layout),
+            softmax_scale=self._softmax_scale,
+            known=None if known is None else (known[0], known[1]),
+            sink_H=self._sink(q_THD),
+        )
+
+    def _attend_to_lists(
+        self,
+        qkv: Sequence[Tensor],
+        context: LocalMicroBatch,
+        selection: Selection | None,
+        known: Sequence[Tensor] | None,
+    ) -> tuple[Selection, Tensor, Tensor]:
+        """The selection, made anew where none is given, out_THF and lse_TH."""
+        q_THD, k_TGD, v_TGF = qkv
+        if selection is None:
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
         attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
         if context.sequence is not None:
             exchange = context.exchange(self._layer_index)
             attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
-        out_THF, lse_TH = attend(
-            *inputs,
-            selection,
+        results = attend(
+            *(q_THD, k_TGD, v_TGF, selection),
             softmax_scale=self._softmax_scale,
             implementation=self._options.config.attention,
             sink_H=self._sink(q_THD),
-            known=known,
+            known=None if known is None else (known[0], known[1]),
         )
-        if kept is not None and in_first_pass():
-            kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
-        return out_THF.reshape(out_THF.shape[0], -1)
+        return selection, *results
+
+    def _observe_covered(
+        self, documents: int, context: LocalMicroBatch, others: LocalMicroBatch | None = None
+    ) -> None:
+        """Note that the first documents are covered, and what was seen of the others.
+
+        A recomputed pass that takes what was kept sees nothing new.
+        """
+        layer = self._layer_index
+        if not context.observe or (others is not None and layer not in others.observations):
+            return
+        one_S = torch.ones(documents, dtype=torch.float32, device=context.budgets_LS.device)
+        # A dense layer covers everything at any budget.
+        unseen = 1.0 if self._base_budget == DENSE else torch.nan
+        covered = CoverageObservation(
+            grid_SK=(one_S * unseen)[:, None].expand(-1, len(self._options.grid)),
+            executed_S=one_S,
+            base_S=one_S,
+            grown_S=torch.zeros_like(one_S, dtype=torch.bool),
+        )
+        if others is not None:
+            covered = covered.followed_by(others.observations[layer])
+        context.observations[layer] = covered
 
     def _sink(self, q_THD: Tensor) -> Tensor | None:
         """Score of the key, of value 0, that ``--softmax-type`` adds to the keys of each head."""

@@ -60,7 +60,7 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-    """Results of a first forward of one layer.
+    """Results of a first forward of one layer: lists where there were any, out_THF and lse_TH.
 
     Attributes:
         version: of out_THF, which must not be written to.
@@ -68,7 +68,7 @@ class KeptResult:
         samples: copies of the inputs at some tokens.
     """
 
-    selection: Selection
+    selection: Selection | None
     out_THF: Tensor
     lse_TH: Tensor
     version: int
@@ -97,7 +97,7 @@ class KeptAttention:
         self,
         layer: int,
         inputs: tuple[Tensor, ...],
-        selection: Selection,
+        selection: Selection | None,
         result: tuple[Tensor, Tensor],
     ) -> None:
         """Keep the result (out_THF, lse_TH) of a layer's first forward on (q_THD, k_TGD, v_TGF)."""

@@ -154,8 +154,9 @@ def _digest_of_sources() -> str:
 
 
 def _way_on(case: CheckedCase) -> str:
-    serves = "tokens" if selector_named(case.selection).by_token else "blocks"
+    others = {"flash", "triton", "tokens" if selector_named(case.selection).by_token else "blocks"}
+    names = " or ".join(sorted(others - {case.implementation}))
     return (
-        f"train with {flag_name('attention')} {serves} and {flag_name('router')} torch where the "
+        f"train with {flag_name('attention')} {names}, and {flag_name('router')} torch where the "
         "selection has that choice, or with another ptxas (TRITON_PTXAS_PATH)"
     )

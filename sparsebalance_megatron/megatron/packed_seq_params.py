@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -26,12 +26,16 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, Se
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
+STEPS_PER_FULL_OBSERVATION = 8
+"""In every such step documents are routed that need no lists."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
-    ``grid_SK``: coverage at the budgets of the grid. ``executed_S``, ``base_S``: at the executed
+    ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
+    their budgets cover them. ``executed_S``, ``base_S``: at the executed
     and at the base budget. ``grown_S``: whether the guard raised the planned budget.
     """
 
@@ -39,6 +43,15 @@ class CoverageObservation:
     executed_S: Tensor
     base_S: Tensor
     grown_S: Tensor
+
+    def followed_by(self, others: CoverageObservation) -> CoverageObservation:
+        """The observation of its documents and of others behind them."""
+        return CoverageObservation(
+            **{
+                each.name: torch.cat((getattr(self, each.name), getattr(others, each.name)))
+                for each in fields(self)
+            }
+        )
 
 
 @dataclass(kw_only=True)
@@ -59,6 +72,8 @@ class LocalMicroBatch:
         segments: shared by the segments of a micro-batch; None where it has one.
         pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
         padding_documents: the last documents, which are of no sample.
+        budgets_on_host_LS: the same budgets; None where layers shall not tell from them which
+            documents are covered.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
@@ -76,9 +91,34 @@ class LocalMicroBatch:
     segments: MicroBatchSegments | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
+    budgets_on_host_LS: np.ndarray | None = None
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
+
+    def covered_documents(self, layer: int, base_budget: int) -> int:
+        """Number of first documents of which a layer reads everything, by planned and base budget.
+
+        They need no lists. None are in a slice of a sequence, and in steps that observe all: what
+        smaller budgets would cover is learnt from those.
+        """
+        budgets_LS = self.budgets_on_host_LS
+        observes_all = self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
+        if budgets_LS is None or self.sequence is not None or observes_all:
+            return 0
+        covered_S = self.layout.grid.blocks_S <= np.minimum(budgets_LS[layer], base_budget)
+        return len(covered_S) if covered_S.all() else int(covered_S.argmin())
+
+    def without(self, documents: int) -> LocalMicroBatch:
+        """The micro-batch of all but the first documents, with observations of its own."""
+        return replace(
+            self,
+            layout=self.layout.split(documents)[1],
+            budgets_LS=self.budgets_LS[:, documents:],
+            pinned_S=None if self.pinned_S is None else self.pinned_S[documents:],
+            budgets_on_host_LS=None,
+            observations={},
+        )
 
     @property
     def segment(self) -> int:
@@ -159,10 +199,9 @@ def local_micro_batches(
         slices: what runs, on the host; a single None is the whole packed sequence.
         inputs: of each slice; None on stages that read none.
     """
-    budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
     padding = len(cu_seqlens) - 1 - len(plan.samples)
-    if padding:
-        budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
+    budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
     segments = MicroBatchSegments(count=len(slices)) if len(slices) > 1 else None
     max_budgets = tuple(int(k) for k in plan.budgets_LS.max(axis=1))
@@ -186,6 +225,7 @@ def local_micro_batches(
                 segments=segments,
                 pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
                 padding_documents=padding,
+                budgets_on_host_LS=on_host_LS if sequence is None else None,
                 inputs=None if inputs is None else inputs[number],
             )
         )

@@ -262,19 +262,36 @@ def _placement(batching: Batching, problem: StepProblem) -> Placement:
             return problem.balanced_by(problem.expected_LS)
 
 
+def _covered_first(
+    problem: StepProblem, micro_batch: tuple[int, ...], budgets_LS: np.ndarray
+) -> tuple[int, ...]:
+    """Samples whose budgets cover them in most layers first, so that layers that attend to them
+    densely find them side by side; else in the order given."""
+    blocks_S = problem.costs.blocks_S[list(micro_batch)]
+    layers_S = (blocks_S <= budgets_LS[:, list(micro_batch)]).sum(axis=0)
+    return tuple(micro_batch[each] for each in np.argsort(-layers_S, kind="stable"))
+
+
 def _micro_batches(
     problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
     """Every micro-batch on its first rank, with its budgets cut from one array of all."""
-    samples = [
-        sample for rank in arrangement.samples for micro_batch in rank for sample in micro_batch
+    placed = [
+        [
+            _covered_first(problem, micro_batch, budgets_LS)
+            if arrangement.cp_size(rank, position) == 1 and not arrangement.first_blocks
+            else micro_batch
+            for position, micro_batch in enumerate(in_rank)
+        ]
+        for rank, in_rank in enumerate(arrangement.samples)
     ]
+    samples = [sample for rank in placed for micro_batch in rank for sample in micro_batch]
     pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
     first = 0
-    for rank, in_rank in enumerate(arrangement.samples):
+    for rank, in_rank in enumerate(placed):
         for position, micro_batch in enumerate(in_rank):
             if not micro_batch:
                 continue

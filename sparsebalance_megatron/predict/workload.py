@@ -151,6 +151,7 @@ class Workload:
             coverage=CoverageTotals(
                 sums_LUK=np.zeros_like(curves.mean_LUK),
                 counts_LU=np.zeros(curves.observed_LU.shape),
+                counts_L=known_LS.sum(axis=1).astype(float),
                 executed_L=executed_LS.sum(axis=1),
                 executed_sum=float(executed_LS.sum()),
                 base_sum=float(wanted_LS.sum()),

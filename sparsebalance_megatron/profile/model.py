@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,12 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    dense_attention,
+)
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     segment_slice,
 )
+from sparsebalance_megatron.config import AttentionImplementation
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -64,6 +70,12 @@ class ProfiledModel:
             self._layer.mlp = _PassHidden()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
+    def use_attention(self, implementation: AttentionImplementation) -> None:
+        """Attend by this implementation from now on."""
+        config = replace(self._options.config, attention=implementation)
+        self._options = replace(self._options, config=config)
+        self._core_attention._options = self._options
+
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""
         context = self._context(lengths_tokens, budget_blocks)
@@ -76,11 +88,13 @@ class ProfiledModel:
                 selection = self._select(q_THD, k_TGD, context)
                 return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
             case Part.DENSE_ATTENTION:
+                inputs = self._queries_keys_values(tokens)
                 layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
-                return self._attention(
-                    self._queries_keys_values(tokens),
-                    lambda: Selection.of_everything(layouts, groups),
-                )
+                named = self._options.config.attention
+                if attends_densely(inputs[0], inputs[2], context.layout, named):
+                    # As layers attend to documents that are covered.
+                    return self._attention(inputs, None, context.layout)
+                return self._attention(inputs, lambda: Selection.of_everything(layouts, groups))
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -107,11 +121,19 @@ class ProfiledModel:
         )
 
     def _attention(
-        self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        selection: Callable[[], Selection] | None,
+        documents: PackedLayout | None = None,
     ) -> Timed:
+        """Attention over a selection, or of whole documents without one."""
         q_THD, _, v_TGF = inputs
 
         def attend() -> Tensor:
+            if selection is None:
+                assert documents is not None
+                scale = q_THD.shape[-1] ** -0.5
+                return dense_attention(*inputs, documents, softmax_scale=scale)[0]
             out_THF, _ = block_sparse_attention(
                 *inputs,
                 selection(),

@@ -2,7 +2,7 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations (one per
+U length buckets, K budgets of the grid, C = K + 6 columns, O rows of observations (one per
 micro-batch and chunk, layer, sample), S samples of a micro-batch, 2 forward and backward.
 """
 
@@ -32,10 +32,10 @@ from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
 
-EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
-"""Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
-raised the budget, the sample's tokens, and those times what base budgets had covered more."""
-_EXTRA_COLUMNS = 5
+ONE, EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-6, 0)
+"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, 1 where the
+guard raised the budget, the sample's tokens, and those times what base budgets had covered more."""
+_EXTRA_COLUMNS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,13 @@ def _columns(
     """Grid and extra columns of the first samples."""
     executed_S, base_S = observation.executed_S, observation.base_S
     lost_S = (base_S.double() - executed_S) * tokens_S
-    columns = (observation.grid_SK, executed_S, base_S, observation.grown_S, tokens_S, lost_S)
-    return tuple(column[:samples] for column in columns)
+    columns = (executed_S, base_S, observation.grown_S, tokens_S, lost_S)
+    every = (observation.grid_SK, torch.ones_like(executed_S), *columns)
+    return tuple(column[:samples] for column in every)
 
 
 def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[O, K + 5]; the same few operations on the device, however many observations."""
+    """[O, K + 6]; the same few operations on the device, however many observations."""
     grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
     return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
 
@@ -200,11 +201,13 @@ class StepReducer:
         else:
             values_OC = observed.values_OC
             # One bad number of a document must not become the whole step's.
-            broken_O = ~values_OC.isfinite().all(1)
-            values_OC = values_OC.masked_fill(broken_O[:, None], 0.0)
+            broken_O = ~values_OC[:, -_EXTRA_COLUMNS:].isfinite().all(1)
+            # A document that was not routed has no curve, and all else.
+            routed_O = values_OC.isfinite().all(1)
+            values_OC = values_OC.masked_fill(broken_O[:, None] | ~values_OC.isfinite(), 0.0)
             group_O = copied_to(torch.from_numpy(observed.group_O(self._buckets)), self._device)
             part["coverage"].view(-1, self._columns).index_add_(0, group_O, values_OC)
-            part["counts"].view(-1).index_add_(0, group_O, (~broken_O).double())
+            part["counts"].view(-1).index_add_(0, group_O, routed_O.double())
             part["unobserved"][:] = broken_O.sum()
             part["minima"][here] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
@@ -235,7 +238,8 @@ class StepReducer:
                 executed_L=extra_LC[:, EXECUTED],
                 executed_sum=float(extra_LC[:, EXECUTED].sum()),
                 base_sum=float(extra_LC[:, BASE].sum()),
-                count=float(counts_LU.sum()),
+                counts_L=extra_LC[:, ONE],
+                count=float(extra_LC[:, ONE].sum()),
                 minimum=float(part["minima"].min()),
                 grown=float(extra_LC[:, GROWN].sum()),
                 tokens=float(extra_LC[:, TOKENS].sum()),

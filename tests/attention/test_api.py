@@ -370,6 +370,7 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
 ) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
     selection = case.selection
     half, double = (
@@ -378,8 +379,10 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert _resolve("auto", half, half, selection) == "flash"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         assert _resolve("auto", half, half, selection) == "triton"
-    said = f'"{other}" on CUDA: "triton" does not compute in float64: use "{other}"'
+    said = f'"{other}" on CUDA: "flash" needs .* not 7.5: .* "triton" does not compute in float64'
     with pytest.warns(UserWarning, match=said):
         assert _resolve("auto", double, double, selection) == other
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))

@@ -11,7 +11,8 @@ from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import kernel_named
+from sparsebalance_megatron.attention.kernels.contract import Kernel
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -25,14 +26,14 @@ if triton.knobs.runtime.interpret:
 
 from fake_cuda import CUDA, Launches, NoTraffic, fake_cuda  # noqa: E402
 
-from sparsebalance_megatron.attention.kernels import triton as kernels  # noqa: E402
 
-
-def _pass(selection: str, tokens: list[int], head_dim: int = 128) -> list[Tensor]:
+def _pass(
+    selection: str, tokens: list[int], kernel: Kernel, head_dim: int = 128, value_dim: int = 128
+) -> list[Tensor]:
     blocks = packed_layout(tokens, 128, CUDA)
     inputs = [
-        torch.empty(tokens[-1], heads, head_dim, dtype=torch.bfloat16, device=CUDA)
-        for heads in (16, 4, 4)
+        torch.empty(tokens[-1], heads, width, dtype=torch.bfloat16, device=CUDA)
+        for heads, width in ((16, head_dim), (4, head_dim), (4, value_dim))
     ]
     budgets_S = torch.empty(len(tokens) - 1, dtype=torch.int64, device=CUDA)
     selector = selector_named(selection)
@@ -42,10 +43,10 @@ def _pass(selection: str, tokens: list[int], head_dim: int = 128) -> list[Tensor
         )
         curves_SK = selector.coverage(ranking)
         selected = selector.select(ranking, budgets_S)
-        out_THF, lse_TH = block_sparse_attention(*inputs, selected, softmax_scale=SCALE)
+        out_THF, lse_TH = kernel.forward(*inputs, selected, softmax_scale=SCALE)
         # Autograd asks the driver for the device's stream, which needs a driver.
         known = saved(*inputs, out_THF, lse_TH, selected)
-        gradients = kernels.backward(torch.empty_like(out_THF), known)
+        gradients = kernel.backward(torch.empty_like(out_THF), known)
     return [curves_SK, out_THF, lse_TH, *gradients]
 
 
@@ -54,9 +55,20 @@ def _pass(selection: str, tokens: list[int], head_dim: int = 128) -> list[Tensor
 def test_nothing_waits_and_nothing_lies_elsewhere(selection: str, tokens: list[int]) -> None:
     launches = Launches()
     with fake_cuda(), launches.of_triton():
-        results = _pass(selection, tokens)
+        results = _pass(selection, tokens, kernel_named("triton"))
     assert {x.device for x in results} == {CUDA}
     assert launches.by_triton
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (80, 72)], ids=str)
+@pytest.mark.parametrize("selection", sorted(set(BUILT_IN) - {"vertical-slash"}))
+def test_flash_kernels_wait_for_nothing(selection: str, head_dims: tuple[int, int]) -> None:
+    """Head dims of queries and keys, and of values: one that both kernels have, or padded ones."""
+    with fake_cuda(), Launches().of_triton():
+        results = _pass(selection, [0, 100, 20000], kernel_named("flash"), *head_dims)
+    assert {x.device for x in results} == {CUDA}
+    assert results[1].shape == (20000, 16, head_dims[1])
+    assert [x.shape[2] for x in results[3:]] == [head_dims[0], head_dims[0], head_dims[1]]
 
 
 def test_guarded_budgets_in_megatrons_core_attention() -> None:

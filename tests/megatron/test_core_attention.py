@@ -18,6 +18,7 @@ from sparsebalance_megatron.attention.select import rank_sequence, selector_name
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
+    STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
     CoverageObservation,
 )
@@ -226,3 +227,69 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(again, expected)
+
+
+COVERED_FIRST = (2 * BLOCK, 3 * BLOCK - 5, 7 * BLOCK + 3)
+
+
+def _output_and_gradients(params: BudgetedPackedSeqParams) -> tuple[list[torch.Tensor], list[Any]]:
+    leaves = [x.clone().requires_grad_() for x in packed_qkv(sum(COVERED_FIRST))]
+    layer, lists = attention(), []
+    select = layer.select
+    layer.select = lambda *how: lists.append(select(*how)) or lists[-1]
+    out = layer(*leaves, None, packed_seq_params=params)
+    out.square().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)], lists
+
+
+def test_covered_documents_need_no_lists() -> None:
+    """Base budget 3: results are those of lists to rounding, and other documents' lists are equal;
+    every few steps all are routed, for their curves."""
+    budgets_LS = np.array([[3, 3, 3], [3, 3, 3]], dtype=np.int32)
+    some, routed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
+    routed.micro_batch.step = STEPS_PER_FULL_OBSERVATION
+    ours, (of_others,) = _output_and_gradients(some)
+    expected, (of_all,) = _output_and_gradients(routed)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * float(b.abs().max()), rtol=1e-5)
+    first = of_all.query_layout.grid.first_block_S[2]
+    assert of_others.counts_QC.equal(of_all.counts_QC[first:])
+    inside = torch.arange(of_others.indices_QCK.shape[2]) < of_others.counts_QC[..., None]
+    numbers = of_others.indices_QCK + first
+    assert numbers[inside].equal(of_all.indices_QCK[first:][inside].to(numbers.dtype))
+    seen, all_seen = (x.micro_batch.observations[0] for x in (some, routed))
+    assert seen.grid_SK[:2].isnan().all()
+    torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
+    assert seen.executed_S.tolist()[:2] == seen.base_S.tolist()[:2] == [1.0, 1.0]
+    torch.testing.assert_close(seen.executed_S[2], all_seen.executed_S[2])
+    assert seen.grown_S.equal(all_seen.grown_S)
+
+
+def test_where_budgets_cover_everything_nothing_is_selected() -> None:
+    params = params_with(COVERED_FIRST[:2], np.full((2, 2), 3, dtype=np.int32))
+    leaves = packed_qkv(sum(COVERED_FIRST[:2]))
+    layer = attention()
+    layer.select = None
+    out = layer(*leaves, None, packed_seq_params=params)
+    exact = dense(*leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
+    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+    assert params.micro_batch.observations[0].executed_S.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "base_budget", "covered"),
+    [
+        pytest.param((3, 3, 3), 3, 2, id="both"),
+        pytest.param((1, 3, 3), 3, 0, id="not-the-first"),
+        pytest.param((2, 2, 9), 9, 1, id="the-last-is-not-first"),
+        pytest.param((3, 3, 9), 2, 1, id="base-budget-covers-less"),
+        pytest.param((2, 3, 8), 8, 3, id="all"),
+    ],
+)
+def test_covered_are_first_documents_within_planned_and_base_budget(
+    budgets: tuple[int, ...], base_budget: int, covered: int
+) -> None:
+    params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
+    assert params.micro_batch.covered_documents(0, base_budget) == covered
+    params.micro_batch.step = 2 * STEPS_PER_FULL_OBSERVATION
+    assert params.micro_batch.covered_documents(0, base_budget) == 0

@@ -297,3 +297,15 @@ def test_a_step_alone_is_never_slower_than_arrival_at_base_budgets(seed, shape, 
     fixed = replace(given_["policy"], tuning="off", batching="arrival")
     arrival_ms = planned(**given_ | {"policy": fixed}).expectation.makespan_ms
     assert plan.expectation.makespan_ms <= arrival_ms * (1 + 1e-8)
+
+
+def test_samples_that_budgets_cover_come_first() -> None:
+    """Of several samples to a micro-batch; in how many layers they are covered never rises."""
+    given_ = arguments(size=4, tuning="makespan")
+    block_size, mixed = cost_model().block_size, 0
+    for micro_batch in planned(**given_).micro_batches:
+        blocks_S = -(-np.array(micro_batch.lengths_tokens) // block_size)
+        layers_S = (blocks_S <= micro_batch.budgets_LS).sum(axis=0)
+        assert (np.diff(layers_S) <= 0).all()
+        mixed += layers_S[0] > layers_S[-1]
+    assert mixed

@@ -72,12 +72,13 @@ def owner() -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Counts waits and copies by who asks; a number that is waited for is 1."""
+    """Counts waits and copies by who asks, and flash kernels; a number that is waited for is 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
+        self.flash: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -88,6 +89,8 @@ class Watch(TorchDispatchMode):
             self.waits[owner()] += 1
             return 1.0
         result = function(*arguments, **keywords)
+        if "flash" in name:
+            self.flash[name] += 1
         if name in ("aten::_to_copy", "aten::copy_"):
             source = arguments[1] if name == "aten::copy_" else arguments[0]
             if source.device != result.device and source.ndim:
@@ -216,6 +219,7 @@ def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any)
     found = {
         "waits": watch.waits,
         "copies": watch.copies,
+        "flash": watch.flash,
         "launches": Counter(kernel.fn.__name__ for kernel, *_ in launched.seen),
         "compiled": {each: launched.compile(int(each)) for each in CAPABILITIES.split(",") if each},
     }
@@ -257,6 +261,7 @@ def main() -> None:
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     integration.training_hooks = hooks
     session.check_kernels = lambda *_: "kernels are not run"
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     training.setup_model_and_optimizer = functools.wraps(build)(build)
     training.train_step = one_step
     torch.nn.Module._apply = moved

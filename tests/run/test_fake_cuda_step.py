@@ -32,6 +32,7 @@ FLAGS = (
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
 )
+TRITON = ("--sparse-balance-attention", "triton")
 STATIC = ("--sparse-balance-context-parallel", "static")
 WAITS = {
     # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
@@ -64,9 +65,10 @@ def check_waits_and_copies(found: dict[str, Any]) -> None:
 
 @pytest.mark.process
 def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> None:
-    found = _step(tmp_path, capabilities="90")
+    found = _step(tmp_path, *TRITON, capabilities="90")
     check_waits_and_copies(found)
     assert found["compiled"]["90"].keys() == found["launches"].keys()
+    assert not found["flash"]
 
 
 @pytest.mark.process
@@ -83,13 +85,34 @@ def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> No
 def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
     flags: tuple[str, ...], calls: int, tmp_path: Path
 ) -> None:
-    found = _step(tmp_path, *flags, ranks=2)
+    found = _step(tmp_path, *flags, *TRITON, ranks=2)
     check_waits_and_copies(found)
     # Once for each backward of attention.
     assert found["launches"]["_delta_kernel"] == calls
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--context-parallel-size", "2", *STATIC),
+        ("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
+    ],
+    ids=["alone", "shared", "segments"],
+)
+def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What "auto" takes where nothing was measured; the router's kernels are Triton's."""
+    found = _step(tmp_path, *flags, ranks=2 if flags else 1)
+    check_waits_and_copies(found)
+    assert "_delta_kernel" not in found["launches"]
+    assert found["flash"]["aten::_flash_attention_forward"] > 0
+    assert found["flash"]["aten::_flash_attention_backward"] > 0
+
+
 @pytest.mark.nightly
 def test_what_a_step_launches_compiles_for_ampere_and_blackwell(tmp_path: Path) -> None:
-    found = _step(tmp_path, capabilities="80,100")
+    found = _step(tmp_path, *TRITON, capabilities="80,100")
     assert found["compiled"]["80"].keys() == found["compiled"]["100"].keys()

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,14 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
     context = SimpleNamespace(
         observations={0: observation}, layout=layout, position=0, padding_documents=0, counts=True
     )
+    measured, executed_and_grown_O2 = learnt_from(context)
+    np.testing.assert_array_equal(executed_and_grown_O2[:, 0], observed_SK[:, 1])
+    np.testing.assert_array_equal(executed_and_grown_O2[:, 1], np.arange(samples) == 0)
+    return measured
+
+
+def learnt_from(context: Any) -> tuple[StepMeasurement, np.ndarray]:
+    """What a job of one rank and one layer learns from a micro-batch."""
     reducer = StepReducer(
         Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
         RankPlace(
@@ -129,16 +138,13 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         grid_size=len(GRID),
         device=torch.device("cpu"),
     )
-    measured, executed_and_grown_O2 = reducer.reduce(
+    return reducer.reduce(
         segments_M=(1,),
         times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
         observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,
         digest=b"digest",
     )
-    np.testing.assert_array_equal(executed_and_grown_O2[:, 0], observed_SK[:, 1])
-    np.testing.assert_array_equal(executed_and_grown_O2[:, 1], np.arange(samples) == 0)
-    return measured
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -160,3 +166,29 @@ def test_a_document_without_finite_coverage_counts_nowhere(
     assert (nothing.count, nothing.unobserved, nothing.minimum) == (0, 1, math.inf)
     curves.observe(nothing.sums_LUK, nothing.counts_LU)
     np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)
+
+
+def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
+    routed, whole = (
+        CoverageObservation(
+            grid_SK=torch.tensor([curve]),
+            executed_S=torch.tensor([executed]),
+            base_S=torch.tensor([executed]),
+            grown_S=torch.tensor([False]),
+        )
+        for curve, executed in (([0.25, 0.5, 0.75, 1.0], 0.5), ([torch.nan] * 4, 1.0))
+    )
+    context = SimpleNamespace(
+        observations={0: whole.followed_by(routed)},
+        layout=packed_layout([0, 64, 128], 16, "cpu"),
+        **{"position": 0, "padding_documents": 0, "counts": True},
+    )
+    coverage = learnt_from(context)[0].coverage
+    assert coverage.counts_LU.sum() == 1
+    np.testing.assert_allclose(coverage.sums_LUK.sum((0, 1)), [0.25, 0.5, 0.75, 1.0])
+    assert coverage.count == coverage.counts_L.sum() == 2
+    assert coverage.executed_mean == 0.75
+    assert (coverage.minimum, coverage.unobserved) == (0.5, 0)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
-from sparsebalance_megatron.attention.kernels.gathered import own_blocks
-from sparsebalance_megatron.attention.kernels.tile_attention import (
-    attend,
-    attend_backward,
-    host_may_read,
+from sparsebalance_megatron.attention.kernels.dense import (
+    add_gradients_of_documents,
+    attend_to_documents,
 )
+from sparsebalance_megatron.attention.kernels.gathered import own_blocks
+from sparsebalance_megatron.attention.kernels.tile_attention import host_may_read
 from sparsebalance_megatron.attention.selection import Selection
 
 _LEAST_DENSE_TOKENS = 128
@@ -64,10 +64,7 @@ def forward(
     out, lse = own_blocks(q, k, v, others, softmax_scale).attend()
     for part in past_blocks(q, k, v, others, softmax_scale):
         out, lse = part.forward(out, lse)
-    for tokens in documents:
-        tiles = _as_tiles(tokens, q, k, v)
-        results = attend(*tiles, softmax_scale=softmax_scale, causal=True)
-        out[tokens], lse[tokens] = (x.transpose(0, 1) for x in results)
+    attend_to_documents(documents, (q, k, v), (out, lse), softmax_scale)
     return out.to(q_THD.dtype), lse
 
 
@@ -84,23 +81,9 @@ def backward(
     gradients = own_blocks(q, k, v, others, softmax_scale).gradients(dout, out, lse)
     for part in past_blocks(q, k, v, others, softmax_scale):
         part.backward(dout, out, lse, gradients)
-    for tokens in documents:
-        tiles = _as_tiles(tokens, dout, q, k, v, out, lse)
-        found = attend_backward(*tiles, softmax_scale=softmax_scale, causal=True)
-        for whole, per_head in zip(gradients, found, strict=True):
-            per_whole_head = per_head.unflatten(0, (whole.shape[1], -1)).sum(1)
-            whole[tokens] = per_whole_head.transpose(0, 1)
+    add_gradients_of_documents(documents, (dout, q, k, v, out, lse), gradients, softmax_scale)
     dq, dk, dv = (x.to(saved.q_THD.dtype) for x in gradients)
     return dq, dk, dv
-
-
-def _as_tiles(tokens: slice, *xs_T: Tensor) -> list[Tensor]:
-    """Some tokens of tensors [T, H or G, ...] as [H, tokens, ...]: a tile for each query head."""
-    heads = max(x.shape[1] for x in xs_T)
-    return [
-        x[tokens].transpose(0, 1).repeat_interleave(heads // x.shape[1], 0, output_size=heads)
-        for x in xs_T
-    ]
 
 
 def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]:

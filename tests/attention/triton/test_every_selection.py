@@ -74,6 +74,10 @@ RESULTS = [
     ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
     ("vertical-slash-last-queries", [0, 70], [3], {}),
     ("vertical-slash", [0, 40, 60], [9, 9], {}),
+    *(
+        (kind, [0, 1, 18, 70, 121], [1, 2, 3, 3], {"dtype": torch.bfloat16, **QUERY_BLOCK})
+        for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
+    ),
 ]
 
 

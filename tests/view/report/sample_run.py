@@ -172,6 +172,7 @@ class SampleRun:
         coverage = CoverageTotals(
             sums_LUK=unknown[..., None],
             counts_LU=unknown,
+            counts_L=unknown[:, 0],
             executed_L=unknown[:, 0],
             executed_sum=expected.coverage_mean or 0.0,
             base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
