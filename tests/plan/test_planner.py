@@ -300,7 +300,7 @@ def test_a_step_alone_is_never_slower_than_arrival_at_base_budgets(seed, shape, 
 
 
 def test_samples_that_budgets_cover_come_first() -> None:
-    """Of several samples to a micro-batch; in how many layers they are covered never rises."""
+    """In how many layers the samples of a micro-batch are covered never rises."""
     given_ = arguments(size=4, tuning="makespan")
     block_size, mixed = cost_model().block_size, 0
     for micro_batch in planned(**given_).micro_batches:

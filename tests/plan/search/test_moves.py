@@ -58,6 +58,13 @@ def test_moves_are_of_micro_batches_of_their_pair(shape, seed):
     assert (of_sample_S[moves.y_I[swaps]] == moves.b_I[swaps]).all()
 
 
+def test_every_pair_gets_its_moves():
+    """Four pairs of ranks, each with many samples and room for more."""
+    walk = Walk(random_case((8, 2, 1, 1), 1, 0, size=4, cap_over_start=4.0))
+    moves, _ = walk.draw()
+    assert np.bincount(moves.pair_I).tolist() == [walk.each] * 4
+
+
 def kinds(max_cp_size):
     found = set()
     for seed in range(6):
