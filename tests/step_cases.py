@@ -100,6 +100,7 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         sums_LUK=np.zeros((JOB.layers, 1, 1)),
         counts_LU=np.full((JOB.layers, 1), float(len(LENGTHS_TOKENS))),
         executed_L=executed_L,
+        counts_L=np.full(JOB.layers, float(len(LENGTHS_TOKENS))),
         executed_sum=float(executed_L.sum()),
         base_sum=float(executed_L.sum()),
         count=float(JOB.layers * len(LENGTHS_TOKENS)),

@@ -166,9 +166,7 @@ class ReportingFinalize:
     finalize: Callable[..., Any]
     after: Callable[[], object]
 
-    def __call__(
-        self, model: Any, num_tokens: Any = None, *arguments: Any, **keywords: Any
-    ) -> Any:
+    def __call__(self, model: Any, num_tokens: Any = None, *arguments: Any, **keywords: Any) -> Any:
         self.before()
         result = self.finalize(model, num_tokens, *arguments, **keywords)
         divide_by_tokens(model, num_tokens)

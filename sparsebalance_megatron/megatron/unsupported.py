@@ -262,9 +262,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
     "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
-    "--use-megatron-fsdp": lambda get: (
-        get("use_megatron_fsdp") and get.config.dry_run is None
-    ),
+    "--use-megatron-fsdp": lambda get: get("use_megatron_fsdp") and get.config.dry_run is None,
     "--ckpt-format": lambda get: (
         (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
     ),

@@ -266,7 +266,8 @@ def _covered_first(
     problem: StepProblem, micro_batch: tuple[int, ...], budgets_LS: np.ndarray
 ) -> tuple[int, ...]:
     """Samples whose budgets cover them in most layers first, so that layers that attend to them
-    densely find them side by side; else in the order given."""
+    densely find them side by side; else in the order given. A caller's own placement keeps its
+    order: the caller may have packed by it."""
     blocks_S = problem.costs.blocks_S[list(micro_batch)]
     layers_S = (blocks_S <= budgets_LS[:, list(micro_batch)]).sum(axis=0)
     return tuple(micro_batch[each] for each in np.argsort(-layers_S, kind="stable"))
@@ -276,10 +277,11 @@ def _micro_batches(
     problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
     """Every micro-batch on its first rank, with its budgets cut from one array of all."""
+    reorders = problem.placement is None and not arrangement.first_blocks
     placed = [
         [
             _covered_first(problem, micro_batch, budgets_LS)
-            if arrangement.cp_size(rank, position) == 1 and not arrangement.first_blocks
+            if reorders and arrangement.cp_size(rank, position) == 1
             else micro_batch
             for position, micro_batch in enumerate(in_rank)
         ]

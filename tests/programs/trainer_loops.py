@@ -56,6 +56,7 @@ from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
 from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
+from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
 
 STEPS = 4
 DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
@@ -334,15 +335,27 @@ def lengths_of(batch: list[torch.Tensor]) -> list[int]:
 
 @contextmanager
 def executed_budgets() -> Any:
-    """What a selector was asked for, by the lengths of the samples."""
+    """Budgets of all samples that layers attended to, and selectors were asked for, in order.
+
+    Samples that their budgets cover come first and need no selector.
+    """
     kind, seen = type(selector_named("token-kv-head")), []
-    own = kind.select
+    own, attend = kind.select, BudgetedCoreAttention._attend
 
     def select(selector: Any, ranking: Any, budgets_S: torch.Tensor) -> Any:
-        seen.append(budgets_S.tolist())
+        executed = budgets_S.tolist()
+        assert executed, "a selector was asked for no sample"
+        seen[-1][-len(executed) :] = executed
         return own(selector, ranking, budgets_S)
 
-    with mock.patch.object(kind, "select", select):
+    def layer(module: Any, q_THD: Any, k_TGD: Any, v_TGF: Any, context: Any, kept: Any) -> Any:
+        seen.append(context.budgets_LS[module._layer_index].tolist())
+        return attend(module, q_THD, k_TGD, v_TGF, context, kept)
+
+    with (
+        mock.patch.object(kind, "select", select),
+        mock.patch.object(BudgetedCoreAttention, "_attend", layer),
+    ):
         yield seen
 
 

@@ -29,7 +29,8 @@ def compute_in_bfloat16() -> None:
             bits = values.view(np.uint32)
             half_less_one = np.uint32(0x7FFF) + ((bits >> 16) & 1).astype(np.uint32)
             finite = (bits & 0x7F800000) != 0x7F800000
-            values = np.where(finite, bits + half_less_one, bits).astype(np.uint32)
+            rounded = np.where(finite, bits + half_less_one, bits).astype(np.uint32)
+            values = rounded & np.uint32(0xFFFF0000)
         return convert(values, source, target, mode)
 
     interpreter.InterpreterBuilder.create_dot = dot
