@@ -28,7 +28,8 @@ from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.predict.lengths import MAX_TOKENS, longalign_like
 from sparsebalance_megatron.predict.models import MODELS, counted_cost
@@ -102,12 +103,12 @@ def measure(
     row: dict[str, Any] = {"samples": samples, "ranks": ranks, "micro_batches": micro_batches}
     job = Job.even(layers=LAYERS, ranks=ranks, stages=STAGES, micro_batches=micro_batches)
     for way, changes in WAYS.items():
-        policy = replace(_policy(samples), **changes)
+        plan_settings = replace(_policy(samples), **changes)
         cpu_ms: list[float] = []
         while len(cpu_ms) < 3 or (sum(cpu_ms) < 100.0 * repeats and len(cpu_ms) < repeats):
             lengths = longalign_like(samples * horizon_steps(samples), len(cpu_ms)).tolist()
             started = time.process_time()
-            _plan(lengths[:samples], job, policy, coverage, lengths[samples:])
+            _plan(lengths[:samples], job, plan_settings, coverage, lengths[samples:])
             cpu_ms.append((time.process_time() - started) * 1e3)
         low, middle, high = np.quantile(cpu_ms[1:], (0.25, 0.5, 0.75))
         row[way] = {
@@ -128,8 +129,8 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
             lengths = np.random.default_rng(seed).integers(2048, longest + 1, samples)
             largest = max(largest, lengths.max() / lengths.mean())
             # The bound is over all budgets that the threshold allows.
-            policy = replace(_policy(samples), coverage_target="threshold")
-            plan = _plan(lengths.tolist(), job, policy, coverage, [])
+            plan_settings = replace(_policy(samples), coverage_target="threshold")
+            plan = _plan(lengths.tolist(), job, plan_settings, coverage, [])
             ratios.append(plan.expectation.makespan_ms / plan.expectation.lower_bound_ms)
         yield {
             "ranks": ranks,
@@ -142,21 +143,21 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
         }
 
 
-def _policy(samples: int) -> PlanPolicy:
-    return PlanPolicy.from_config(SparseBalanceConfig(), samples * MAX_TOKENS)
+def _policy(samples: int) -> PlanSettings:
+    return PlanSettings.from_config(SparseBalanceConfig(), samples * MAX_TOKENS)
 
 
 def _plan(
     lengths: list[int],
     job: Job,
-    policy: PlanPolicy,
+    plan_settings: PlanSettings,
     coverage: CoverageCurves,
     later_lengths: list[int],
 ) -> StepPlan:
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
-        policy=policy,
+        plan_settings=plan_settings,
         cost=COST,
         scales=StageScales.ones(STAGES),
         coverage=coverage,

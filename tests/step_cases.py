@@ -16,7 +16,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 BLOCK_SIZE = 16
@@ -63,7 +63,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
         scales: what calibration has learnt; None: nothing.
     """
     scales = scales or StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages)
-    policy = PlanPolicy(
+    plan_settings = PlanSettings(
         batching="arrival",
         tuning="off",
         anchor="mean",
@@ -75,7 +75,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
     inputs = PlanInputs(
         lengths_tokens=LENGTHS_TOKENS,
         job=JOB,
-        policy=policy,
+        plan_settings=plan_settings,
         cost=CostModel.analytic(SHAPE, BLOCK_SIZE),
         scales=scales,
         coverage=CoverageCurves(JOB.layers, 16, 0.9),

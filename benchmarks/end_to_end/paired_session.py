@@ -94,19 +94,21 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
     settings = replace(shared.settings, host_job=replace(host_job, layout=layout))
     schedulers = []
     for variant in pairing.variants:
-        policy = replace(
-            shared.policy,
+        plan_settings = replace(
+            shared.plan_settings,
             batching=variant.batching,
             tuning=variant.tuning,
             coverage_target=variant.coverage_target,
-            max_context_parallel=shared.policy.max_context_parallel if variant.wide else 1,
-            max_segments=shared.policy.max_segments if variant.segments else 1,
+            max_context_parallel=shared.plan_settings.max_context_parallel if variant.wide else 1,
+            max_segments=shared.plan_settings.max_segments if variant.segments else 1,
         )
         config = replace(
             shared.config, calibration=variant.calibration or shared.config.calibration
         )
         schedulers.append(
-            replace(shared, settings=settings, policy=policy, config=config).scheduler()
+            replace(
+                shared, settings=settings, plan_settings=plan_settings, config=config
+            ).scheduler()
         )
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 

@@ -23,7 +23,8 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, max_cp_size
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class HostJob:
             attention_kept=config.recompute_attention == "keep",
         )
 
-    def policy(self, config: SparseBalanceConfig, micro_batch_tokens: int) -> PlanPolicy:
+    def plan_settings(self, config: SparseBalanceConfig, micro_batch_tokens: int) -> PlanSettings:
         """What plans may do.
 
         Args:
@@ -98,7 +99,7 @@ class HostJob:
             -micro_batch_tokens // self.layout.context_parallel_size
         )
         largest = max_cp_size(self.layout, config, self.neighbours_per_node)
-        return PlanPolicy.from_config(config, cap_tokens, largest)
+        return PlanSettings.from_config(config, cap_tokens, largest)
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""
@@ -141,7 +142,7 @@ class HostPlanner:
         self.coverage = job.coverage(config)
         self._planner = StepPlanner(
             job=job.layout,
-            policy=job.policy(config, job.padded(job.max_sample_tokens)),
+            plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
             cost=job.cost_model(config, {}) if cost is None else cost,
             coverage=self.coverage,
             global_batch_size=job.global_batch_size,
@@ -155,7 +156,7 @@ class HostPlanner:
     @property
     def max_cp_size(self) -> int:
         """Most ranks that share a micro-batch."""
-        return self._planner.policy.max_context_parallel
+        return self._planner.plan_settings.max_context_parallel
 
     def plan(
         self,
@@ -192,11 +193,11 @@ class HostPlanner:
         if placement is not None:
             micro_batches = micro_batches or max(map(len, placement), default=0)
         known = self._planner.knowledge()
-        policy = self._planner.policy
+        plan_settings = self._planner.plan_settings
         counts: Sequence[int] = self._micro_batch_counts(lengths, micro_batches)
         if micro_batches is not None:
-            policy = replace(policy, plans_positions=False)
-        elif policy.plans_positions_of(self.job.layout):
+            plan_settings = replace(plan_settings, plans_positions=False)
+        elif plan_settings.plans_positions_of(self.job.layout):
             counts = counts[-1], *counts  # a plan for the most may have fewer
         failures = []
         for count in counts:
@@ -209,7 +210,7 @@ class HostPlanner:
                     later_lengths_tokens=later,
                     placement=placement,
                     pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
-                    policy=policy,
+                    plan_settings=plan_settings,
                 )
             except PlanError as error:
                 failures.append(error)
@@ -236,15 +237,15 @@ class HostPlanner:
                     f"{multiple}"
                 )
             return range(given, given + 1)
-        policy = self._planner.policy
-        sharing = policy.max_context_parallel
+        plan_settings = self._planner.plan_settings
+        sharing = plan_settings.max_context_parallel
         largest = len(lengths) * sharing // (ranks * multiple) * multiple
         if largest < 1:
             raise PlanError(
                 f"{len(lengths)} samples cannot fill {multiple} micro-batches on each of {ranks} "
                 "ranks; give the step more samples"
             )
-        least = -(-sum(lengths) // (ranks * policy.max_tokens_per_micro_batch))
+        least = -(-sum(lengths) // (ranks * plan_settings.max_tokens_per_micro_batch))
         smallest = min(-(-max(least, 1) // multiple) * multiple, largest)
         return range(smallest, largest + 1, multiple)
 

@@ -29,7 +29,8 @@ from sparsebalance_megatron.plan.budgets.policy import budget_policy
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
@@ -142,9 +143,9 @@ class Scheduler:
         self._ahead.clear()
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
-        samples, policy = self._samples_between(step, step + 1), self._planner.policy
+        samples, plan_settings = self._samples_between(step, step + 1), self._planner.plan_settings
         last_step = step
-        if budget_policy(policy).looks_ahead(policy):
+        if budget_policy(plan_settings).looks_ahead(plan_settings):
             last_step += horizon_steps(self._batch_sizes.size_of(step)) - 1
         later = self._samples_between(step + 1, last_step + 1)
         return self._planner.plan(
@@ -230,15 +231,17 @@ class EvaluationPlanner(StepPlanner):
                 stacklevel=2,
             )
             uncapped = replace(
-                self.policy, batching="arrival", max_tokens_per_micro_batch=sum(lengths_tokens)
+                self.plan_settings,
+                batching="arrival",
+                max_tokens_per_micro_batch=sum(lengths_tokens),
             )
-            return super().plan(step, lengths_tokens, job, known, policy=uncapped, **others)
+            return super().plan(step, lengths_tokens, job, known, plan_settings=uncapped, **others)
 
 
 def evaluation_scheduler(
     *,
     job: Job,
-    policy: PlanPolicy,
+    plan_settings: PlanSettings,
     cost: CostModel,
     coverage: CoverageCurves,
     index: SampleLengths,
@@ -252,10 +255,10 @@ def evaluation_scheduler(
         dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
     """
     if dense:
-        policy = replace(policy, base_budget=coverage.max_blocks, layer_budgets=None)
+        plan_settings = replace(plan_settings, base_budget=coverage.max_blocks, layer_budgets=None)
     planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, tuning="off", max_segments=1, plans_positions=False),
+        plan_settings=replace(plan_settings, tuning="off", max_segments=1, plans_positions=False),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

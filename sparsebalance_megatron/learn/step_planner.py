@@ -28,7 +28,7 @@ from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 _STATE_VERSION = 6
@@ -82,7 +82,7 @@ class StepPlanner:
         self,
         *,
         job: Job,
-        policy: PlanPolicy,
+        plan_settings: PlanSettings,
         cost: CostModel,
         coverage: CoverageCurves,
         global_batch_size: int,
@@ -90,17 +90,20 @@ class StepPlanner:
         clock: Callable[[], float],
         horizon_steps: int | None = None,
     ) -> None:
-        self.policy = policy
+        self.plan_settings = plan_settings
         self.coverage = coverage
         self.clock = clock
         self._cost = cost
         self._account = CoverageAccount(
-            global_batch_size, policy.coverage_mean_over, policy.coverage_slack, horizon_steps
+            global_batch_size,
+            plan_settings.coverage_mean_over,
+            plan_settings.coverage_slack,
+            horizon_steps,
         )
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
         self._calibrate = calibrate
-        self._dense_L = policy.dense_L(job.layers)
+        self._dense_L = plan_settings.dense_L(job.layers)
 
     def knowledge(self) -> Knowledge:
         """Snapshot of what has been learnt; later steps do not change it."""
@@ -121,7 +124,7 @@ class StepPlanner:
         later_lengths_tokens: Sequence[int] = (),
         placement: Placement | None = None,
         pinned_LS: np.ndarray | None = None,
-        policy: PlanPolicy | None = None,
+        plan_settings: PlanSettings | None = None,
     ) -> PlannedStep:
         """Plan one step.
 
@@ -130,7 +133,7 @@ class StepPlanner:
             lengths_tokens: of the step's samples, in order of arrival.
             samples: their training samples; None numbers them from 0.
             later_lengths_tokens, placement, pinned_LS: see :class:`.PlanInputs`.
-            policy: of this step; None is that of the run.
+            plan_settings: of this step; None is that of the run.
 
         Raises:
             PlanError: no plan exists, naming the sample or the number that does not fit.
@@ -139,7 +142,7 @@ class StepPlanner:
         inputs = PlanInputs(
             lengths_tokens=tuple(lengths_tokens),
             job=job,
-            policy=policy or self.policy,
+            plan_settings=plan_settings or self.plan_settings,
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,

@@ -80,7 +80,7 @@ def _lower_bound_ms(problem: StepProblem) -> float:
         bounded = bounded.with_positions(1)
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
-    limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1
+    limit = problem.plan_settings.max_context_parallel if problem.plans_cp_sizes else 1
     bound_ms = step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
     # A step runs in segments or with planned cp_sizes, not both.
     return min(bound_ms, segmented_ms) if problem.plans_segments else bound_ms

@@ -53,7 +53,9 @@ def best_cp_sizes(
     if equal is not None and _is_near_bound(problem, equal):
         return equal, problem.tuned_where(equal)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
-    rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=problem.policy.max_context_parallel)
+    rules = Rules(
+        cap_tokens=problem.cap_tokens, max_cp_size=problem.plan_settings.max_context_parallel
+    )
     try:
         start = _best_start(problem, search_2SC, rules)
     except PlanError:
@@ -95,7 +97,7 @@ def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:
 def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
     """Lower bound of a step over all cp_sizes and places of samples."""
     costs = problem.costs
-    bounds = step_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
+    bounds = step_bounds(sample_2SC, costs, problem.plan_settings.max_context_parallel)
     return bounds.bound_ms * float(costs.slowness_RP.min())
 
 

@@ -171,7 +171,7 @@ def _placed(problem: StepProblem, rows: Rows) -> Arrangement:
         of_groups,
         row_2XC,
         cap_tokens=1,
-        plan_ms=problem.policy.plan_ms or SHARE_OF_STEP * rounded_ms(step_ms),
+        plan_ms=problem.plan_settings.plan_ms or SHARE_OF_STEP * rounded_ms(step_ms),
     )
     falls = job.pipeline_stages == 1
     heights_ms = rows.heights_X

@@ -67,13 +67,13 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         expectation=expectation(problem, arrangement, tuned),
         batching=batching,
     )
-    cap_tokens = inputs.policy.max_tokens_per_micro_batch
+    cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch
     if inputs.placement is not None:
         cap_tokens = max(cap_tokens, *(micro_batch.tokens for micro_batch in plan.micro_batches))
     plan.validate(
         inputs.lengths_tokens,
         problem.job,
-        replace(inputs.policy, max_tokens_per_micro_batch=cap_tokens),
+        replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
 
@@ -155,7 +155,11 @@ def _or_arrival(
     elsewhere.
     """
     pricing, budgets = problem.pricing, problem.budgets
-    if pricing is None or problem.placement is not None or problem.policy.batching != "makespan":
+    if (
+        pricing is None
+        or problem.placement is not None
+        or problem.plan_settings.batching != "makespan"
+    ):
         return batching, where, tuned
     try:
         placement = _placement("arrival", problem.of_groups)
@@ -218,7 +222,7 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
     Raises:
         PlanError: none of the policy's placements exists.
     """
-    batching = problem.policy.batching
+    batching = problem.plan_settings.batching
     simple: tuple[Batching, ...] = _SIMPLE if batching == "makespan" else (batching,)
     found: dict[Batching, Placement] = {}
     failures: list[PlanError] = []

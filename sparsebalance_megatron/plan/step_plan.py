@@ -18,101 +18,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from sparsebalance_megatron.config import (
-    Anchor,
-    Batching,
-    ContextParallel,
-    CoverageMeanOver,
-    CoverageTarget,
-    SparseBalanceConfig,
-    Tuning,
-)
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
+from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanPolicy:
-    """Settings of the user; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
-
-    ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
-    step.
-    ``context_parallel``: whether every micro-batch has the job's context-parallel size
-    (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
-    layers whose base budget is not ``base_budget``. ``plans_positions``: whether steps may have
-    fewer micro-batches than the job, where that is possible (:meth:`plans_positions_of`).
-    """
-
-    batching: Batching
-    tuning: Tuning
-    anchor: Anchor
-    coverage_threshold: float
-    base_budget: int
-    block_size: int
-    max_tokens_per_micro_batch: int
-    plan_ms: float | None = None
-    coverage_target: CoverageTarget = "threshold"
-    coverage_mean_over: CoverageMeanOver = "samples"
-    coverage_slack: float = 0.0
-    context_parallel: ContextParallel = "static"
-    max_context_parallel: int = 1
-    max_segments: int = 1
-    segment_tokens: int = 1
-    layer_budgets: str | None = None
-    plans_positions: bool = False
-
-    def base_L(self, layers: int) -> np.ndarray:
-        """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.
-
-        Raises:
-            ConfigError: ``layer_budgets`` names a layer that the model does not have.
-        """
-        return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
-
-    def dense_L(self, layers: int) -> np.ndarray:
-        """Mask of layers that read all visible blocks, whatever the tuning."""
-        return self.base_L(layers) == DENSE
-
-    def plans_positions_of(self, job: Job) -> bool:
-        """Whether steps of this job may have fewer positions than the job: fuller rows are more
-        equal."""
-        return (
-            self.plans_positions
-            and self.batching == "makespan"
-            and job.lockstep_ranks > 1
-            and job.pipeline_stages == 1
-        )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: SparseBalanceConfig,
-        max_tokens_per_micro_batch: int,
-        max_context_parallel: int = 1,
-    ) -> PlanPolicy:
-        """The choices of a configuration, with the cap and the largest cp_size of this job."""
-        return cls(
-            batching=config.batching,
-            tuning=config.tuning,
-            anchor=config.anchor,
-            coverage_threshold=config.coverage_threshold,
-            coverage_target=config.coverage_target,
-            coverage_slack=config.coverage_slack,
-            coverage_mean_over=config.coverage_mean_over,
-            base_budget=config.base_budget,
-            layer_budgets=config.layer_budgets,
-            block_size=config.block_size,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            plan_ms=config.plan_ms,
-            context_parallel=config.context_parallel,
-            max_context_parallel=max_context_parallel,
-            max_segments=config.max_segments,
-            segment_tokens=config.segment_tokens,
-            plans_positions=config.positions == "planned",
-        )
+from sparsebalance_megatron.plan.settings import PlanSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +170,9 @@ class StepPlan:
             digest.update(np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes())
         return digest.digest()
 
-    def validate(self, lengths_tokens: Sequence[int], job: Job, policy: PlanPolicy) -> None:
+    def validate(
+        self, lengths_tokens: Sequence[int], job: Job, plan_settings: PlanSettings
+    ) -> None:
         """Raise :class:`PlanError` naming the first broken invariant."""
         if self.data_parallel_size != job.data_parallel_size:
             raise PlanError(
@@ -271,7 +183,7 @@ class StepPlan:
         seen: Counter[int] = Counter()
         for micro_batch in self.micro_batches:
             rank, position = micro_batch.rank, micro_batch.position
-            if defect := _defect(micro_batch, lengths_tokens, job, policy):
+            if defect := _defect(micro_batch, lengths_tokens, job, plan_settings):
                 raise PlanError(f"step {self.step}, rank {rank}, micro-batch {position}: {defect}")
             covered_RM[rank : rank + micro_batch.cp_size, position] += 1
             seen.update(micro_batch.samples)
@@ -288,11 +200,14 @@ class StepPlan:
 
 
 def _defect(
-    micro_batch: MicroBatchPlan, lengths_tokens: Sequence[int], job: Job, policy: PlanPolicy
+    micro_batch: MicroBatchPlan,
+    lengths_tokens: Sequence[int],
+    job: Job,
+    plan_settings: PlanSettings,
 ) -> str | None:
     """The first thing that is wrong with a micro-batch by itself."""
     rank, cp_size, samples = micro_batch.rank, micro_batch.cp_size, micro_batch.samples
-    cap_tokens = policy.max_tokens_per_micro_batch * cp_size
+    cap_tokens = plan_settings.max_tokens_per_micro_batch * cp_size
     shape = job.layers, len(samples)
     if not is_power_of_two(cp_size) or rank % cp_size:
         return f"cp_size {cp_size} is no power of two, or rank {rank} no multiple of it"
@@ -302,12 +217,12 @@ def _defect(
         return f"job has {job.micro_batches} micro-batches"
     if not samples:
         return "empty"
-    blocks = sum(-(-length // policy.block_size) for length in micro_batch.lengths_tokens)
+    blocks = sum(-(-length // plan_settings.block_size) for length in micro_batch.lengths_tokens)
     bounds = (*micro_batch.first_blocks, blocks)
     if bounds[0] != 0 or any(end <= first for first, end in pairwise(bounds)):
         return f"segments begin at blocks {micro_batch.first_blocks} of {blocks}"
-    if micro_batch.segments > policy.max_segments:
-        return f"{micro_batch.segments} segments, at most {policy.max_segments}"
+    if micro_batch.segments > plan_settings.max_segments:
+        return f"{micro_batch.segments} segments, at most {plan_settings.max_segments}"
     if micro_batch.tokens > cap_tokens:
         return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
     if any(not 0 <= sample < len(lengths_tokens) for sample in samples):

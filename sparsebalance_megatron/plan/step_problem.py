@@ -29,8 +29,9 @@ from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import balanced
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class PlanInputs:
 
     lengths_tokens: tuple[int, ...]
     job: Job
-    policy: PlanPolicy
+    plan_settings: PlanSettings
     cost: CostModel
     scales: StageScales
     coverage: CoverageCurves
@@ -84,32 +85,34 @@ class StepProblem:
         Raises:
             PlanError: the inputs contradict one another.
         """
-        job, policy, coverage = inputs.job, inputs.policy, inputs.coverage
+        job, plan_settings, coverage = inputs.job, inputs.plan_settings, inputs.coverage
         cp_size = job.context_parallel_size
-        dynamic = policy.context_parallel == "dynamic"
+        dynamic = plan_settings.context_parallel == "dynamic"
         check_cp_sizes(
-            job.data_parallel_size, cp_size, policy.max_context_parallel if dynamic else cp_size
+            job.data_parallel_size,
+            cp_size,
+            plan_settings.max_context_parallel if dynamic else cp_size,
         )
-        if policy.block_size != inputs.cost.block_size:
+        if plan_settings.block_size != inputs.cost.block_size:
             raise PlanError(
-                f"block size {policy.block_size} differs from the cost model's "
+                f"block size {plan_settings.block_size} differs from the cost model's "
                 f"{inputs.cost.block_size}; profile again or change --sparse-balance-block-size"
             )
         if coverage.layers != job.layers:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
         own = slice(len(inputs.lengths_tokens))
-        budgets = budget_policy(policy)
-        later = inputs.later_lengths_tokens if budgets.looks_ahead(policy) else ()
+        budgets = budget_policy(plan_settings)
+        later = inputs.later_lengths_tokens if budgets.looks_ahead(plan_settings) else ()
         lengths_tokens = *inputs.lengths_tokens, *later
-        dense_L = policy.dense_L(job.layers)
+        dense_L = plan_settings.dense_L(job.layers)
         costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_L)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
-        horizon = budget_problem(policy, costs, coverage, pinned_LS)
+        horizon = budget_problem(plan_settings, costs, coverage, pinned_LS)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=horizon.of(own),
             pricing=budgets.pricing(horizon, own, inputs.coverage_deficit),
-            cap_tokens=policy.max_tokens_per_micro_batch,
+            cap_tokens=plan_settings.max_tokens_per_micro_batch,
             placement=inputs.placement,
         )
 
@@ -130,31 +133,31 @@ class StepProblem:
         return self.costs.job
 
     @property
-    def policy(self) -> PlanPolicy:
-        return self.budgets.policy
+    def plan_settings(self) -> PlanSettings:
+        return self.budgets.plan_settings
 
     @property
     def budget_policy(self) -> BudgetPolicy:
-        return budget_policy(self.policy)
+        return budget_policy(self.plan_settings)
 
     @property
     def plans_cp_sizes(self) -> bool:
         """Whether micro-batches may differ in cp_size."""
-        policy = self.policy
+        plan_settings = self.plan_settings
         return (
-            policy.context_parallel == "dynamic"
-            and policy.max_context_parallel > 1
-            and policy.batching == "makespan"
+            plan_settings.context_parallel == "dynamic"
+            and plan_settings.max_context_parallel > 1
+            and plan_settings.batching == "makespan"
             and not self.budget_policy.by_latency
         )
 
     @property
     def plans_segments(self) -> bool:
         """Whether micro-batches may pass the pipeline in segments."""
-        job, policy = self.job, self.policy
+        job, plan_settings = self.job, self.plan_settings
         return (
-            policy.max_segments > 1
-            and policy.batching == "makespan"
+            plan_settings.max_segments > 1
+            and plan_settings.batching == "makespan"
             and not self.budget_policy.by_latency
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
@@ -167,14 +170,14 @@ class StepProblem:
         """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
         return (
             self.job.lockstep_ranks > 1
-            and self.policy.batching == "makespan"
+            and self.plan_settings.batching == "makespan"
             and self.placement is None
         )
 
     @property
     def plans_positions(self) -> bool:
         """Whether this step may have fewer positions than the job."""
-        return self.plans_rows and self.policy.plans_positions_of(self.job)
+        return self.plans_rows and self.plan_settings.plans_positions_of(self.job)
 
     def with_positions(self, positions: int) -> StepProblem:
         """This problem with so many micro-batches on every rank."""
@@ -190,17 +193,13 @@ class StepProblem:
     @cached_property
     def expected_LS(self) -> np.ndarray:
         """Budgets to place by, those expected after tuning."""
-        return self.budget_policy.expected_LS(
-            self.budgets, self.pricing, self._tuned_when_balanced_LS
-        )
-
-    def _tuned_when_balanced_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
-        """Budgets of samples placed by their latency; those given where there is no placement."""
+        expected_LS = self.budget_policy.expected_LS(self.budgets, self.pricing)
+        if not self.budget_policy.places_twice:
+            return expected_LS
         try:
-            placement = self.balanced_by(budgets_LS)
+            return self.tuned(self.balanced_by(expected_LS)).budgets_LS
         except PlanError:
-            return budgets_LS
-        return self.tuned(placement).budgets_LS
+            return expected_LS
 
     @cached_property
     def expected_2SC(self) -> np.ndarray:
@@ -236,8 +235,8 @@ class StepProblem:
         Args:
             parts: searches among which the policy's ms are divided.
         """
-        if self.policy.plan_ms is not None:
-            return self.policy.plan_ms / parts
+        if self.plan_settings.plan_ms is not None:
+            return self.plan_settings.plan_ms / parts
         return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
 
 

@@ -25,7 +25,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     steps = []
     for plan in plans:
         most_L = np.max([each.budgets_LS.max(axis=1) for each in plan.micro_batches], axis=0)
-        held = _tokens_held(plan, workload.job, workload.policy.block_size)
+        held = _tokens_held(plan, workload.job, workload.plan_settings.block_size)
         steps.append(_stages(workload, most_L, *held))
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
@@ -39,11 +39,11 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     raise budgets. Where micro-batches may have segments, as many more of them may be in
     flight.
     """
-    job, policy = workload.job, workload.policy
-    cap, segments = float(policy.max_tokens_per_micro_batch), None
-    longest_blocks = math.ceil(cap / policy.block_size)
-    if policy.max_segments > 1:
-        ahead = policy.max_segments - 1 + job.pipeline_stages
+    job, plan_settings = workload.job, workload.plan_settings
+    cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
+    longest_blocks = math.ceil(cap / plan_settings.block_size)
+    if plan_settings.max_segments > 1:
+        ahead = plan_settings.max_segments - 1 + job.pipeline_stages
         segments = SegmentTokens(
             in_flight_P=tuple(
                 cap * min(job.micro_batches, ahead - stage) for stage in range(job.pipeline_stages)
@@ -51,8 +51,8 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
             largest=cap,
             longest=cap,
         )
-    base_L = policy.base_L(job.layers)
-    budgets_L = np.minimum(base_L if policy.tuning == "off" else DENSE, longest_blocks)
+    base_L = plan_settings.base_L(job.layers)
+    budgets_L = np.minimum(base_L if plan_settings.tuning == "off" else DENSE, longest_blocks)
     budgets_L = np.broadcast_to(budgets_L, base_L.shape)
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
 
@@ -64,16 +64,18 @@ def _stages(
     segments: SegmentTokens | None,
 ) -> tuple[StageMemory, ...]:
     """Memory of every stage at one budget for each layer."""
-    job, policy, shape = workload.job, workload.policy, workload.memory.shape
-    dense_L = policy.dense_L(job.layers)
+    job, plan_settings, shape = workload.job, workload.plan_settings, workload.memory.shape
+    dense_L = plan_settings.dense_L(job.layers)
     of_sparse = workload.cost.work.list_entries_per_token(
         heads=shape.num_attention_heads,
         groups=shape.num_query_groups,
-        block_size=policy.block_size,
+        block_size=plan_settings.block_size,
         budget_blocks=int(budgets_L[~dense_L].max(initial=1)),
     )
     # A dense layer lists all blocks for each block of queries and KV head.
-    of_dense = shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / policy.block_size
+    of_dense = (
+        shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / plan_settings.block_size
+    )
     entries_L = np.where(dense_L, of_dense, of_sparse)
     found = []
     for stage, chunks in enumerate(job.stage_layers):

@@ -111,7 +111,7 @@ def predict(
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
     lengths = np.concatenate(workload.batches)
-    base_tokens = workload.policy.block_size * workload.policy.base_budget
+    base_tokens = workload.plan_settings.block_size * workload.plan_settings.base_budget
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         speedup=float(baseline_ms.sum() / step_ms.sum()),
@@ -199,17 +199,21 @@ def unhideable_steps(workload: Workload) -> int:
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job = without_sharing(workload.job)
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(batch, job, workload.cost, scales, workload.policy.dense_L(job.layers))
-    floor_LS = feasible_range(costs, workload.coverage, workload.policy).floor_LS
+    costs = step_costs(
+        batch, job, workload.cost, scales, workload.plan_settings.dense_L(job.layers)
+    )
+    floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
 
 
 def _largest_drop(workload: Workload, plan: StepPlan) -> float:
     lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
-    blocks_S = -(-lengths_S // workload.policy.block_size)
+    blocks_S = -(-lengths_S // workload.plan_settings.block_size)
     budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    base_LS = np.broadcast_to(workload.policy.base_L(len(budgets_LS))[:, None], budgets_LS.shape)
+    base_LS = np.broadcast_to(
+        workload.plan_settings.base_L(len(budgets_LS))[:, None], budgets_LS.shape
+    )
     drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
         blocks_S, budgets_LS
     )
@@ -218,15 +222,15 @@ def _largest_drop(workload: Workload, plan: StepPlan) -> float:
 
 def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
     """Mean over samples and layers."""
-    blocks_S = -(-np.array(batch) // workload.policy.block_size)
-    base_LS = np.minimum(workload.policy.base_L(workload.job.layers)[:, None], blocks_S)
+    blocks_S = -(-np.array(batch) // workload.plan_settings.block_size)
+    base_LS = np.minimum(workload.plan_settings.base_L(workload.job.layers)[:, None], blocks_S)
     return float(np.nanmean(workload.coverage.coverage_LS(blocks_S, base_LS)))
 
 
 def _router_ms(workload: Workload, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
     cost, lengths = workload.cost, [each.lengths_tokens for each in plan.micro_batches]
-    sparse_layers = int((~workload.policy.dense_L(workload.job.layers)).sum())
+    sparse_layers = int((~workload.plan_settings.dense_L(workload.job.layers)).sum())
     both = sum(cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
     found = (features(each, 1, block_size=cost.block_size, work=cost.work) for each in lengths)
     return sparse_layers * sum(float(both @ each) for each in found)

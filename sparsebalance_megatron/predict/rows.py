@@ -35,24 +35,26 @@ class Variant(NamedTuple):
         """The workload, planned this way."""
         job = workload.job if self.context_parallel else without_sharing(workload.job)
         dynamic = self.context_parallel == "dynamic"
-        policy = replace(
-            workload.policy,
+        plan_settings = replace(
+            workload.plan_settings,
             batching=self.batching,
             tuning=self.tuning,
             coverage_target=self.coverage_target,
             context_parallel=self.context_parallel or "static",
-            max_context_parallel=workload.policy.max_context_parallel if dynamic else 1,
-            max_segments=workload.policy.max_segments if self.segments else 1,
+            max_context_parallel=workload.plan_settings.max_context_parallel if dynamic else 1,
+            max_segments=workload.plan_settings.max_segments if self.segments else 1,
         )
         if job is not workload.job:
-            cap_tokens = policy.max_tokens_per_micro_batch * workload.job.context_parallel_size
-            policy = replace(policy, max_tokens_per_micro_batch=cap_tokens)
+            cap_tokens = (
+                plan_settings.max_tokens_per_micro_batch * workload.job.context_parallel_size
+            )
+            plan_settings = replace(plan_settings, max_tokens_per_micro_batch=cap_tokens)
         if self.dense:
-            policy = replace(policy, layer_budgets=f"dense:0-{job.layers - 1}")
+            plan_settings = replace(plan_settings, layer_budgets=f"dense:0-{job.layers - 1}")
             workload = replace(workload, cost=workload.cost.with_dense_attention)
         if not self.waits_in_layers:
             job = replace(job, lockstep_ranks=1)
-        return replace(workload, job=job, policy=policy, placed_by=self.placed_by)
+        return replace(workload, job=job, plan_settings=plan_settings, placed_by=self.placed_by)
 
 
 def without_sharing(job: Job) -> Job:
@@ -116,10 +118,10 @@ ROWS_LEGEND: Mapping[str, str] = {
 
 def best_row(workload: Workload) -> Variant:
     """The way that training plans by default: with all that the workload allows."""
-    cp_size, policy = workload.job.context_parallel_size, workload.policy
-    if policy.max_segments > 1:
+    cp_size, plan_settings = workload.job.context_parallel_size, workload.plan_settings
+    if plan_settings.max_segments > 1:
         return SEGMENTED_ROWS["ours-segments"]
-    if policy.max_context_parallel > 1:
+    if plan_settings.max_context_parallel > 1:
         return SHARED_ROWS["ours-dynamic-cp"]
     return SHARED_ROWS["ours-static-cp"] if cp_size > 1 else ROWS["ours, base coverage"]
 
@@ -135,9 +137,9 @@ def rows_of(workload: Workload) -> dict[str, Variant]:
     is_shared = workload.job.context_parallel_size > 1
     if not is_shared:
         del shared["baseline-cp"], shared["ours-static-cp"]
-    if workload.policy.max_context_parallel == 1:
+    if workload.plan_settings.max_context_parallel == 1:
         del shared["ours-dynamic-cp"]
-    segmented = SEGMENTED_ROWS if workload.policy.max_segments > 1 else {}
+    segmented = SEGMENTED_ROWS if workload.plan_settings.max_segments > 1 else {}
     in_order = Variant("arrival", "off", context_parallel="static" if is_shared else None)
     dense = {DENSE: in_order._replace(dense=True), DENSE_BALANCED: dense_row(workload)}
     peers = PEER_ROWS if workload.job.lockstep_ranks > 1 else {}

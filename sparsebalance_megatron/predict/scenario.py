@@ -13,7 +13,7 @@ from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
     MAX_TOKENS,
@@ -74,7 +74,7 @@ class Scenario:
         return Workload(
             batches=batches,
             job=job,
-            policy=PlanPolicy.from_config(config, self.cap_tokens, self._max_cp_size()),
+            plan_settings=PlanSettings.from_config(config, self.cap_tokens, self._max_cp_size()),
             cost=cost,
             coverage=prior_coverage(
                 job.layers, max(1, -(-self.longest_tokens // config.block_size))

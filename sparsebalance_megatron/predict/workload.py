@@ -25,8 +25,9 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_plan import StepPlan
 
 COVERAGE_EXPONENT = 0.35
 
@@ -54,7 +55,7 @@ class Workload:
     Attributes:
         batches: lengths in tokens of every step's samples, alike in number.
         job: the layout, as many micro-batches a step as it may have.
-        policy: how steps are planned.
+        plan_settings: how steps are planned.
         memory: of the job; lists of blocks follow from plans.
         placed_by: another balancer, which places the samples of every step by their predicted ms
             at base budgets; None lets the plan place them.
@@ -62,7 +63,7 @@ class Workload:
 
     batches: tuple[tuple[int, ...], ...]
     job: Job
-    policy: PlanPolicy
+    plan_settings: PlanSettings
     cost: CostModel
     coverage: CoverageCurves
     memory: MemoryModel
@@ -92,7 +93,7 @@ class Workload:
         batch_size = len(self.batches[0])
         planner = StepPlanner(
             job=self.job,
-            policy=self.policy,
+            plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=copy.deepcopy(self.coverage),
             global_batch_size=batch_size,
@@ -111,7 +112,7 @@ class Workload:
                     self._base_ms_S(batch),
                     batch,
                     self.job,
-                    self.policy.max_tokens_per_micro_batch,
+                    self.plan_settings.max_tokens_per_micro_batch,
                 )
                 job = replace(self.job, micro_batches=len(placement[0]))
                 yield planner.plan(step, batch, job, planner.knowledge(), placement=placement)
@@ -124,8 +125,8 @@ class Workload:
         """Predicted ms of every sample at its base budgets, on all chunks."""
         job, layers = self.job, self.job.layers
         scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-        costs = step_costs(batch, job, self.cost, scales, self.policy.dense_L(layers))
-        base_LS = np.minimum(self.policy.base_L(layers)[:, None], costs.blocks_S)
+        costs = step_costs(batch, job, self.cost, scales, self.plan_settings.dense_L(layers))
+        base_LS = np.minimum(self.plan_settings.base_L(layers)[:, None], costs.blocks_S)
         return list(costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist())
 
     def _as_predicted(self, batch: Sequence[int], plan: StepPlan) -> StepMeasurement:
@@ -135,8 +136,8 @@ class Workload:
         workload: what was only read off them is no new evidence for them.
         """
         expected, curves = plan.expectation, self.coverage
-        blocks_S = -(-np.array(batch) // self.policy.block_size)
-        base_LS = np.minimum(self.policy.base_L(self.job.layers)[:, None], blocks_S)
+        blocks_S = -(-np.array(batch) // self.plan_settings.block_size)
+        base_LS = np.minimum(self.plan_settings.base_L(self.job.layers)[:, None], blocks_S)
         executed_LS, wanted_LS = (
             curves.coverage_LS(blocks_S, budgets_LS) for budgets_LS in (plan.budgets_LS, base_LS)
         )

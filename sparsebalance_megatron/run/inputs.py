@@ -27,7 +27,7 @@ from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -47,7 +47,7 @@ class Inputs:
 
     config: SparseBalanceConfig
     settings: RunSettings
-    policy: PlanPolicy
+    plan_settings: PlanSettings
     train: SampleIndex
     valid: SampleIndex | None
     test: SampleIndex | None
@@ -61,7 +61,7 @@ class Inputs:
 
     def at_fixed_positions(self) -> Inputs:
         """These inputs, for a loop that runs the job's number of micro-batches in every step."""
-        return replace(self, policy=replace(self.policy, plans_positions=False))
+        return replace(self, plan_settings=replace(self.plan_settings, plans_positions=False))
 
     def workload(self, steps: int) -> Workload:
         """The first training steps, with the prior of coverage: what later steps may be like."""
@@ -73,7 +73,7 @@ class Inputs:
                 for step in range(steps)
             ),
             job=self.job,
-            policy=self.policy,
+            plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=prior_coverage(self.job.layers, self.grid[-1]),
             memory=self.memory,
@@ -102,7 +102,7 @@ class Inputs:
         config, sizes = self.config, self.settings.batch_sizes
         planner = StepPlanner(
             job=self.job,
-            policy=self.policy,
+            plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=self.settings.host_job.coverage(config),
             global_batch_size=sizes.largest,
@@ -121,7 +121,7 @@ class Inputs:
         micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
         return evaluation_scheduler(
             job=replace(self.job, micro_batches=micro_batches),
-            policy=self.policy,
+            plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=coverage,
             index=index,
@@ -184,7 +184,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     return Inputs(
         config=config,
         settings=settings,
-        policy=job.policy(config, settings.micro_batch_size * job.max_sample_tokens),
+        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
         train=train,
         valid=valid,
         test=test,
@@ -206,7 +206,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     others = {
         "job shape": str(inputs.job),
-        "ranks that may share a micro-batch": str(inputs.policy.max_context_parallel),
+        "ranks that may share a micro-batch": str(inputs.plan_settings.max_context_parallel),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),
         "selector of another package": source_of(inputs.config.selection) or "none",

@@ -138,7 +138,7 @@ class Session:
         self._place = place = rank_place()
         self._packing = packing = SequencePacking.of_run(
             inputs.config,
-            largest_cp_size=inputs.policy.max_context_parallel,
+            largest_cp_size=inputs.plan_settings.max_context_parallel,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             neighbours_per_node=settings.host_job.neighbours_per_node,
             timeout_minutes=settings.distributed_timeout_minutes,

@@ -94,7 +94,7 @@ class TrainerRun(RunHandle):
         ``get_forward_backward_func`` gives. Without it every step has :attr:`micro_batches`.
         """
         self._runs_as_planned = True
-        segments = self._session.inputs.policy.max_segments > 1
+        segments = self._session.inputs.plan_settings.max_segments > 1
         return as_planned(forward_backward, segments=segments)
 
     def train_data_iterator(
@@ -114,7 +114,7 @@ class TrainerRun(RunHandle):
             StateError: if no step begins there, or loaded state cannot be continued in this run.
         """
         if not self._runs_as_planned:
-            max_segments = self._session.inputs.policy.max_segments
+            max_segments = self._session.inputs.plan_settings.max_segments
             if max_segments > 1:
                 raise IntegrationError(
                     f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "

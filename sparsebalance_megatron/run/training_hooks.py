@@ -73,8 +73,8 @@ class TrainingHooks:
         device: torch.device,
         make_scheduler: SchedulerMaker = Inputs.scheduler,
     ) -> None:
-        segments = inputs.policy.max_segments > 1
-        if segments or inputs.policy.plans_positions_of(inputs.job):
+        segments = inputs.plan_settings.max_segments > 1
+        if segments or inputs.plan_settings.plans_positions_of(inputs.job):
             use_planned_schedule(segments=segments)
         self._arguments = arguments
         self.session = session = Session(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from harness import long_tailed_lengths, write_documents
-from plan.plan_cases import cost_model, job_shape, policy
+from plan.plan_cases import cost_model, job_shape, plan_settings
 
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -49,7 +49,7 @@ def make_scheduler(
     sizes = BatchSizes(schedule=schedule)
     planner = StepPlanner(
         job=job,
-        policy=policy(**{"block_size": BLOCK_TOKENS, "base_budget": 6} | choices),
+        plan_settings=plan_settings(**{"block_size": BLOCK_TOKENS, "base_budget": 6} | choices),
         cost=cost_model(choices.get("block_size", BLOCK_TOKENS)),
         coverage=CoverageCurves(job.layers, max_blocks, 0.5),
         global_batch_size=sizes.largest,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
 
 from sparsebalance_megatron.learn.scheduler import evaluation_scheduler
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -31,7 +31,7 @@ def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choice
     job = job_shape(ranks, 4, 2)
     schedule = evaluation_scheduler(
         job=job,
-        policy=policy(**choices),
+        plan_settings=plan_settings(**choices),
         cost=cost_model(),
         coverage=coverage_curves(job.layers, seed=2),
         index=InOrder(lengths),
@@ -50,7 +50,7 @@ def test_evaluation_is_balanced_at_one_budget(dense: bool) -> None:
     plan = planned(lengths, dense=dense)
     arrived = planned(lengths, dense=dense, batching="arrival")
     assert plan.expectation.makespan_ms < arrived.expectation.makespan_ms
-    budget = coverage_curves(2, seed=2).max_blocks if dense else policy().base_budget
+    budget = coverage_curves(2, seed=2).max_blocks if dense else plan_settings().base_budget
     assert all((micro_batch.budgets_LS == budget).all() for micro_batch in plan.micro_batches)
 
 

@@ -259,7 +259,7 @@ def base_mean(schedule: Scheduler, step: int) -> float:
     micro_batches = schedule.planned(step).plan.micro_batches
     lengths = [n for micro_batch in micro_batches for n in micro_batch.lengths_tokens]
     blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
-    base_S = np.minimum(schedule._planner.policy.base_budget, blocks_S)
+    base_S = np.minimum(schedule._planner.plan_settings.base_budget, blocks_S)
     base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))
     return float(schedule.coverage.coverage_LS(blocks_S, base_LS).mean())
 

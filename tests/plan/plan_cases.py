@@ -16,8 +16,8 @@ from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 FORWARD_MS = {
@@ -55,7 +55,7 @@ def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
     )
 
 
-def policy(**changes):
+def plan_settings(**changes):
     values = {
         "batching": "makespan",
         "tuning": "makespan",
@@ -66,7 +66,7 @@ def policy(**changes):
         "max_tokens_per_micro_batch": 1 << 40,
         "plan_ms": 20.0,
     }
-    return PlanPolicy(**(values | changes))
+    return PlanSettings(**(values | changes))
 
 
 def coverage_curves(layers, max_blocks=2048, *, seed=0, observed=1.0):

@@ -17,8 +17,8 @@ from plan.plan_cases import (
     flat,
     job_shape,
     placed,
+    plan_settings,
     planned,
-    policy,
     random_cp_sizes,
     random_lengths,
     shared_times,
@@ -47,7 +47,7 @@ def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
     return {
         "lengths_tokens": (*random_lengths(samples, seed, kind=kind, longest=2**15),),
         "job": job,
-        "policy": policy(**{"plan_ms": 1.0} | changes),
+        "plan_settings": plan_settings(**{"plan_ms": 1.0} | changes),
         "cost": replace(cost or cost_model(), exchange=Exchange(bytes_per_token=512.0)),
         "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
         "coverage": coverage_curves(job.layers, seed=seed),
@@ -146,7 +146,7 @@ def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
     }
     assert cp_size_of[3900] == 4
     assert cp_size_of[1900] >= 2
-    narrow = given_ | {"policy": replace(given_["policy"], max_context_parallel=2)}
+    narrow = given_ | {"plan_settings": replace(given_["plan_settings"], max_context_parallel=2)}
     with pytest.raises(PlanError, match="up to 2 ranks"):
         planned(**narrow)
 
@@ -220,7 +220,9 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
     """A giant lies on all ranks, unless the network between pairs of them is slow."""
     given_ = arguments((4, 4), 0, size=4, tuning="off")
     given_["lengths_tokens"] = [60000, *[600] * 63]
-    given_["policy"] = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+    given_["plan_settings"] = replace(
+        given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4
+    )
     exchange = Exchange(
         bytes_per_token=1.0,
         gradient_bytes_per_token=2.0,
@@ -235,8 +237,10 @@ def test_planned_cp_sizes_are_never_slower_than_equal_ones():
     for seed in range(3):
         given_ = arguments((4, 4, 2, 1), seed, size=1, c=2, coverage_target="base")
         equal = planned(**given_).expectation
-        dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
-        free = planned(**given_ | {"policy": dynamic}).expectation
+        dynamic = replace(
+            given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4
+        )
+        free = planned(**given_ | {"plan_settings": dynamic}).expectation
         assert free.makespan_ms <= equal.makespan_ms * (1 + 1e-8)
         assert free.lower_bound_ms <= equal.makespan_ms * (1 + 1e-8)
 
@@ -300,9 +304,9 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
     """Samples alike in length, one for every place and many places: nothing is left to gain."""
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
-    dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+    dynamic = replace(given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)
     monkeypatch.setattr(planned_cp_sizes, "cp_size_start", unwanted := Mock())
-    free = planned(**given_ | {"policy": dynamic})
+    free = planned(**given_ | {"plan_settings": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.planner import plan_step
@@ -58,7 +58,7 @@ def golden_plan(number: int) -> StepPlan:
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
-        policy=policy(
+        plan_settings=plan_settings(
             batching=batching,
             tuning=tuning,
             anchor=anchor,

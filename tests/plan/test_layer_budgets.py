@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    plan_settings,
+    planned,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -26,7 +33,7 @@ def arguments(shape, seed, **changes):
     return {
         "lengths_tokens": random_lengths(2 * job.places, seed, longest=20000),
         "job": job,
-        "policy": policy(**changes),
+        "plan_settings": plan_settings(**changes),
         "cost": cost_model(),
         "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
         "coverage": coverage_curves(job.layers, 400, seed=seed),
@@ -52,7 +59,7 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
     budgets_LS, curves = plan.budgets_LS, given_["coverage"]
     base_LS = np.minimum(base_L[:, None], blocks_S)
     lost_LS = curves.coverage_LS(blocks_S, base_LS) - curves.coverage_LS(blocks_S, budgets_LS)
-    assert lost_LS.max() <= given_["policy"].coverage_threshold + 1e-9
+    assert lost_LS.max() <= given_["plan_settings"].coverage_threshold + 1e-9
     dense_L = base_L == DENSE
     assert (budgets_LS[dense_L] == blocks_S).all()
     if tuning == "off":
@@ -63,15 +70,15 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
         curves.coverage_LS(blocks_S, budgets_LS).mean(), rel=1e-9
     )
     if dense_L.all():
-        assert expected.samples_cut == expected.samples_raised == expected.samples_clamped == 0
+        assert expected.samples_cut == expected.samples_raised == 0
         assert (expected.coverage_mean, expected.work_ratio) == (1.0, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize("tuning", ["anchor", "makespan"])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
     given_ = arguments((2, 4, 2, 1), 3, tuning=tuning, coverage_target="base")
-    named = replace(given_["policy"], base_budget=1, layer_budgets="8:0-3")
-    assert planned(**given_).digest() == planned(**given_ | {"policy": named}).digest()
+    named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
+    assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
 
 
 def test_costs_of_dense_layers_must_be_known():
@@ -81,7 +88,7 @@ def test_costs_of_dense_layers_must_be_known():
     given_["cost"] = replace(cost, forward_ms=known, backward_ms=known)
     with pytest.raises(CostTableError, match=r"dense_attention.*--sparse-balance-layer-budgets"):
         planned(**given_)
-    planned(**given_ | {"policy": policy(layer_budgets="3:1")})
+    planned(**given_ | {"plan_settings": plan_settings(layer_budgets="3:1")})
 
 
 def test_layers_that_the_job_does_not_have():

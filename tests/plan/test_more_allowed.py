@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -52,7 +52,7 @@ def random_inputs(number: int) -> PlanInputs:
     return PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
-        policy=policy(
+        plan_settings=plan_settings(
             tuning=str(draw(["off", "makespan", "makespan"])),
             coverage_threshold=float(draw([0.0, 0.1, 0.3])),
             coverage_target=str(draw(["threshold", "threshold", "base"])),
@@ -84,8 +84,8 @@ def slower(number: int) -> list[str]:
     inputs = random_inputs(number)
 
     def makespan_ms(**choices: object) -> float:
-        allowing = replace(inputs.policy, **choices)
-        return plan_step(0, replace(inputs, policy=allowing)).expectation.makespan_ms
+        allowing = replace(inputs.plan_settings, **choices)
+        return plan_step(0, replace(inputs, plan_settings=allowing)).expectation.makespan_ms
 
     nothing_ms = makespan_ms()
     alone = [(choice, makespan_ms(**choice), nothing_ms) for choice in allowed(number, inputs)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from oracles.placement import best_makespan_ms
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings
 from plan.plan_cases import planned as plan
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -17,7 +17,7 @@ def planned(lengths, job, **changes):
     return plan(
         lengths_tokens=lengths,
         job=job,
-        policy=policy(**changes),
+        plan_settings=plan_settings(**changes),
         cost=cost_model(),
         scales=StageScales.ones(job.pipeline_stages),
         coverage=coverage_curves(job.layers),

@@ -13,7 +13,8 @@ from plan.placement.test_lockstep import arguments
 from plan.plan_cases import planned
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 4, 1, 1), (8, 2, 1, 1), (2, 5, 1, 1)])
@@ -42,7 +43,9 @@ def test_every_sample_runs_once_in_no_more_positions_than_the_job_has(
     positions, expected = positions_of(plan), plan.expectation
     assert positions <= shape[1] == positions_of(fixed)
     plan.validate(
-        given_["lengths_tokens"], replace(given_["job"], micro_batches=positions), given_["policy"]
+        given_["lengths_tokens"],
+        replace(given_["job"], micro_batches=positions),
+        given_["plan_settings"],
     )
     assert {len(plan.for_rank(rank).micro_batches) for rank in range(shape[0])} == {positions}
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
@@ -111,5 +114,5 @@ def test_context_parallel_groups_may_have_fewer_positions():
 
 @pytest.mark.parametrize("positions", ["planned", "fixed"])
 def test_users_choose(positions):
-    policy = PlanPolicy.from_config(SparseBalanceConfig(positions=positions), 1000)
-    assert policy.plans_positions == (positions == "planned")
+    plan_settings = PlanSettings.from_config(SparseBalanceConfig(positions=positions), 1000)
+    assert plan_settings.plans_positions == (positions == "planned")

@@ -15,8 +15,8 @@ from plan.plan_cases import (
     coverage_curves,
     job_shape,
     placed,
+    plan_settings,
     planned,
-    policy,
     random_lengths,
 )
 
@@ -44,7 +44,7 @@ def arguments(
         "step": 7,
         "lengths_tokens": random_lengths(job.places * size, seed, kind=kind),
         "job": job,
-        "policy": policy(**changes),
+        "plan_settings": plan_settings(**changes),
         "cost": cost_model(),
         "scales": scales,
         "coverage": coverage_curves(job.layers, seed=seed, observed=observed),
@@ -64,16 +64,16 @@ def arguments(
 def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, uneven):
     given_ = arguments(shape, seed, kind, size, observed, uneven, batching=batching, tuning=tuning)
     cap = max(given_["lengths_tokens"]) * size
-    given_["policy"] = replace(given_["policy"], max_tokens_per_micro_batch=cap)
+    given_["plan_settings"] = replace(given_["plan_settings"], max_tokens_per_micro_batch=cap)
     plan = planned(**given_)
-    plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
+    plan.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])
     assert plan.digest() == planned(**given_).digest()
     for micro_batch in plan.micro_batches:
         assert micro_batch.cp_size == 1
         assert micro_batch.budgets_LS.dtype == np.int32
         assert not micro_batch.budgets_LS.flags.writeable
         if tuning == "off":
-            assert (micro_batch.budgets_LS == given_["policy"].base_budget).all()
+            assert (micro_batch.budgets_LS == given_["plan_settings"].base_budget).all()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
     assert expected.makespan_ms == max(expected.rank_makespan_ms)
@@ -152,7 +152,7 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     work = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
-    base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
+    base_LS = np.full_like(budgets_LS, given_["plan_settings"].base_budget)
     base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), where).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
@@ -166,9 +166,9 @@ def test_digest_sees_every_change():
         given_,
         given_ | {"step": 8},
         given_ | {"lengths_tokens": longer},
-        given_ | {"policy": replace(given_["policy"], tuning="off")},
-        given_ | {"policy": replace(given_["policy"], coverage_threshold=0.2)},
-        given_ | {"policy": replace(given_["policy"], batching="arrival")},
+        given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")},
+        given_ | {"plan_settings": replace(given_["plan_settings"], coverage_threshold=0.2)},
+        given_ | {"plan_settings": replace(given_["plan_settings"], batching="arrival")},
     ]
     digests = {planned(**variant).digest() for variant in variants}
     assert len(digests) == len(variants)
@@ -186,10 +186,10 @@ def test_capped_out_packing_gives_way_to_arrival_by_name():
     lengths = [7, 3, 6, 4, 5, 5, 4, 6, 7, 3]
     given_ = arguments((1, 5, 1, 1)) | {
         "lengths_tokens": lengths,
-        "policy": policy(batching="length", max_tokens_per_micro_batch=10),
+        "plan_settings": plan_settings(batching="length", max_tokens_per_micro_batch=10),
     }
     assert planned(**given_).batching in ("length", "arrival")
-    given_["policy"] = replace(given_["policy"], max_tokens_per_micro_batch=9)
+    given_["plan_settings"] = replace(given_["plan_settings"], max_tokens_per_micro_batch=9)
     with pytest.raises(PlanError, match="max-tokens-per-micro-batch 1"):
         planned(**given_)
 
@@ -197,7 +197,7 @@ def test_capped_out_packing_gives_way_to_arrival_by_name():
 def test_contradicting_inputs():
     given_ = arguments()
     with pytest.raises(PlanError, match="block size 128 differs from the cost model's 64"):
-        planned(**(given_ | {"policy": replace(given_["policy"], block_size=128)}))
+        planned(**(given_ | {"plan_settings": replace(given_["plan_settings"], block_size=128)}))
     with pytest.raises(PlanError, match="9 layers, the job 4"):
         planned(**(given_ | {"coverage": CoverageCurves(9, 2048, 0.9)}))
     with pytest.raises(PlanError, match="does not fit the coverage grid"):
@@ -230,12 +230,15 @@ def test_any_lengths_up_to_a_million_tokens(shape, size, data, kind, tight):
         "lengths_tokens": lengths,
         "job": job,
         "coverage": coverage_curves(job.layers, 2**20 // 64),
-        "policy": policy(max_tokens_per_micro_batch=fullest if tight else 1 << 62),
+        "plan_settings": plan_settings(max_tokens_per_micro_batch=fullest if tight else 1 << 62),
     }
     plan = planned(**given_)
-    plan.validate(lengths, job, given_["policy"])
+    plan.validate(lengths, job, given_["plan_settings"])
     in_order = planned(
-        **(given_ | {"policy": replace(given_["policy"], batching="arrival", tuning="off")})
+        **(
+            given_
+            | {"plan_settings": replace(given_["plan_settings"], batching="arrival", tuning="off")}
+        )
     )
     assert plan.expectation.makespan_ms <= in_order.expectation.makespan_ms * (1 + 1e-8)
     assert plan.expectation.makespan_ms >= plan.expectation.lower_bound_ms * (1 - 1e-12)
@@ -270,8 +273,8 @@ def test_search_follows_the_step_that_it_is_for():
             for of in (cost.forward_ms, cost.backward_ms)
         ]
         cost = replace(cost, forward_ms=scaled[0], backward_ms=scaled[1])
-        policy_ = replace(given_["policy"], plan_ms=plan_ms)
-        plan = planned(**given_ | {"cost": cost, "policy": policy_})
+        policy_ = replace(given_["plan_settings"], plan_ms=plan_ms)
+        plan = planned(**given_ | {"cost": cost, "plan_settings": policy_})
         spent[name] = plan.expectation.makespan_ms / factor
     assert spent["long"] < 0.995 * spent["short"]
     assert spent["fixed"] == pytest.approx(spent["short"])
@@ -284,8 +287,8 @@ def test_a_tuned_plan_is_compared_with_order_of_arrival_once_more():
     given_ = arguments((2, 4, 1, 1), seed=68, **changes)
     given_ |= {"lengths_tokens": random_lengths(16, 68, longest=2**14)}
     owing = planned(**given_, coverage_deficit=1.6)
-    fixed = replace(given_["policy"], tuning="off", batching="arrival")
-    at_base = planned(**given_ | {"policy": fixed})
+    fixed = replace(given_["plan_settings"], tuning="off", batching="arrival")
+    at_base = planned(**given_ | {"plan_settings": fixed})
     assert owing.batching == "arrival"
     assert owing.expectation.makespan_ms < at_base.expectation.makespan_ms
 
@@ -294,8 +297,8 @@ def test_a_tuned_plan_is_compared_with_order_of_arrival_once_more():
 def test_a_step_alone_is_never_slower_than_arrival_at_base_budgets(seed, shape, kind, deficit):
     given_ = arguments(shape, seed, kind, coverage_target="base", plan_ms=2.0)
     plan = planned(**given_, coverage_deficit=deficit)
-    fixed = replace(given_["policy"], tuning="off", batching="arrival")
-    arrival_ms = planned(**given_ | {"policy": fixed}).expectation.makespan_ms
+    fixed = replace(given_["plan_settings"], tuning="off", batching="arrival")
+    arrival_ms = planned(**given_ | {"plan_settings": fixed}).expectation.makespan_ms
     assert plan.expectation.makespan_ms <= arrival_ms * (1 + 1e-8)
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, planned
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 LENGTHS = [500, 700, 900, 1100]
 JOB = job_shape(2, 2)
-POLICY = policy(max_tokens_per_micro_batch=1500)
+POLICY = plan_settings(max_tokens_per_micro_batch=1500)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def plan():
         step=3,
         lengths_tokens=LENGTHS,
         job=JOB,
-        policy=replace(POLICY, batching="arrival"),
+        plan_settings=replace(POLICY, batching="arrival"),
         cost=cost_model(),
         scales=StageScales.ones(1),
         coverage=coverage_curves(JOB.layers),
@@ -141,7 +141,7 @@ def test_the_digest_knows_how_wide_a_micro_batch_is():
     narrow = planned(
         lengths_tokens=[*lengths, 600],
         job=job,
-        policy=replace(POLICY, batching="arrival"),
+        plan_settings=replace(POLICY, batching="arrival"),
         cost=cost_model(),
         scales=StageScales.ones(1),
         coverage=coverage_curves(job.layers),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from plan.plan_cases import cost_model, policy
+from plan.plan_cases import cost_model, plan_settings
 from predict.predict_cases import memory_of
 
 from sparsebalance_megatron.cost.model import CostModel, Part
@@ -36,7 +36,7 @@ def workload(head_ms_per_token: float, stages: int = STAGES) -> Workload:
     return Workload(
         batches=BATCHES,
         job=job,
-        policy=policy(tuning="off"),
+        plan_settings=plan_settings(tuning="off"),
         cost=cost,
         coverage=prior_coverage(LAYERS, 64),
         memory=memory_of(job),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, job_shape, policy
+from plan.plan_cases import cost_model, job_shape, plan_settings
 from predict.predict_cases import memory_of
 
 from sparsebalance_megatron.predict.workload import Workload, prior_coverage
@@ -35,12 +35,12 @@ def test_it_is_held_within_0_005_in_no_more_time(
     tuned = Workload(
         batches=tuple(map(tuple, batches.tolist())),
         job=job,
-        policy=policy(coverage_target="base", base_budget=32, plan_ms=2.0),
+        plan_settings=plan_settings(coverage_target="base", base_budget=32, plan_ms=2.0),
         cost=cost_model(BLOCK),
         coverage=prior_coverage(job.layers, -(-LONGEST // BLOCK)),
         memory=memory_of(job),
     )
-    fixed = replace(tuned, policy=replace(tuned.policy, tuning="off"))
+    fixed = replace(tuned, plan_settings=replace(tuned.plan_settings, tuning="off"))
     (coverage, ms), (at_base, base_ms) = (
         np.array(
             [

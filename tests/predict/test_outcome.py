@@ -114,7 +114,7 @@ def test_a_mean_over_tokens_is_held_by_true_losses_of_samples() -> None:
     lost = tokens = 0.0
     for step, batch in zip(sparse.planned_steps(), batches, strict=True):
         blocks_S = -(-np.array(batch) // 128)
-        base_LS = np.minimum(sparse.policy.base_L(24)[:, None], blocks_S)
+        base_LS = np.minimum(sparse.plan_settings.base_L(24)[:, None], blocks_S)
         drop_LS = sparse.coverage.coverage_LS(blocks_S, base_LS)
         drop_LS = drop_LS - sparse.coverage.coverage_LS(blocks_S, step.plan.budgets_LS)
         lost += float((drop_LS * batch).sum())

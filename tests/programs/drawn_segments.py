@@ -25,14 +25,14 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
 
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     """A plan whose micro-batches have other segments than planned."""
-    whole = replace(inputs, policy=replace(inputs.policy, max_segments=1))
+    whole = replace(inputs, plan_settings=replace(inputs.plan_settings, max_segments=1))
     plan = plan_step(step, whole)
-    most_segments = inputs.policy.max_segments
+    most_segments = inputs.plan_settings.max_segments
     if most_segments == 1:
         return plan
     generator = np.random.default_rng(step)
     first, *others = plan.micro_batches
-    block_size = inputs.policy.block_size
+    block_size = inputs.plan_settings.block_size
     micro_batches = (
         cut(first, most_segments, block_size, None),
         *(cut(each, most_segments, block_size, generator) for each in others),

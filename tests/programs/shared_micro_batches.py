@@ -28,30 +28,30 @@ from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
     """A plan of the inputs' own ranks and positions, whose widths are drawn."""
-    job, policy = inputs.job, inputs.policy
+    job, plan_settings = inputs.job, inputs.plan_settings
     group = job.context_parallel_size
     narrow = replace(
         job, data_parallel_size=job.data_parallel_size // group, context_parallel_size=1
     )
     roomy = replace(
-        policy,
-        max_tokens_per_micro_batch=policy.max_tokens_per_micro_batch * group,
+        plan_settings,
+        max_tokens_per_micro_batch=plan_settings.max_tokens_per_micro_batch * group,
         context_parallel="static",
         max_context_parallel=1,
     )
     scales = replace(inputs.scales, slowness_RP=None)
-    plan = plan_step(step, replace(inputs, job=narrow, policy=roomy, scales=scales))
+    plan = plan_step(step, replace(inputs, job=narrow, plan_settings=roomy, scales=scales))
     generator = np.random.default_rng(step)
     micro_batches = [
         replace(each, rank=each.rank * group, cp_size=group) for each in plan.micro_batches
     ]
-    if policy.context_parallel == "dynamic":
+    if plan_settings.context_parallel == "dynamic":
         micro_batches = [
             micro_batch
             for position in range(job.micro_batches)
             for micro_batch in drawn(
                 [micro_batch for micro_batch in micro_batches if micro_batch.position == position],
-                policy.max_context_parallel,
+                plan_settings.max_context_parallel,
                 generator,
             )
         ]
@@ -66,7 +66,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
             rank_makespan_ms=tuple(np.repeat(expected.rank_makespan_ms, group)),
         ),
     )
-    plan.validate(inputs.lengths_tokens, job, policy)
+    plan.validate(inputs.lengths_tokens, job, plan_settings)
     return plan
 
 

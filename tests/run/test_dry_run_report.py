@@ -18,13 +18,13 @@ report = pytest.importorskip("sparsebalance_megatron.run.dry_run_report")
 
 
 def planned(
-    ranks: int, micro_batches: int, lengths: list[int], *, stages: int = 1, **policy: Any
+    ranks: int, micro_batches: int, lengths: list[int], *, stages: int = 1, **plan_settings: Any
 ) -> PlannedStep:
     job = plan_cases.job_shape(ranks, micro_batches, stages=stages)
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
-        policy=plan_cases.policy(**policy),
+        plan_settings=plan_cases.plan_settings(**plan_settings),
         cost=plan_cases.cost_model(),
         scales=StageScales.ones(stages, 1),
         coverage=plan_cases.coverage_curves(job.layers),

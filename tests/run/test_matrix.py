@@ -472,8 +472,8 @@ def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
     words = MODELS[model].data.split()
     prefixes = [word if word[0].isdigit() else str(documents / word) for word in words]
     data = ("--data-path", *prefixes, "--ckpt-format", "torch_dist")
-    policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
-    return (*BALANCE_FLAGS, *data, *policy)
+    plan_settings = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
+    return (*BALANCE_FLAGS, *data, *plan_settings)
 
 
 def on_two_cores(calls: list) -> list:

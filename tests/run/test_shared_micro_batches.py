@@ -29,8 +29,8 @@ def train(
     if program is not None:
         path, *arguments = program.split()
         options["program"] = (str(PROGRAMS / path), *arguments)
-    policy = ("--sparse-balance-tuning", "off", "--sparse-balance-batching", "latency")
-    flags = ("--sparse-balance-device", "cpu", *policy, *flags)
+    plan_settings = ("--sparse-balance-tuning", "off", "--sparse-balance-batching", "latency")
+    flags = ("--sparse-balance-device", "cpu", *plan_settings, *flags)
     return train_small_model(ranks, documents, *flags, **options)
 
 

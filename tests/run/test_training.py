@@ -106,5 +106,5 @@ def _evaluated(run: TrainingRun) -> list[float]:
 def _train(
     ranks: int, documents: Path, batching: str, tuning: str, *extra: str, **options: Any
 ) -> TrainingRun:
-    policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning)
-    return train(ranks, documents, *policy, *extra, **options).require_success()
+    plan_settings = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning)
+    return train(ranks, documents, *plan_settings, *extra, **options).require_success()

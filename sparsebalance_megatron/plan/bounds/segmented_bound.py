@@ -31,7 +31,7 @@ def segmented_bound_ms(problem: StepProblem) -> float:
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
     work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
     constant_P, token_P = costs.constant_2C.sum(axis=0), costs.token_2C.sum(axis=0)
-    tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.policy.segment_tokens)
+    tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.plan_settings.segment_tokens)
     passing_SP = tokens_S[:, None] * token_P + constant_P
     way_SP = np.cumsum(passing_SP, axis=1) - passing_SP
     long_SP = np.cumsum(work_SP, axis=0) / job.data_parallel_size + way_SP

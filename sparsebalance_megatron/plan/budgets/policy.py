@@ -30,8 +30,8 @@ from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
 _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
     "mean": np.mean,
@@ -62,20 +62,22 @@ class BudgetPolicy:
     """Chooses budgets; this one keeps every sample's base budget.
 
     ``by_latency``: budgets follow the latency of micro-batches as they are, so that neither
-    cp_sizes nor segments are planned.
+    cp_sizes nor segments are planned. ``places_twice``: samples are balanced at the expected
+    budgets, tuned, and placed by what tuning made of them.
     """
 
     by_latency = False
+    places_twice = False
 
-    def looks_ahead(self, policy: PlanPolicy) -> bool:
+    def looks_ahead(self, plan_settings: PlanSettings) -> bool:
         """Whether a plan depends on the samples of later steps."""
         return False
 
     def allowed(
-        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+        self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
         """Budgets that may be chosen."""
-        base_LS = base_budgets_LS(costs, coverage, policy)
+        base_LS = base_budgets_LS(costs, coverage, plan_settings)
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def pricing(
@@ -84,17 +86,8 @@ class BudgetPolicy:
         """Price of coverage in a step, for policies that trade by a price."""
         return None
 
-    def expected_LS(
-        self,
-        problem: BudgetProblem,
-        pricing: Pricing | None,
-        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:
-        """Budgets to place samples by, those expected after tuning.
-
-        Args:
-            tuned_when_balanced: tuned budgets of samples placed by their latency at given budgets.
-        """
+    def expected_LS(self, problem: BudgetProblem, pricing: Pricing | None) -> np.ndarray:
+        """Budgets to place samples by."""
         return problem.allowed.base_LS
 
     def tuned_LS(
@@ -112,19 +105,12 @@ class AnchorPolicy(BudgetPolicy):
     """
 
     by_latency = True
+    places_twice = True
 
     def allowed(
-        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+        self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
-        return feasible_range(costs, coverage, policy)
-
-    def expected_LS(
-        self,
-        problem: BudgetProblem,
-        pricing: Pricing | None,
-        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:
-        return tuned_when_balanced(problem.allowed.base_LS)
+        return feasible_range(costs, coverage, plan_settings)
 
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
@@ -136,7 +122,7 @@ class AnchorPolicy(BudgetPolicy):
         """
         costs, allowed, micro_batch_of_S = problem.costs, problem.allowed, where.micro_batch_of_S
         latency_J = _latency_ms_J(problem, allowed.base_LS, where)
-        anchor = problem.policy.anchor
+        anchor = problem.plan_settings.anchor
         anchor_ms = float(_ANCHORS[anchor](latency_J))
         slower_S = (latency_J > anchor_ms)[micro_batch_of_S]
         low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
@@ -171,25 +157,20 @@ def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrange
 class MakespanPolicy(BudgetPolicy):
     """The least step time that coverage allows, then the most coverage in that time."""
 
-    def looks_ahead(self, policy: PlanPolicy) -> bool:
-        return policy.coverage_target == "base"
+    def looks_ahead(self, plan_settings: PlanSettings) -> bool:
+        return plan_settings.coverage_target == "base"
 
     def allowed(
-        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+        self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
-        return feasible_range(costs, coverage, policy)
+        return feasible_range(costs, coverage, plan_settings)
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
     ) -> Pricing | None:
         return price(horizon, own_samples, coverage_deficit)
 
-    def expected_LS(
-        self,
-        problem: BudgetProblem,
-        pricing: Pricing | None,
-        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:
+    def expected_LS(self, problem: BudgetProblem, pricing: Pricing | None) -> np.ndarray:
         return (pricing or price(problem)).expected_LS
 
     def tuned_LS(
@@ -251,13 +232,13 @@ BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
 }
 
 
-def budget_policy(policy: PlanPolicy) -> BudgetPolicy:
+def budget_policy(plan_settings: PlanSettings) -> BudgetPolicy:
     """The policy that the user's settings name."""
-    return BUDGET_POLICIES[policy.tuning]
+    return BUDGET_POLICIES[plan_settings.tuning]
 
 
 def budget_problem(
-    policy: PlanPolicy,
+    plan_settings: PlanSettings,
     costs: StepCosts,
     coverage: CoverageCurves,
     pinned_LS: np.ndarray | None = None,
@@ -267,11 +248,11 @@ def budget_problem(
     Args:
         pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
     """
-    allowed = budget_policy(policy).allowed(costs, coverage, policy)
+    allowed = budget_policy(plan_settings).allowed(costs, coverage, plan_settings)
     lengths_S = costs.lengths_tokens_S
-    by_tokens = policy.coverage_mean_over == "tokens"
+    by_tokens = plan_settings.coverage_mean_over == "tokens"
     return BudgetProblem(
-        policy=policy,
+        plan_settings=plan_settings,
         costs=costs,
         coverage=coverage,
         allowed=allowed if pinned_LS is None else allowed.pinned(pinned_LS),
@@ -283,12 +264,12 @@ def budget_problem(
 def tune(
     problem: BudgetProblem, where: Arrangement, pricing: Pricing | None = None
 ) -> TunedBudgets:
-    """Budgets of a placed global batch under ``policy.tuning``.
+    """Budgets of a placed global batch under ``plan_settings.tuning``.
 
     Args:
         pricing: prices for tuning ``makespan``; by default those of these samples alone.
     """
-    tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(problem, where, pricing)
+    tuned_LS, clamped_S = budget_policy(problem.plan_settings).tuned_LS(problem, where, pricing)
     return tuned_budgets(problem, tuned_LS, clamped_S)
 
 
@@ -298,7 +279,7 @@ def tuned_budgets(
     """Budgets as plans hold them, with what tuning did to every sample."""
     allowed = problem.allowed
     same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S & ~problem.costs.dense_L[:, None]
-    base_L1 = problem.policy.base_L(len(tuned_LS))[:, None]
+    base_L1 = problem.plan_settings.base_L(len(tuned_LS))[:, None]
     return TunedBudgets(
         budgets_LS=np.where(same_LS, base_L1, tuned_LS).astype(np.int32),
         cut_S=(tuned_LS < allowed.base_LS).any(axis=0),

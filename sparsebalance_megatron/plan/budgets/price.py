@@ -76,7 +76,7 @@ def price(
     ladder = price_ladder(problem)
     own = ladder.of(own_samples)
     base_LS = problem.allowed.base_LS
-    if problem.policy.coverage_target != "base":
+    if problem.plan_settings.coverage_target != "base":
         floor_LS = problem.allowed.floor_LS[:, own_samples]
         limit_LS = base_LS[:, own_samples]
         return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf, limit_LS=limit_LS)
@@ -91,7 +91,7 @@ def price(
         return float((coverage_Z(ladder.budgets_QLZ[level]) * weight_Z).sum())
 
     base_LZ = problem.coverage.coverage_LS(blocks_Z, base_LS[:, ladder.first_Z])
-    surplus = coverage_deficit / weight_Z.sum() - problem.policy.coverage_slack
+    surplus = coverage_deficit / weight_Z.sum() - problem.plan_settings.coverage_slack
     wanted = float((np.nansum(base_LZ + surplus, axis=0) * weight_Z).sum())
     high = _least_level(lambda level: sum_at(level) * ROUNDING >= wanted)
     # Where many steps of budgets have one price, its level takes all of them: go there in part.
@@ -191,7 +191,7 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     whole = _of_whole_blocks(costs, first_Z)
     floor_LZ = allowed.floor_LS[:, first_Z]
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
-    if problem.policy.coverage_mean_over == "tokens":
+    if problem.plan_settings.coverage_mean_over == "tokens":
         steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
     return Ladder(
         size_S=size_S.reshape(-1),

@@ -15,8 +15,8 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
 ROUNDING = 1.0 + 1e-9
 """Relative tolerance above summation-order error."""
@@ -50,12 +50,14 @@ class BudgetRange:
         return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
 
 
-def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> BudgetRange:
+def feasible_range(
+    costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
+) -> BudgetRange:
     """Budgets that keep coverage within the policy's threshold of the base budget's."""
-    base_LS = base_budgets_LS(costs, coverage, policy)
+    base_LS = base_budgets_LS(costs, coverage, plan_settings)
     blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
-        coverage, blocks_Z, policy.base_L(coverage.layers), policy.coverage_threshold
+        coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
     )[:, size_S]
     floor_LS = np.where(costs.dense_L[:, None], base_LS, floor_LS)
     observed_LS = coverage.observed_LS(costs.blocks_S)
@@ -63,9 +65,11 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
 
 
-def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> np.ndarray:
+def base_budgets_LS(
+    costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
+) -> np.ndarray:
     """Base budgets, no more than a sample has blocks."""
-    return np.minimum(policy.base_L(coverage.layers)[:, None], costs.blocks_S)
+    return np.minimum(plan_settings.base_L(coverage.layers)[:, None], costs.blocks_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class BudgetProblem:
     ``pinned_S``: whose budgets are given and not to be chosen.
     """
 
-    policy: PlanPolicy
+    plan_settings: PlanSettings
     costs: StepCosts
     coverage: CoverageCurves
     allowed: BudgetRange

@@ -54,7 +54,7 @@ class SegmentSearch:
 
     def __init__(self, problem: StepProblem, budgets_LS: np.ndarray, most_tokens: int) -> None:
         self._problem, self._most_tokens = problem, most_tokens
-        self._places = Places.at(problem.costs, budgets_LS, problem.policy.max_segments)
+        self._places = Places.at(problem.costs, budgets_LS, problem.plan_settings.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._total_ms = sum(self._work_of)
         self._cut_by_segment_ms(self._total_ms)
@@ -92,7 +92,7 @@ class SegmentSearch:
 
     def _cuts(self, orders: Sequence[Sequence[MicroBatch]]) -> list[list[Cut]]:
         """Micro-batches in the number of segments that their share of the work asks for."""
-        policy = self._problem.policy
+        plan_settings = self._problem.plan_settings
         every = dict.fromkeys(itertools.chain.from_iterable(orders))
         new = [samples for samples in every if samples not in self._cut_of]
         if new:
@@ -101,13 +101,13 @@ class SegmentSearch:
                     1,
                     min(
                         round(self._work_ms(samples) / self._segment_ms),
-                        policy.max_segments,
-                        self._tokens(samples) // policy.segment_tokens,
+                        plan_settings.max_segments,
+                        self._tokens(samples) // plan_settings.segment_tokens,
                     ),
                 )
                 for samples in new
             ]
-            cuts = self._places.cuts(new, segments, policy.segment_tokens)
+            cuts = self._places.cuts(new, segments, plan_settings.segment_tokens)
             self._cut_of.update(zip(new, cuts, strict=True))
         return [[self._cut_of[samples] for samples in order] for order in orders]
 

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    plan_settings,
+    planned,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
@@ -18,7 +25,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 JOB = job_shape(2, 2)
-POLICY = policy(coverage_target="base")
+POLICY = plan_settings(coverage_target="base")
 COST, SCALES = cost_model(), StageScales.ones(1)
 LONG, SHORT = [16000, 15000, 14000, 12000], [700, 800, 900, 1000]
 
@@ -148,12 +155,12 @@ def test_a_plan_follows_what_its_step_wants():
         "step": 0,
         "lengths_tokens": LONG,
         "job": JOB,
-        "policy": POLICY,
+        "plan_settings": POLICY,
         "cost": COST,
         "scales": SCALES,
         "coverage": coverage,
     }
-    base = planned(**given_ | {"policy": replace(POLICY, tuning="off")}).expectation
+    base = planned(**given_ | {"plan_settings": replace(POLICY, tuning="off")}).expectation
     alone = planned(**given_).expectation
     followed = planned(**given_, later_lengths_tokens=tuple(SHORT)).expectation
     wanted = horizon([LONG, SHORT], coverage)[0].surplus / len(LONG)
@@ -165,7 +172,7 @@ def test_a_plan_follows_what_its_step_wants():
 def test_a_threshold_wants_nothing_and_expects_floors():
     """Whatever comes later."""
     for others in ([], SHORT):
-        step = Step(LONG, others, spread_evenly(), tuning_policy=policy())
+        step = Step(LONG, others, spread_evenly(), tuning_policy=plan_settings())
         assert step.pricing.wanted_coverage == -np.inf
         assert (step.pricing.expected_LS == step.allowed.floor_LS[:, step.own]).all()
 

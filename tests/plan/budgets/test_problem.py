@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
@@ -19,7 +19,7 @@ def problem(pinned_S):
     lengths = [64 * blocks for blocks in BLOCKS]
     costs = step_costs(lengths, JOB, cost_model(), StageScales.ones(1))
     pinned_LS = np.tile(np.array(pinned_S), (JOB.layers, 1))
-    return budget_problem(policy(), costs, coverage_curves(JOB.layers, 400), pinned_LS)
+    return budget_problem(plan_settings(), costs, coverage_curves(JOB.layers, 400), pinned_LS)
 
 
 def test_a_pinned_budget_of_one_block_stays():

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import cost_model, coverage_curves, job_shape, placed, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    placed,
+    plan_settings,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets import policy as budget_policies
@@ -30,12 +37,14 @@ class Case:
         self.job = job_shape(*shape)
         samples = len(lengths or ()) or self.job.places * int(generator.integers(1, 3))
         lengths = lengths or random_lengths(samples, seed, longest=20000)
-        self.policy = policy(tuning=tuning, base_budget=int(generator.integers(1, 40)), **changes)
+        self.plan_settings = plan_settings(
+            tuning=tuning, base_budget=int(generator.integers(1, 40)), **changes
+        )
         self.coverage = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
         scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
         self.costs = step_costs(lengths, self.job, cost_model(), scales)
         self.micro_batch_of_S = np.arange(samples) % self.job.places
-        self.problem = budget_problem(self.policy, self.costs, self.coverage)
+        self.problem = budget_problem(self.plan_settings, self.costs, self.coverage)
         self.allowed = self.problem.allowed
         self.where = placed(self.micro_batch_of_S, self.job)
         self.tuned = tune(self.problem, self.where)
@@ -61,7 +70,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @given(SEEDS, SHAPES, st.sampled_from([0.0, 1.0]))
 def test_off_keeps_the_base_budget(seed, shape, observed):
     case = Case(seed, "off", shape=shape, observed=observed)
-    assert (case.tuned.budgets_LS == case.policy.base_budget).all()
+    assert (case.tuned.budgets_LS == case.plan_settings.base_budget).all()
     assert not (case.tuned.cut_S | case.tuned.raised_S | case.tuned.clamped_S).any()
 
 
@@ -78,7 +87,7 @@ def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observe
     assert budgets_LS.dtype == np.int32
     assert budgets_LS.min() >= 1
     known_LS = case.coverage.observed_LS(case.costs.blocks_S)
-    assert (budgets_LS[~known_LS] == case.policy.base_budget).all()
+    assert (budgets_LS[~known_LS] == case.plan_settings.base_budget).all()
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
     assert lost.max() <= threshold + 1e-12
     effective_LS = np.minimum(budgets_LS, case.costs.blocks_S)
@@ -146,7 +155,7 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
     )
     assert tuned >= base * (1 - 1e-8)
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(case.tuned.budgets_LS))
-    assert lost.max() <= case.policy.coverage_threshold + 1e-12
+    assert lost.max() <= case.plan_settings.coverage_threshold + 1e-12
     reached = case.makespan(case.tuned.budgets_LS)
     assert reached <= case.makespan(case.allowed.base_LS) * (1 + 1e-8)
     assert reached >= fastest.makespan(fastest.tuned.budgets_LS) * (1 - 1e-8)
@@ -202,7 +211,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     counts[:, 8:] = 0
     coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
-    chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
+    chosen = plan_settings(tuning="makespan", base_budget=6, coverage_threshold=0.3)
     where = placed([0, 1, 1, 1], job)
 
     def prepared(giant):

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, coverage_curves, job_shape, placed, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    placed,
+    plan_settings,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
@@ -35,7 +42,7 @@ class Case:
         scales = replace(StageScales.ones(*shape[2:]), slowness_RP=slowness_RP)
         self.costs = step_costs(lengths, self.job, cost_model(), scales)
         curves = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
-        self.problem = budget_problem(policy(base_budget=16), self.costs, curves)
+        self.problem = budget_problem(plan_settings(base_budget=16), self.costs, curves)
         micro_batch_of_S = np.r_[
             np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
         ]

@@ -20,8 +20,8 @@ from plan.plan_cases import (
     flat,
     job_shape,
     placed,
+    plan_settings,
     planned,
-    policy,
     random_cp_sizes,
     random_lengths,
     shared_times,
@@ -55,7 +55,7 @@ def arguments(shape, seed, lockstep_ranks, size=2, **changes):
         "step": 3,
         "lengths_tokens": random_lengths(job.places * size, seed, longest=2**15),
         "job": job,
-        "policy": policy(**changes),
+        "plan_settings": plan_settings(**changes),
         "cost": cost_model(),
         "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
         "coverage": coverage_curves(job.layers, seed=seed),
@@ -167,7 +167,7 @@ def test_plans_of_groups_are_no_longer_than_the_order_of_arrival(shape, seed, lo
     lockstep_ranks = min(lockstep_ranks, shape[0])
     given_ = arguments(shape, seed, lockstep_ranks)
     plan = planned(**given_)
-    plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
+    plan.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])
     expected = plan.expectation
     assert expected.makespan_ms == max(expected.rank_makespan_ms)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
@@ -224,7 +224,7 @@ def test_shared_micro_batches_are_ordered_with_their_ranks(context_parallel):
     )
     given_["job"] = replace(given_["job"], context_parallel_size=2)
     plan = planned(**given_)
-    plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
+    plan.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])
     assert any(micro_batch.cp_size > 1 for micro_batch in plan.micro_batches)
     if context_parallel == "static":
         ms_RM = plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))

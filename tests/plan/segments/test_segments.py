@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    plan_settings,
+    planned,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -104,7 +111,7 @@ def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=
         "cost": cost,
         "scales": StageScales.ones(STAGES, 1),
         "coverage": coverage_curves(job.layers),
-        "policy": policy(
+        "plan_settings": plan_settings(
             max_segments=max_segments,
             segment_tokens=segment_tokens,
             **{"coverage_target": "base", **changes},
@@ -124,7 +131,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     lengths = random_lengths(16 if packed else 8, seed, kind=kind)
     given_ = inputs(lengths, tuning=tuning)
     plan, again = planned(**given_), planned(**given_)
-    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     assert plan.digest() == again.digest()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
@@ -139,7 +146,9 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
         segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
         ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
         np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
-    base = planned(**given_ | {"policy": replace(given_["policy"], tuning="off", max_segments=1)})
+    base = planned(
+        **given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off", max_segments=1)}
+    )
     mean, base_mean = (each.expectation.coverage_mean for each in (plan, base))
     assert mean >= base_mean - 1e-9
     if kind in ("equal", "tiny"):
@@ -150,7 +159,7 @@ def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
     given_ = inputs(lengths)
     plan = planned(**given_)
-    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
     assert long.segments == 8
     assert plan.expectation.makespan_ms < 0.7 * whole.expectation.makespan_ms
@@ -162,7 +171,9 @@ def test_no_step_holds_more_tokens_than_1f1b():
     for seed in range(5):
         given_ = inputs(random_lengths(8, seed))
         plan = planned(**given_)
-        whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+        whole = planned(
+            **given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)}
+        )
         one_piece = max(
             sum(each.tokens for each in whole.for_rank(rank).micro_batches[m : m + STAGES])
             for rank in range(2)
@@ -180,7 +191,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
 
 def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
     given_ = inputs([2**17, *[3000] * 7])
-    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     monkeypatch.setattr(planned_segments, "_tokens_of_one_piece", lambda problem, placement: 1)
     assert planned(**given_).digest() == whole.digest()
 

@@ -36,7 +36,8 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.predict.models import MODELS, counted_cost
 from sparsebalance_megatron.predict.workload import prior_coverage
@@ -98,7 +99,7 @@ class SampleRun:
         inputs = PlanInputs(
             lengths_tokens=tuple(int(n) for n in np.clip(drawn, 64, MAX_TOKENS)),
             job=self.job,
-            policy=PlanPolicy.from_config(config, 2 * MAX_TOKENS),
+            plan_settings=PlanSettings.from_config(config, 2 * MAX_TOKENS),
             cost=COST,
             scales=StageScales.ones(self.stages, self.virtual_stages),
             coverage=self.coverage(),

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user asked of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.config import (
+    Anchor,
+    Batching,
+    ContextParallel,
+    CoverageMeanOver,
+    CoverageTarget,
+    SparseBalanceConfig,
+    Tuning,
+)
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
+from sparsebalance_megatron.plan.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Settings of the user; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+
+    ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
+    step.
+    ``context_parallel``: whether every micro-batch has the job's context-parallel size
+    (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
+    ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
+    layers whose base budget is not ``base_budget``. ``plans_positions``: whether steps may have
+    fewer micro-batches than the job, where that is possible (:meth:`plans_positions_of`).
+    """
+
+    batching: Batching
+    tuning: Tuning
+    anchor: Anchor
+    coverage_threshold: float
+    base_budget: int
+    block_size: int
+    max_tokens_per_micro_batch: int
+    plan_ms: float | None = None
+    coverage_target: CoverageTarget = "threshold"
+    coverage_mean_over: CoverageMeanOver = "samples"
+    coverage_slack: float = 0.0
+    context_parallel: ContextParallel = "static"
+    max_context_parallel: int = 1
+    max_segments: int = 1
+    segment_tokens: int = 1
+    layer_budgets: str | None = None
+    plans_positions: bool = False
+
+    def base_L(self, layers: int) -> np.ndarray:
+        """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.
+
+        Raises:
+            ConfigError: ``layer_budgets`` names a layer that the model does not have.
+        """
+        return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
+
+    def dense_L(self, layers: int) -> np.ndarray:
+        """Mask of layers that read all visible blocks, whatever the tuning."""
+        return self.base_L(layers) == DENSE
+
+    def plans_positions_of(self, job: Job) -> bool:
+        """Whether steps of this job may have fewer positions than the job: fuller rows are more
+        equal."""
+        return (
+            self.plans_positions
+            and self.batching == "makespan"
+            and job.lockstep_ranks > 1
+            and job.pipeline_stages == 1
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: SparseBalanceConfig,
+        max_tokens_per_micro_batch: int,
+        max_context_parallel: int = 1,
+    ) -> PlanSettings:
+        """The choices of a configuration, with the cap and the largest cp_size of this job."""
+        return cls(
+            batching=config.batching,
+            tuning=config.tuning,
+            anchor=config.anchor,
+            coverage_threshold=config.coverage_threshold,
+            coverage_target=config.coverage_target,
+            coverage_slack=config.coverage_slack,
+            coverage_mean_over=config.coverage_mean_over,
+            base_budget=config.base_budget,
+            layer_budgets=config.layer_budgets,
+            block_size=config.block_size,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            plan_ms=config.plan_ms,
+            context_parallel=config.context_parallel,
+            max_context_parallel=max_context_parallel,
+            max_segments=config.max_segments,
+            segment_tokens=config.segment_tokens,
+            plans_positions=config.positions == "planned",
+        )
