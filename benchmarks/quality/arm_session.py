@@ -16,7 +16,7 @@ import torch
 
 from quality.arm_attention import Experiment, arm_layer_spec, executed_budgets
 from quality.masked_attention import masked_attention
-from quality.run_spec import RunSpec
+from quality.run_spec import PLANNED_RANKS, RunSpec
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -24,19 +24,26 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
+Change = Callable[[int, np.ndarray], np.ndarray]
+"""Gives a step's budgets [L, S], in order of arrival, in place of the planned ones."""
+
+
+JITTERED_PAIRS = 2
+"""Of samples of a step, one with a block more, one with a block less."""
+
+
 class ArmScheduler:
-    """Stands in for :class:`Scheduler`: remembers executed budgets, and may replay others'.
+    """Stands in for :class:`Scheduler`: remembers executed budgets, and may change planned ones.
 
     Args:
         rank: data-parallel rank, whose budgets it sees.
-        replayed_TLS: executed budgets of another arm by step, layer and sample of the global batch;
-            they go to other samples of the step, drawn anew for every step and layer.
-        seed: of the draw, the same on all ranks.
+        alone: whether this process computes the micro-batches of all planned ranks, as one.
+        change: of planned budgets, the same on all ranks; None leaves them.
 
     Attributes:
         executed_TLS: of this rank's samples, 0 elsewhere and where nothing was executed sparsely.
@@ -51,16 +58,16 @@ class ArmScheduler:
         rank: int,
         steps: int,
         samples: int,
-        replayed_TLS: np.ndarray | None,
-        seed: int,
+        alone: bool,
+        change: Change | None,
     ) -> None:
         self._scheduler = scheduler
         self._experiment = experiment
         self._rank = rank
-        self._replayed_TLS = replayed_TLS
-        self._seed = seed
+        self._alone = alone
+        self._change = change
         self._planned: PlannedStep | None = None
-        self.job = scheduler.job
+        self.job = replace(scheduler.job, data_parallel_size=1) if alone else scheduler.job
         self.coverage = scheduler.coverage
         self.executed_TLS = np.zeros((steps, scheduler.job.layers, samples), dtype=np.int16)
         self.lengths_TS = np.zeros((steps, samples), dtype=np.int32)
@@ -68,27 +75,14 @@ class ArmScheduler:
     def planned(self, step: int) -> PlannedStep:
         if self._planned is None or self._planned.plan.step != step:
             planned = self._scheduler.planned(step)
-            if self._replayed_TLS is not None:
-                planned = self._with_budgets(planned, self._replayed_TLS[step])
+            if self._change is not None:
+                planned = with_budgets(planned, self._change(step, planned.plan.budgets_LS))
+            if self._alone:
+                planned = replace(planned, plan=on_one_rank(planned.plan))
             self._planned = planned
             for micro_batch in planned.plan.micro_batches:
                 self.lengths_TS[step, list(micro_batch.samples)] = micro_batch.lengths_tokens
         return self._planned
-
-    def _with_budgets(self, planned: PlannedStep, budgets_LS: np.ndarray) -> PlannedStep:
-        """The plan with a step's budgets permuted over its samples, layer by layer."""
-        generator = np.random.default_rng([self._seed, planned.plan.step])
-        permuted_LS = generator.permuted(budgets_LS, axis=1).astype(np.int32)
-
-        def micro_batch_with(micro_batch: MicroBatchPlan) -> MicroBatchPlan:
-            own_LS = np.ascontiguousarray(permuted_LS[:, list(micro_batch.samples)])
-            own_LS.flags.writeable = False
-            return replace(micro_batch, budgets_LS=own_LS)
-
-        micro_batches = tuple(
-            micro_batch_with(micro_batch) for micro_batch in planned.plan.micro_batches
-        )
-        return replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """Nothing is planned ahead."""
@@ -109,12 +103,71 @@ class ArmScheduler:
         self._scheduler.finish_step(step, measured)
 
 
+def with_budgets(planned: PlannedStep, budgets_LS: np.ndarray) -> PlannedStep:
+    """The step with these budgets, in order of arrival."""
+
+    def micro_batch_with(micro_batch: MicroBatchPlan) -> MicroBatchPlan:
+        own_LS = np.ascontiguousarray(budgets_LS[:, list(micro_batch.samples)], dtype=np.int32)
+        own_LS.flags.writeable = False
+        return replace(micro_batch, budgets_LS=own_LS)
+
+    micro_batches = tuple(map(micro_batch_with, planned.plan.micro_batches))
+    return replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
+
+
+def on_one_rank(plan: StepPlan) -> StepPlan:
+    """A plan in which one rank computes, as one micro-batch, those of all ranks in their order.
+
+    The predicted makespan stays that of the ranks.
+    """
+    parts = sorted(plan.micro_batches, key=lambda each: (each.rank, each.position))
+    budgets_LS = np.concatenate([each.budgets_LS for each in parts], axis=1)
+    budgets_LS.flags.writeable = False
+    whole = MicroBatchPlan(
+        samples=tuple(sample for each in parts for sample in each.samples),
+        lengths_tokens=tuple(length for each in parts for length in each.lengths_tokens),
+        budgets_LS=budgets_LS,
+        rank=0,
+        position=0,
+    )
+    expected = plan.expectation
+    expected = replace(
+        expected,
+        rank_makespan_ms=(expected.makespan_ms,),
+        times_2RPVM=expected.times_2RPVM.sum(axis=(1, 4), keepdims=True),
+    )
+    return replace(plan, data_parallel_size=1, micro_batches=(whole,), expectation=expected)
+
+
+class WeightAverage:
+    """The mean of the weights of a run's last steps."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def add(self, model: Any) -> None:
+        """Count the weights as they are."""
+        weights = [weight.double() for weight in model.parameters()]
+        sums = self._sums or [torch.zeros_like(weight) for weight in weights]
+        self._sums = [total + weight for total, weight in zip(sums, weights, strict=True)]
+        self._count += 1
+
+    @torch.no_grad()
+    def put_into(self, model: Any) -> None:
+        """Set the weights to the mean, if any were counted."""
+        for weight, total in zip(model.parameters(), self._sums, strict=bool(self._sums)):
+            weight.copy_(total / self._count)
+
+
 class ArmHooks(TrainingHooks):
     """The plugin's hooks for one run.
 
     Attributes:
         model: what Megatron trains, once it has run a step.
         scheduler: the run's, once it has started.
+        average: of the weights before each of the last steps.
     """
 
     model: Any
@@ -128,36 +181,72 @@ class ArmHooks(TrainingHooks):
         self.inputs = inputs
         self.device = device
         self.experiment = Experiment(
-            is_dense=lambda step: arm.is_dense(step, steps), guarded=arm.replays is None
+            is_dense=lambda step: arm.is_dense(step, steps), guarded=not arm.changes_plans
         )
         core_attention.block_sparse_attention = masked_attention  # type: ignore[assignment]
         options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = arm_layer_spec(options, self.experiment)
         plugin_step = self.forward_step
+        self.average = WeightAverage()
+        begun = 0
 
         def forward_step(data_iterator: Any, model: Any) -> Any:
+            nonlocal begun
             self.model = model
+            if begun >= steps * (1.0 - spec.study.averaged_share):
+                self.average.add(model)
+            begun += 1
             return plugin_step(data_iterator, model)
 
         self.forward_step = forward_step
 
     def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Any:
-        costed = replace(
-            inputs, cost=with_expensive_attention(inputs.cost, spec.study.attention_weight)
+        host_job, alone = inputs.settings.host_job, spec.ranks < PLANNED_RANKS
+        layout = replace(host_job.layout, data_parallel_size=PLANNED_RANKS)
+        cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch * spec.ranks // PLANNED_RANKS
+        planned = replace(
+            inputs,
+            settings=replace(inputs.settings, host_job=replace(host_job, layout=layout)),
+            plan_settings=replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
+            cost=with_expensive_attention(inputs.cost, spec.study.attention_weight),
         )
-        replayed = None
-        if spec.replay is not None:
-            replayed = np.load(spec.replay)["executed_TLS"]
         self.scheduler = ArmScheduler(
-            costed.scheduler(),
+            planned.scheduler(),
             self.experiment,
             rank=torch.distributed.get_rank(),
             steps=spec.steps,
             samples=spec.study.batch_size,
-            replayed_TLS=replayed,
-            seed=spec.seed,
+            alone=alone,
+            change=change_of(spec),
         )
         return self.scheduler
+
+
+def change_of(spec: RunSpec) -> Change | None:
+    """What an arm does to planned budgets; drawn from the seed, the same on all ranks."""
+    arm = spec.arm
+    replayed_TLS = None if spec.replay is None else np.load(spec.replay)["executed_TLS"]
+
+    def replayed(step: int, planned_LS: np.ndarray) -> np.ndarray:
+        assert replayed_TLS is not None
+        return np.random.default_rng([spec.seed, step]).permuted(replayed_TLS[step], axis=1)
+
+    def jittered(step: int, planned_LS: np.ndarray) -> np.ndarray:
+        generator = np.random.default_rng([spec.seed, step])
+        up_and_down = np.zeros(planned_LS.shape[1], dtype=np.int32)
+        up_and_down[: 2 * JITTERED_PAIRS] = [1, -1] * JITTERED_PAIRS
+        return planned_LS + generator.permutation(up_and_down)
+
+    def alternating(step: int, planned_LS: np.ndarray) -> np.ndarray:
+        assert arm.fixed_blocks is not None
+        budget = int((step + 1) * arm.fixed_blocks) - int(step * arm.fixed_blocks)
+        return np.full_like(planned_LS, budget)
+
+    if arm.replays is not None:
+        return replayed
+    if arm.jitter:
+        return jittered
+    return None if arm.fixed_blocks is None else alternating
 
 
 def with_expensive_attention(cost: CostModel, weight: float) -> CostModel:

@@ -24,6 +24,9 @@ class Arm:
             infinity never, nor when the trained model is read.
         budget_share: of the study's base budget.
         dense_last_layers: how many of the last layers are dense.
+        jitter: whether a few random samples of a step get a block more and as many a block less.
+        fixed_blocks: budget of all samples, a mean over steps that alternate between the whole
+            numbers around it; the trained model is read at the base budget.
         replays: the arm whose executed budgets this one gives to other samples of the same step.
     """
 
@@ -38,7 +41,14 @@ class Arm:
     budget_share: float = 1.0
     dense_from: float = math.inf
     dense_last_layers: int = 0
+    jitter: bool = False
+    fixed_blocks: float | None = None
     replays: str | None = None
+
+    @property
+    def changes_plans(self) -> bool:
+        """Whether other budgets are executed than planned; then no guard may raise them."""
+        return self.replays is not None or self.jitter or self.fixed_blocks is not None
 
     def base_budget(self, study_budget: int) -> int:
         """Blocks."""
@@ -132,6 +142,26 @@ ARMS: Mapping[str, Arm] = {
             title="ours, coverage held as a mean over tokens",
             tuning="makespan",
             coverage_mean_over="tokens",
+        ),
+        Arm(name="fixed-again", title="fixed budget, order of arrival", batching="arrival"),
+        Arm(name="jitter", title="fixed budget, four samples moved by a block", jitter=True),
+        Arm(
+            name="fixed-equal-speed",
+            title="fixed budget with the planned step time of ours",
+            fixed_blocks=5.6,
+        ),
+        Arm(
+            name="ours-tokens-p0.2",
+            title="ours, mean over tokens, p = 0.2",
+            tuning="makespan",
+            coverage_threshold=0.2,
+            coverage_mean_over="tokens",
+        ),
+        Arm(
+            name="raise-only",
+            title="ours, p = 0: only what costs no time",
+            tuning="makespan",
+            coverage_threshold=0.0,
         ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
         Arm(

@@ -180,7 +180,7 @@ def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSp
                     share=QUICK_SHARE if options.quick else 1.0,
                     data="",
                     directory=str(directory / f"{study.name}_{arm.name}_{seed}"),
-                    probe=arm.name in PROBED and not options.quick,
+                    probe=arm.name in PROBED and study.probed and not options.quick,
                     keep=options.converted is not None,
                 )
                 if arm.replays is not None:

@@ -23,7 +23,7 @@ from end_to_end.launch import environment
 from torch.nn.utils.rnn import pad_sequence
 
 from quality.documents import Document
-from quality.run_spec import RANKS, RunSpec
+from quality.run_spec import RunSpec
 from quality.tasks import Task, held_out_documents
 
 _BATCH_SIZE = 16
@@ -47,13 +47,13 @@ def compare(spec: RunSpec) -> dict[str, Any]:
     model, found = converted_model(spec), {}
     for task in spec.study.tasks:
         documents = held_out_documents(spec.study, task, spec.seed, spec.share)
-        parts = [np.load(labels_file(spec, task, rank)) for rank in range(RANKS)]
+        parts = [np.load(labels_file(spec, task, rank)) for rank in range(spec.ranks)]
         found[task.name] = {}
         for reading, budget in spec.readings.items():
             model.set_attn_implementation("sdpa" if budget is None else evaluate.NAME)
             if budget is not None:
                 assert evaluate.settings_of(model.config).sparse_topk_blocks == budget
-            scored = [scores(model, documents[rank::RANKS]) for rank in range(RANKS)]
+            scored = [scores(model, documents[rank :: spec.ranks]) for rank in range(spec.ranks)]
             here = {name: np.concatenate([each[name] for each in scored]) for name in scored[0]}
             there = {
                 name: np.concatenate([part[f"{reading}_{name}"] for part in parts]) for name in here

@@ -12,7 +12,7 @@ from end_to_end.launch import environment
 from forked_ranks import IMPORTED_BEFOREHAND, free_port, run_ranks
 
 from quality.documents import write_documents
-from quality.run_spec import RANKS, RunSpec
+from quality.run_spec import RunSpec
 from quality.scoring_sums import added
 from quality.tasks import Study, training_documents
 from sparsebalance_megatron.log.reader import read_run_log
@@ -46,7 +46,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
     output = spec.folder / "output.log"
     output.unlink(missing_ok=True)
     code = run_ranks(
-        RANKS,
+        spec.ranks,
         ["-m", "quality.rank", str(path)],
         environment=environment("cpu"),
         master_port=free_port(),
@@ -71,10 +71,9 @@ def budgets_file(spec: RunSpec) -> Path:
 
 
 def _together(spec: RunSpec) -> dict[str, Any]:
-    parts = [
-        json.loads((spec.folder / f"rank{rank}.json").read_text("utf-8")) for rank in range(RANKS)
-    ]
-    arrays = [np.load(spec.folder / f"rank{rank}.npz") for rank in range(RANKS)]
+    ranks = range(spec.ranks)
+    parts = [json.loads((spec.folder / f"rank{rank}.json").read_text("utf-8")) for rank in ranks]
+    arrays = [np.load(spec.folder / f"rank{rank}.npz") for rank in ranks]
     executed_TLS = np.sum([each["executed_TLS"] for each in arrays], axis=0)
     np.savez_compressed(budgets_file(spec), executed_TLS=executed_TLS)
     tasks = {}
@@ -108,16 +107,19 @@ def _joined_probes(probes: list[dict[str, list[list[float]]]]) -> dict[str, list
 
 
 def _training_figures(spec: RunSpec) -> dict[str, Any]:
-    """Coverage and loss at the end of training."""
+    """Coverage and loss at the end of training, and what its steps were predicted to take on the
+    planned ranks; None where the arm executes other budgets than planned."""
     steps = read_run_log(spec.folder).steps
     last = steps[-max(1, round(_LAST_SHARE * len(steps))) :]
     losses = [step.lm_loss for step in last if step.lm_loss is not None]
     coverage = [step.coverage.mean for step in last if step.coverage.mean is not None]
     base = [step.coverage.base_mean for step in last if step.coverage.base_mean is not None]
+    planned = [step.predicted.makespan_ms for step in steps]
     return {
         "training_loss": float(np.mean(losses)),
         "coverage": float(np.mean(coverage)) if coverage else None,
         "coverage_base": float(np.mean(base)) if base else None,
+        "planned_step_ms": None if spec.arm.changes_plans else float(np.mean(planned)),
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quality.converted import labels_file
-from quality.run_spec import RANKS, RunSpec
+from quality.run_spec import RunSpec
 from quality.tasks import held_out_documents
 
 PROBED_DOCUMENTS = 24
@@ -68,9 +68,10 @@ def train(spec: RunSpec) -> Any:
 def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
     """This rank's share of every task: sums for ranks to be added, and points of the probe."""
     from quality.proxy import MassProbe, probe_points
-    from quality.scoring import Evaluation, by_label, tally
+    from quality.scoring import Evaluation, by_label, tally, tally_by_length
 
     study = spec.study
+    hooks.average.put_into(hooks.model)
     hooks.model.eval()
     evaluation = Evaluation(
         model=hooks.model,
@@ -81,11 +82,12 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
     began_s = time.perf_counter()
     tasks: dict[str, Any] = {}
     for task in study.tasks:
-        documents = held_out_documents(study, task, spec.seed, spec.share)[rank::RANKS]
+        documents = held_out_documents(study, task, spec.seed, spec.share)[rank :: spec.ranks]
         rows = {
             name: list(evaluation.rows(documents, budget)) for name, budget in spec.readings.items()
         }
         tasks[task.name] = {name: tally(found, task.edges).sums() for name, found in rows.items()}
+        tasks[task.name]["own_by_length"] = tally_by_length(rows["own"], study.length_edges).sums()
         if spec.keep:
             np.savez_compressed(labels_file(spec, task, rank), **by_label(rows))
         if spec.probe:

@@ -20,9 +20,10 @@ SCATTER = "scatter"
 """Single documents, of the first seed alone."""
 _OF_RUN = (
     *("seconds", "cpu_seconds", "training_loss", "coverage", "coverage_base"),
+    "planned_step_ms",
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
 )
-_SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe", "keep")
+_SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe", "keep", "ranks")
 """Settings that a finished run must share with the one asked for."""
 _NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")
 """A list of numbers in JSON, over several lines."""
@@ -41,7 +42,7 @@ def load(spec: RunSpec) -> dict[str, Any] | None:
         return None
     saved = json.loads(path.read_text(encoding="utf-8"))
     wanted = asdict(spec)
-    if any(saved["settings"].get(name, False) != wanted[name] for name in _SETTINGS):
+    if any(saved["settings"].get(name) != wanted[name] for name in _SETTINGS):
         return None
     found: dict[str, Any] = saved["found"]
     return found

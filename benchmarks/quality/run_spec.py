@@ -10,8 +10,8 @@ from pathlib import Path
 from quality.arms import ARMS, Arm
 from quality.tasks import STUDIES, Study
 
-RANKS = 2
-"""Data-parallel, so that the planner has something to balance."""
+PLANNED_RANKS = 2
+"""Data-parallel ranks that steps are planned for, so that the planner has something to balance."""
 _WARM_UP_STEPS = 50
 
 
@@ -27,6 +27,9 @@ class RunSpec:
         replay: file of executed budgets that a replaying arm takes, else None.
         probe: whether router coverage is compared with attention mass.
         keep: whether the trained model is saved, for :mod:`.converted`.
+        ranks: processes that train: as many as steps are planned for, or 1, which computes the
+            micro-batches of all planned ranks as one. Losses are per token, so that the model is
+            the same to rounding.
     """
 
     study_name: str
@@ -39,6 +42,7 @@ class RunSpec:
     replay: str | None = None
     probe: bool = False
     keep: bool = False
+    ranks: int = 1
 
     @property
     def study(self) -> Study:
@@ -82,7 +86,7 @@ class RunSpec:
         """Megatron's and the plugin's."""
         study, budget = self.study, self.study.base_budget
         longest = str(study.longest_tokens)
-        micro_batch = study.batch_size // RANKS
+        micro_batch = study.batch_size // self.ranks
         return [
             *("--num-layers", str(study.layers), "--hidden-size", "64"),
             *("--ffn-hidden-size", "256", "--num-attention-heads", "4", "--kv-channels", "32"),

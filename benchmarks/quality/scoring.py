@@ -101,6 +101,15 @@ def tally(rows: Iterable[Row], edges: Sequence[int]) -> Tally:
     return found
 
 
+def tally_by_length(rows: Iterable[Row], edges: Sequence[int]) -> Tally:
+    """Scores of all rows by the tokens of their documents."""
+    found = Tally(edges=edges)
+    for row in rows:
+        lengths_S = np.array([document.sample.length_tokens for document in row.documents])
+        found.add(lengths_S[row.document_X], row.right_X, row.loss_X)
+    return found
+
+
 def by_label(readings: Mapping[str, Sequence[Row]]) -> dict[str, np.ndarray]:
     """``<reading>_right`` and ``<reading>_loss``: [X] over all rows."""
     return {

@@ -45,7 +45,9 @@ class Study:
     """A model with the documents that it is trained on and the tasks that it is scored on.
 
     ``steps``: of training, unless told otherwise. ``attention_weight``: how many times as expensive
-    the planner takes attention to be as counting its operations says.
+    the planner takes attention to be as counting its operations says. ``averaged_share``: of the
+    steps, the last ones, whose weights' mean is scored; 0 scores the last weights. ``probed``: whether
+    some arms are asked how much attention mass a budget keeps.
     """
 
     name: str
@@ -59,6 +61,14 @@ class Study:
     steps: int
     attention_weight: float
     training: Callable[[np.random.Generator], Iterator[Document]]
+    averaged_share: float = 0.0
+    probed: bool = True
+
+    @property
+    def length_edges(self) -> tuple[int, ...]:
+        """Of four intervals of documents' tokens, equal in their ratios up to the longest."""
+        longest = self.longest_tokens
+        return (0, *(round(longest * ratio) for ratio in (0.42, 0.56, 0.75)), longest + 1)
 
 
 def generator_of(study: Study, purpose: str, seed: int) -> np.random.Generator:
@@ -131,6 +141,10 @@ NEEDLE = Task(
     documents=1500,
     chance=STACKED.chance,
 )
+STEADY = tuple(
+    replace(task, name=f"{task.name}-steady", documents=documents)
+    for task, documents in ((RECALL, 800), (NEEDLE, 4000))
+)
 TWO_LAYERS = tuple(
     replace(task, name=f"{task.name}-two-layers", title=f"{task.title}, two layers")
     for task in (RECALL, NEEDLE)
@@ -168,6 +182,21 @@ STUDIES: Mapping[str, Study] = {
             steps=650,
             attention_weight=40.0,
             training=_lookup_training(STACKED),
+        ),
+        Study(
+            name="lookup-steady",
+            tasks=STEADY,
+            vocabulary=STACKED.vocabulary,
+            longest_tokens=STACKED.longest_tokens,
+            layers=1,
+            block_size=8,
+            base_budget=6,
+            batch_size=16,
+            steps=650,
+            attention_weight=40.0,
+            training=_lookup_training(STACKED),
+            averaged_share=0.2,
+            probed=False,
         ),
         Study(
             name="lookup-two-layers",
@@ -232,4 +261,5 @@ def describe(study: Study) -> dict[str, Any]:
         "batch_size": study.batch_size,
         "vocabulary": study.vocabulary,
         "attention_weight": study.attention_weight,
+        "averaged_share": study.averaged_share,
     }
