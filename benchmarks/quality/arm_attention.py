@@ -59,7 +59,8 @@ class ArmAttention(PeerAttention):
     ) -> None:
         if not experiment.guarded:
             # No document loses as much as all of its coverage.
-            options = replace(options, coverage_threshold=1.0 - 1e-9)
+            unguarded = replace(options.config, coverage_threshold=1.0 - 1e-9)
+            options = replace(options, config=unguarded)
         super().__init__(*arguments, options=options, is_dense=experiment.reads_all, **keywords)
         self._experiment = experiment
 

@@ -28,7 +28,6 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
-
 Change = Callable[[int, np.ndarray], np.ndarray]
 """Gives a step's budgets [L, S], in order of arrival, in place of the planned ones."""
 
@@ -185,7 +184,15 @@ class ArmHooks(TrainingHooks):
         )
         core_attention.block_sparse_attention = masked_attention  # type: ignore[assignment]
         options = AttentionOptions(inputs.config, inputs.grid)
-        self.layer_spec = arm_layer_spec(options, self.experiment)
+        arm_spec = arm_layer_spec(options, self.experiment)
+
+        def layer_spec(*model_arguments: Any) -> Any:
+            # Megatron has drawn random numbers before it builds a model: as many as a micro-batch
+            # has tokens, so that initial weights would follow its size.
+            torch.manual_seed(spec.model_seed)
+            return arm_spec(*model_arguments)
+
+        self.layer_spec = layer_spec
         plugin_step = self.forward_step
         self.average = WeightAverage()
         begun = 0

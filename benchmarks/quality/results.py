@@ -137,6 +137,11 @@ def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
                 for value, count in zip(sums[name], sums["labels"], strict=True)
             ]
     figures["labels"] = sum(scored["own"]["labels"])
+    sums = scored["own_by_length"]
+    figures["accuracy_by_length"] = [
+        right / count if count else None
+        for right, count in zip(sums["right"], sums["labels"], strict=True)
+    ]
     if "probe" in scored:
         figures["proxy"] = asdict(proxy_of(scored["probe"]))
         figures["by_budget"] = by_budget(scored["probe"])

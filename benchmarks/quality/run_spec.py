@@ -53,6 +53,11 @@ class RunSpec:
         return ARMS[self.arm_name]
 
     @property
+    def model_seed(self) -> int:
+        """Of the initial weights, alike in all arms."""
+        return 1000 + self.seed
+
+    @property
     def folder(self) -> Path:
         return Path(self.directory)
 
@@ -101,7 +106,7 @@ class RunSpec:
             *("--train-iters", str(self.steps), "--lr", "3e-3", "--lr-decay-style", "cosine"),
             *("--lr-warmup-iters", str(min(_WARM_UP_STEPS, self.steps // 4)), "--min-lr", "0"),
             *("--adam-beta1", "0.9", "--adam-beta2", "0.95", "--weight-decay", "0"),
-            *("--clip-grad", "1.0", "--seed", str(1000 + self.seed)),
+            *("--clip-grad", "1.0", "--seed", str(self.model_seed)),
             *("--log-interval", "20", "--eval-iters", "0", "--eval-interval", "1000000"),
             *("--data-path", self.data, "--split", "100,0,0"),
             *("--sparse-balance", "--sparse-balance-device", "cpu"),

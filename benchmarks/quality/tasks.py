@@ -46,8 +46,8 @@ class Study:
 
     ``steps``: of training, unless told otherwise. ``attention_weight``: how many times as expensive
     the planner takes attention to be as counting its operations says. ``averaged_share``: of the
-    steps, the last ones, whose weights' mean is scored; 0 scores the last weights. ``probed``: whether
-    some arms are asked how much attention mass a budget keeps.
+    steps, the last ones, whose weights' mean is scored; 0 scores the last weights. ``probed``:
+    whether some arms are asked how much attention mass a budget keeps.
     """
 
     name: str
