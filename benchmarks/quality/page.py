@@ -11,20 +11,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quality.arms import ARMS, FIXED, KV_HEAD, reference_of
+from quality.arms import ARMS, reference_of
 from quality.intervals import difference, of_arm
 from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
 
 _MARKS = "<!-- tables of {} -->", "<!-- end of {} -->"
 """Around what is made of a JSON file of that name."""
-PICTURE = "quality_proxy.svg"
 _NOTHING = "-"
 
 
 def rewrite(page: Path, result: Path) -> None:
-    """Put tables of ``result``, and a picture where models were probed, into the page, whose other
-    text stays.
+    """Put tables of ``result`` into the page, whose other text stays, and draw ``NAME_proxy.svg``
+    if the page shows it.
 
     Raises:
         ValueError: the page has no place for them.
@@ -32,10 +31,9 @@ def rewrite(page: Path, result: Path) -> None:
     found = json.loads(result.read_text(encoding="utf-8"))
     text = page.read_text(encoding="utf-8")
     page.write_text(with_tables(text, found, result.name), encoding="utf-8")
-    if _is_probed(found["tasks"]):
-        images = page.parent / "images"
-        images.mkdir(exist_ok=True)
-        (images / PICTURE).write_text(proxy_picture(found["tasks"]), encoding="utf-8")
+    picture = Path("images") / f"{result.stem}_proxy.svg"
+    if str(picture) in text:
+        (page.parent / picture).write_text(proxy_picture(found["tasks"]), encoding="utf-8")
 
 
 def with_tables(text: str, found: Mapping[str, Any], name: str) -> str:
@@ -50,18 +48,12 @@ def with_tables(text: str, found: Mapping[str, Any], name: str) -> str:
 
 
 def sections(found: Mapping[str, Any]) -> Iterator[str]:
-    """Markdown: the setting, a table per task, and the picture."""
+    """Markdown: the setting and a table per task."""
     yield _setting(found)
     for name, arms in found["tasks"].items():
         if arms:
             task = next(task for task in study_of(name).tasks if task.name == name)
             yield f"{_words(task, arms)}\n\n{_scores(task, arms)}"
-    if _is_probed(found["tasks"]):
-        yield f"![Coverage against attention mass and loss](images/{PICTURE})"
-
-
-def _is_probed(tasks: Mapping[str, Any]) -> bool:
-    return any("proxy" in arm for arms in tasks.values() for arm in arms.values())
 
 
 def _setting(found: Mapping[str, Any]) -> str:
@@ -75,9 +67,7 @@ def _setting(found: Mapping[str, Any]) -> str:
     )
     return (
         f"{studies}. Seeds {', '.join(map(str, settings['seeds']))}; {machine['cpu']}, torch "
-        f"{machine['torch']}, megatron-core {machine['megatron-core']}. ± is half a 95 % interval "
-        "over seeds (Student's t); differences are paired by seed. The reference of an arm is the "
-        f"fixed budget with the same selection if its name ends in {KV_HEAD}, else `{FIXED}`."
+        f"{machine['torch']}, megatron-core {machine['megatron-core']}."
     )
 
 
