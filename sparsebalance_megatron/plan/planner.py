@@ -21,8 +21,9 @@ from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
 from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
+from sparsebalance_megatron.plan.segments.cuts import LEAST_GAIN
+from sparsebalance_megatron.plan.segments.lockstep import shorter_in_segments
 from sparsebalance_megatron.plan.segments.planned_segments import (
-    LEAST_GAIN,
     best_segments,
     one_piece_bound_ms,
 )
@@ -103,6 +104,8 @@ def _best_in_lockstep(
         return rounded_ms(solved.budgets.makespans_ms(tuned.budgets_LS, where).max())
 
     solved, where, tuned = min(found, key=makespan_ms)
+    if solved.plans_segments and not solved.plans_cp_sizes:
+        where, tuned = shorter_in_segments(solved, where, tuned)
     return solved, "makespan", where, tuned
 
 
@@ -120,7 +123,8 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
             raise
         # The cap may ask for micro-batches that more ranks share.
         return "makespan", *best_cp_sizes(problem, None)
-    cut = best_segments(problem, equal[1]) if problem.plans_segments else None
+    apart = problem.job.lockstep_ranks == 1
+    cut = best_segments(problem, equal[1]) if problem.plans_segments and apart else None
     if (
         cut is not None
         and not problem.plans_cp_sizes

@@ -284,18 +284,23 @@ def step_costs(
         experts_2F = _coefficients_2F(cost, Part.EXPERTS)
         layer_2LF = np.where(dense_L[:, None], dense_2F[:, None], sparse_2F[:, None])
         layer_2LF = layer_2LF - experts_2F[:, None]
+        layer_2LF[..., _PAIRS] = np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None])
+        experts_2CF = layers_C[:, None] * experts_2F[:, None]
+        columns_2XF = np.concatenate([layer_2LF, outside_2CF, experts_2CF], axis=1)
+        columns_2XF *= np.concatenate([scale_2L, scale_2C, scale_2C], axis=1)[..., None]
         layers = LayerCosts(
             chunk_of_layer_L=chunk_of_layer_L,
             fixed_2SL=scale_2L[:, None] * fixed_2SX(layer_2LF),
             sequence_2L=scale_2L * layer_2LF[..., _SEQUENCES],
-            pair_2L=scale_2L * np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None]),
+            pair_2L=scale_2L * layer_2LF[..., _PAIRS],
             pair_share_S=np.ones(len(lengths_S)),
             exchange_2SL=np.tile(
                 per_token_2[:, None, None] * lengths_S[:, None], (1, 1, len(dense_L))
             ),
             outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
             outside_sequence_2C=scale_2C * outside_2CF[..., _SEQUENCES],
-            together_2SC=scale_2C[:, None] * fixed_2SX(layers_C[:, None] * experts_2F[:, None]),
+            together_2SC=scale_2C[:, None] * fixed_2SX(experts_2CF),
+            columns_2XF=columns_2XF,
         )
     return StepCosts(
         job=job,

@@ -162,7 +162,6 @@ class StepProblem:
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
             and job.context_parallel_size == 1
-            and job.lockstep_ranks == 1
         )
 
     @property
