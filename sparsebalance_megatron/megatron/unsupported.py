@@ -273,7 +273,6 @@ is refused for any value that is true."""
 
 
 _ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
-_OWN_COUNTS = "ranks that run different numbers of segments would wait for one another for ever"
 _UNTESTED = "segments are not tested with it; drop it"
 
 SEGMENTS = {
@@ -286,7 +285,6 @@ SEGMENTS = {
     "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
     "--context-parallel-size": "a micro-batch is shared or cut; use 1",
     "--sparse-balance-max-context-parallel": "a micro-batch is shared or cut; use 1",
-    "--expert-model-parallel-size": f"{_OWN_COUNTS}; use 1",
     "--sparse-balance-selection": (
         "its probes are the last queries of a sequence, which earlier segments have not seen; use "
         "vertical-slash"
@@ -307,7 +305,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
     ),
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
     "--sparse-balance-max-context-parallel": lambda get: (get.config.max_context_parallel or 1) > 1,
-    "--expert-model-parallel-size": lambda get: get("expert_model_parallel_size", 1) > 1,
     "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),
