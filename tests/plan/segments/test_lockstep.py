@@ -54,7 +54,7 @@ def inputs(lengths, *, ranks=4, members=2, micro_batches=3, seed=0, free=False, 
         "lengths_tokens": tuple(lengths),
         "job": job,
         "cost": cost_with_experts(free_of_cost if free else SegmentCost(operation_ms=(0.01, 0.02))),
-        "scales": replace(ones, device_slowness_RP=slowness_RP) if seed % 2 else ones,
+        "scales": replace(ones, slowness_RP=slowness_RP) if seed % 2 else ones,
         "coverage": coverage_curves(job.layers, seed=seed),
         "plan_settings": plan_settings(
             **{
