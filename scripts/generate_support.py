@@ -87,10 +87,10 @@ def _filled(page: Path, part: str) -> str:
 
 
 def _refusal_table(refusals: Mapping[str, str]) -> str:
-    """A row for every remedy, with the flags that it is for."""
+    """A row for every remedy, with the flags that it is for; messages have the reasons before it."""
     flags: dict[str, list[str]] = {}
-    for flag, remedy in refusals.items():
-        flags.setdefault(remedy, []).append(f"`{flag}`")
+    for flag, message in refusals.items():
+        flags.setdefault(message.rpartition("; ")[2], []).append(f"`{flag}`")
     rows = ((" ".join(names), remedy) for remedy, names in flags.items())
     return _table(("With `--sparse-balance`", "What to do"), rows)
 
