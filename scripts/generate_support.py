@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md and the files to start with in docs/HOW_IT_WORKS.md, each between
-two marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
+The refusals in docs/SUPPORT.md and the files to start with in CONTRIBUTING.md, each between two
+marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ _MARKED = re.compile(
 
 def pages() -> dict[Path, str]:
     """The documents as they should be."""
-    parts = {
-        "SUPPORT.md": refusals(),
-        "HOW_IT_WORKS.md": first_files(),
-    }
-    filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
+    parts = {DOCS / "SUPPORT.md": refusals(), ROOT / "CONTRIBUTING.md": first_files()}
+    filled = {path: _filled(path, part) for path, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
     return filled | {DOCS / "support.json": json.dumps(support, indent=1) + "\n"}
 
