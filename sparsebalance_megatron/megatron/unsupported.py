@@ -61,15 +61,15 @@ def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
     return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
 
 
-_ATTENTION_DTYPE = "attention runs in the model's dtype"
+_ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
 _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
 _GPT_ONLY = "only layers with attention have budgets; drop it"
 _DIVIDED = (
-    "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use 0.19 or newer, "
-    "0, or --tensor-model-parallel-size 1 without context parallelism"
+    "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use megatron-core "
+    "0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
 )
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
@@ -149,7 +149,7 @@ MODEL = {
         "shared sequences would be rotated by wrong positions; use --rotary-base"
     ),
     "--position-embedding-type yarn": (
-        "this megatron-core has no flags for it; use 0.19 or newer, or rope"
+        "this release has no flags for it; use megatron-core 0.19 or newer, or rope"
     ),
     "--attention-dropout": "block-sparse attention has no dropout; use --attention-dropout 0",
     "--window-size": "the block selection replaces sliding windows; drop it",
