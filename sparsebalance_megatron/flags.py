@@ -168,7 +168,7 @@ def read_options(path: Path) -> dict[str, Any]:
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
     """The last value of a flag, as ``--flag value`` or ``--flag=value``."""
     found = None
-    for word, after in zip(argv, [*argv[1:], None], strict=True):
+    for word, after in zip(argv, [*argv[1:], None], strict=False):
         if word == flag:
             found = after
         elif word.startswith(f"{flag}="):

@@ -89,6 +89,10 @@ def test_a_wrong_file_is_named_with_the_option(tmp_path: Path, text: str, messag
     assert message in str(error.value) and str(path) in str(error.value)
 
 
+def test_no_words_are_the_defaults() -> None:
+    assert config_of() == SparseBalanceConfig()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml"):
         read_options(tmp_path / "none.toml")
