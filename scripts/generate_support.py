@@ -84,7 +84,7 @@ def _filled(page: Path, part: str) -> str:
 
 
 def _refusal_table(refusals: Mapping[str, str]) -> str:
-    """A row for every remedy, with the flags that it is for; messages have the reasons before it."""
+    """A row for every remedy, with its flags; a message has the reason before the remedy."""
     flags: dict[str, list[str]] = {}
     for flag, message in refusals.items():
         flags.setdefault(message.rpartition("; ")[2], []).append(f"`{flag}`")

@@ -161,7 +161,7 @@ MODEL = {
 that applies is named."""
 
 TRAINING = {
-    "--seq-length": "Megatron divides it among ranks; use a multiple of twice --context-parallel-size",
+    "--seq-length": "ranks divide it; use a multiple of twice --context-parallel-size",
     "--use-megatron-fsdp": (
         "it needs GPUs, and no test trains with it; plan with --sparse-balance-dry-run, and train "
         "with --use-torch-fsdp2 or --use-distributed-optimizer"
