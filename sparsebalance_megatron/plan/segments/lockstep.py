@@ -307,8 +307,10 @@ def group_cuts(
         first = part.stop
         ms_2WUX = ms_2VX[:, part].reshape(2, members, segments, -1)
         slowest_2UX = (ms_2WUX * slowness_EWX[group][:, None]).max(axis=1)
-        slowest_2UX[..., together:] = ms_2WUX[..., together:].mean(axis=1)
-        ms_2UC = np.repeat(whatever_it_holds_2C(costs)[:, None], segments, axis=1)
+        slowest_device_C = slowness_EWX[group, :, together:].max(axis=0)
+        slowest_2UX[..., together:] = ms_2WUX[..., together:].mean(axis=1) * slowest_device_C
+        constant_2C = whatever_it_holds_2C(costs) * slowest_device_C
+        ms_2UC = np.repeat(constant_2C[:, None], segments, axis=1)
         for column, chunk in enumerate(chunk_of_X.tolist()):
             ms_2UC[..., chunk] += slowest_2UX[..., column]
         tokens_WU = tokens_V[part].reshape(members, segments)
