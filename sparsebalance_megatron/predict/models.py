@@ -261,8 +261,8 @@ def model_named(name: str) -> ModelPreset:
         raise WorkloadError(f"{path}: num_key_value_heads {kv_heads}: must divide {heads} heads")
     if sizes.hidden_size % heads and not (sizes.head_dim or sizes.kv_lora_rank):
         raise WorkloadError(
-            f"{path}: hidden_size {sizes.hidden_size}: {heads} heads do not divide it; correct one, "
-            "or add head_dim"
+            f"{path}: hidden_size {sizes.hidden_size}: {heads} heads do not divide it; correct "
+            "one, or add head_dim"
         )
     preset = _preset(
         path.resolve().parent.name if path.name == "config.json" else path.stem,
