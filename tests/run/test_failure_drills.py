@@ -273,9 +273,10 @@ def _saved_step(directory: Path) -> int:
 
 
 @pytest.mark.distributed
-def test_nan_that_ends_training_is_named(documents: Path) -> None:
+def test_nan_that_ends_training_is_named(documents: Path, tmp_path: Path) -> None:
     """Weights of 1e30 after one step; Megatron ends the run by a status of its own."""
-    run = train(2, documents, "--lr", "1e30", "--clip-grad", "0")
+    save = ("--save", str(tmp_path), "--save-interval", "100")
+    run = train(2, documents, "--lr", "1e30", "--clip-grad", "0", *save)
     assert run.exit_code != 0
     (line,) = re.findall(r"sparse balance: Megatron ended training in .*", run.output)
     assert "iteration 2 because a loss or gradient was NaN or infinite" in line
