@@ -95,17 +95,19 @@ def _best_in_lockstep(
         where = Arrangement.of_groups(of_group.samples, cp_size)
         found.append((problem.with_positions(solved.job.micro_batches), where, tuned))
     if problem.plans_cp_sizes or not found:
-        _, where, _ = _best_candidate(problem)
+        _, where, _ = _best_candidate(problem.in_one_piece)
         where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
         found.append((problem, where, problem.tuned_where(where)))
+    if problem.plans_segments and (rows or not problem.plans_cp_sizes):
+        # The first plan has no micro-batch that ranks share.
+        solved, where, tuned = found[0]
+        found.append((solved, *shorter_in_segments(solved, where, tuned)))
 
     def makespan_ms(plan: tuple[StepProblem, Arrangement, TunedBudgets]) -> float:
         solved, where, tuned = plan
-        return rounded_ms(solved.budgets.makespans_ms(tuned.budgets_LS, where).max())
+        return rounded_ms(step_ms(solved, where, tuned.budgets_LS))
 
     solved, where, tuned = min(found, key=makespan_ms)
-    if solved.plans_segments and not solved.plans_cp_sizes:
-        where, tuned = shorter_in_segments(solved, where, tuned)
     return solved, "makespan", where, tuned
 
 

@@ -186,6 +186,12 @@ class StepProblem:
         return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
 
     @property
+    def in_one_piece(self) -> StepProblem:
+        """The problem without segments."""
+        whole = replace(self.plan_settings, max_segments=1)
+        return replace(self, budgets=replace(self.budgets, plan_settings=whole))
+
+    @property
     def costs(self) -> StepCosts:
         return self.budgets.costs
 

@@ -88,7 +88,8 @@ class ForwardStep:
                 "calculate_per_token_loss"
             )
         loss, tokens, report = values
-        tokens = torch.as_tensor(tokens, device=loss.device)
+        if not isinstance(tokens, Tensor):
+            tokens = copied_to(torch.as_tensor(tokens), loss.device)
         if tokens.is_floating_point():
             raise ConfigError(
                 f"--sparse-balance: the loss function returned {tokens.dtype} as the number of "

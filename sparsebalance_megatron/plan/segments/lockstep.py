@@ -11,9 +11,9 @@ position, or two positions in each other's place; the best of all is taken. *Obj
 group's pipeline ends, while it holds no more tokens than in one piece. *Stop*: no move is shorter,
 or 16 were made.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P = C pipeline stages,
-W ranks of a group, U segments, X columns: L layers, then C embeddings and heads, then C experts; a
-leading 2: forward and backward.
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
+C = P chunks, W ranks of a group, U segments, X columns: L layers, then C embeddings and heads,
+then C experts; a leading 2: forward and backward.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 STAGES = 3
 BLOCK = 64
 EXPERTS_MS = (0.03, 0.001, 3e-4, 0.0, 0.0)
-"""Of a layer's forward: per micro-batch, sequence, token, block pair and visible pair."""
+"""Ms of a layer's forward: per micro-batch, sequence, token, block pair and visible pair."""
 
 
 def cost_with_experts(segments):
