@@ -118,18 +118,18 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: naming the file, the option and the remedy.
     """
     mode, file = (_value_of(flag, argv) for flag in (MODE_FLAG, FILE_FLAG))
-    options = {} if file is None else read_options(Path(file))
-    named = options.pop("mode", "default") if mode is None else mode
-    options.pop("mode", None)
     # A wrong mode on the command line is argparse's to refuse.
-    return dict(MODES.get(named, {})) | options
+    return dict(MODES.get(mode or "", {})) if file is None else read_options(Path(file), mode)
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Fields of :class:`.SparseBalanceConfig` in a TOML file, and ``mode``, checked one by one.
+def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
+    """Fields of :class:`.SparseBalanceConfig` that a TOML file sets, each checked by itself.
+
+    Args:
+        mode: in place of the file's; what it sets gives way to the file's other options.
 
     Example:
-        A host in Python: ``SparseBalanceConfig(**MODES["paper"], **read_options(path))``.
+        A host in Python: ``SparseBalanceConfig(**read_options(path))``.
 
     Raises:
         ConfigError: naming the file, the option and the remedy.
@@ -146,7 +146,7 @@ def read_options(path: Path) -> dict[str, Any]:
         if name in _READ_BEFORE_THE_FILE:
             raise ConfigError(f"{place}: {key} is for the command line; give {flag_name(name)}")
         if name == "mode":
-            if value not in MODES:
+            if not isinstance(value, str) or value not in MODES:
                 raise ConfigError(f"{place}: mode {value}: must be one of {', '.join(MODES)}")
         elif name not in known:
             raise ConfigError(
@@ -162,7 +162,8 @@ def read_options(path: Path) -> dict[str, Any]:
         if name in found:
             raise ConfigError(f"{place}: {key} is given twice; keep one")
         found[name] = value
-    return found
+    named = found.pop("mode", "default")
+    return dict(MODES.get(named if mode is None else mode, {})) | found
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

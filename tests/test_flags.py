@@ -50,6 +50,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
     config = config_of(*(named + single if first else single + named))
     assert (config.base_budget, config.block_size) == (8, 64)
     assert (config.batching, config.tuning) == ("length", "anchor")
+    assert SparseBalanceConfig(**read_options(Path(path))).tuning == "anchor"
     config = config_of(*named, "--sparse-balance-mode=baseline")
     assert (config.batching, config.tuning) == ("length", "off")
 
@@ -73,6 +74,7 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         ("base-budget = true", "base-budget: Expected `int`, got `bool`"),
         ('batching = "best"', "batching: Invalid enum value 'best'"),
         ('mode = "fastest"', "mode fastest: must be one of default"),
+        ('mode = ["paper"]', "mode ['paper']: must be one of default"),
         ("enabled = true", "enabled is for the command line; give --sparse-balance"),
         ('device = "cpu"', "give --sparse-balance-device"),
         ("base-budget = 1\nbase_budget = 2", "base_budget is given twice"),
