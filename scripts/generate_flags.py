@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterator
-from dataclasses import Field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sparsebalance_megatron import config  # noqa: E402
+from sparsebalance_megatron import flags  # noqa: E402
+from sparsebalance_megatron.config import flag_name  # noqa: E402
 
 PAGE = ROOT / "docs" / "FLAGS.md"
 
@@ -22,8 +19,12 @@ _HEAD = """\
 # Flags
 
 Made from [`SparseBalanceConfig`](../sparsebalance_megatron/config.py) by
-`python scripts/generate_flags.py`; a test compares. `--help` prints the same in the group "sparse
-balance". Which one to turn when: [TUNING.md](TUNING.md).
+`python scripts/generate_flags.py`; a test compares. `--help` and `sparse-balance flags` show the
+same three groups. Which one to turn when: [TUNING.md](TUNING.md). The command line wins over the
+file of `--sparse-balance-config`, the file over `--sparse-balance-mode`.
+"""
+_TABLE = """
+## {title}
 
 | Flag | Values | Default | Meaning |
 |---|---|---|---|
@@ -32,46 +33,19 @@ balance". Which one to turn when: [TUNING.md](TUNING.md).
 
 def page() -> str:
     """The whole document."""
-    help_texts = dict(_help_texts())
-    return _HEAD + "".join(_row(field, help_texts[field.name]) for field in fields(_config_class()))
+    return _HEAD + "".join(_lines())
 
 
-def _config_class() -> Any:
-    return config.SparseBalanceConfig
-
-
-def _row(field: Field[Any], help_text: str) -> str:
-    flag = config.flag_name(field.name)
-    default = {None: "-", False: "off"}.get(field.default) or f"`{field.default}`"
-    help_text = field.metadata.get("argparse_meta", {}).get("help", help_text)
-    return f"| `{flag}` | {_values(field)} | {default} | {help_text} |\n"
-
-
-def _values(field: Field[Any]) -> str:
-    """What may follow the flag."""
-    meta = field.metadata.get("argparse_meta", {})
-    if "metavar" in meta:
-        value = f"`{meta['metavar']}`"
-        return f"{value}, or nothing" if meta.get("nargs") == "?" else value
-    kind = field.type
-    if get_origin(kind) is UnionType:
-        (kind,) = (part for part in get_args(kind) if part is not type(None))
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    return {bool: "no value", int: "integer", float: "number", str: "text"}[kind]
-
-
-def _help_texts() -> Iterator[tuple[str, str]]:
-    """(field, the text under it), from the source: Python keeps no such text."""
-    tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
-    name = _config_class().__name__
-    (definition,) = (
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
-    )
-    for node, after in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            yield node.target.id, " ".join(str(after.value.value).split())
+def _lines() -> Iterator[str]:
+    texts = flags.help_texts()
+    for number, group in enumerate(flags.flag_groups()):
+        yield _TABLE.format(title=group.title.capitalize())
+        for field in group.fields:
+            default = {None: "-", False: "off"}.get(field.default) or f"`{field.default}`"
+            values = flags.values_text(field)
+            yield f"| `{flag_name(field.name)}` | {values} | {default} | {texts[field.name]} |\n"
+        for flag, (values, text) in ({} if number else flags.OTHER_FLAGS).items():
+            yield f"| `{flag}` | {values} | - | {text} |\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md and the files to start with in docs/HOW_IT_WORKS.md, each between
-two marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
+The refusals in docs/SUPPORT.md and the files to start with in CONTRIBUTING.md, each between two
+marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ _MARKED = re.compile(
 
 def pages() -> dict[Path, str]:
     """The documents as they should be."""
-    parts = {
-        "SUPPORT.md": refusals(),
-        "HOW_IT_WORKS.md": first_files(),
-    }
-    filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
+    parts = {DOCS / "SUPPORT.md": refusals(), ROOT / "CONTRIBUTING.md": first_files()}
+    filled = {path: _filled(path, part) for path, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
     return filled | {DOCS / "support.json": json.dumps(support, indent=1) + "\n"}
 
@@ -87,10 +84,10 @@ def _filled(page: Path, part: str) -> str:
 
 
 def _refusal_table(refusals: Mapping[str, str]) -> str:
-    """A row for every remedy, with the flags that it is for."""
+    """A row for every remedy, with its flags; a message has the reason before the remedy."""
     flags: dict[str, list[str]] = {}
-    for flag, remedy in refusals.items():
-        flags.setdefault(remedy, []).append(f"`{flag}`")
+    for flag, message in refusals.items():
+        flags.setdefault(message.rpartition("; ")[2], []).append(f"`{flag}`")
     rows = ((" ".join(names), remedy) for remedy, names in flags.items())
     return _table(("With `--sparse-balance`", "What to do"), rows)
 

@@ -132,7 +132,7 @@ class SparseBalanceConfig:
 
     plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core, counted in simulated operations.
-    Default: 2 % of the predicted step, 9 % where micro-batches are packed, 10 % where cp_sizes are
+    Default: 2 % of the predicted step, 6 % where micro-batches are packed, 10 % where cp_sizes are
     planned; raise it where plans stay far above their lower bound."""
 
     planning: Planning = "ahead"

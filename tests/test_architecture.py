@@ -20,7 +20,7 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
 OPEN_TO_ALL = (
-    *("config", "errors", "json_file", "layer_budgets", "selector_registry", "supported"),
+    *("config", "errors", "json_file", "flags", "layer_budgets", "selector_registry", "supported"),
     *("command_entry", "text_table"),
     "__version__",
 )
@@ -107,6 +107,7 @@ IMPORT_RULES = {
     "errors.py": ImportRule(),
     "layer_budgets.py": ImportRule(),
     "selector_registry.py": ImportRule(),
+    "flags.py": ImportRule(outside=("msgspec",)),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),
     "command_entry.py": ImportRule(),

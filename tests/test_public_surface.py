@@ -82,7 +82,7 @@ HANDLES = {
 }
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
-    *("advise", "convert", "env", "examples", "plan", "prepare-data", "profile", "report"),
+    *("advise", "convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
     *("simulate", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"

@@ -10,7 +10,8 @@ disturbs all, and times can be compared in pairs. A variant plans from its own p
 ``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
 that weighs more than four times the mean. In ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight
 layers have that many micro-batches, which one variant may run in segments. In ``ep2`` two ranks
-exchange tokens of experts in every layer, so that each waits for the other there. In ``gpu-dp4``
+exchange tokens of experts in every layer, in ``fsdp2`` they gather its weights, so that each waits
+for the other there. In ``gpu-dp4``
 one device plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is
 the slowest rank's computation plus what all ranks share, and nothing is communicated. Flags after
 -- go to Megatron, last, so that they win over the benchmark's.

@@ -163,7 +163,6 @@ def environment(device: str) -> dict[str, str]:
     paths = [str(benchmarks), str(benchmarks.parent), os.environ.get("PYTHONPATH", "")]
     found = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     return found | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})

@@ -42,6 +42,7 @@ _EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
     *("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"),
 )
+_SHARDED = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dcp")
 
 LAYOUTS = {
     layout.name: layout
@@ -83,6 +84,14 @@ LAYOUTS = {
             title="two data-parallel ranks that exchange tokens of four experts in every layer",
             processes=2,
             flags=("--micro-batch-size", "1", "--global-batch-size", "8", *_EXPERTS),
+            model=_QUICKSTART_MODEL,
+            lockstep=True,
+        ),
+        Layout(
+            name="fsdp2",
+            title="two data-parallel ranks that gather the weights of every layer (torch's FSDP2)",
+            processes=2,
+            flags=("--micro-batch-size", "1", "--global-batch-size", "8", *_SHARDED),
             model=_QUICKSTART_MODEL,
             lockstep=True,
         ),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
+from sparsebalance_megatron.data.packed_parquet import documents_in_packs, holds_packs
 from sparsebalance_megatron.data.records import BadRecords, Record, RecordFiles
 from sparsebalance_megatron.data.tokenizer import (
     ConversationRenderer,
@@ -54,17 +56,19 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. At a :class:`DataError`
+    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. Packed sequences keep their
+    tokens; the tokenizer says the vocabulary. At a :class:`DataError`
     nothing is left behind.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
+    packed = _all_packed(source.paths, train_vocab_size)
     if train_vocab_size is None:
         assert tokenizer_name is not None
         tokenizer = load_tokenizer(tokenizer_name)
     else:
         training_texts = _training_texts(source, BadRecords(skip=skip_bad_records))
         tokenizer = train_bpe(training_texts, train_vocab_size, prefix + _TOKENIZER_SUFFIX)
-    if append_eod and tokenizer.eod is None:
+    if append_eod and not packed and tokenizer.eod is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
         )
@@ -72,9 +76,14 @@ def prepare(
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         loss_tokens = 0
-        records = _with_progress(source, bad, "tokenise")
-        eod = tokenizer.eod if append_eod else None
-        for tokens, mask in _encoded(records, tokenizer, eod, bad):
+        if packed:
+            packs = (documents_in_packs(path, tokenizer.vocab_size, bad) for path in source.paths)
+            documents: Iterator[Any] = itertools.chain.from_iterable(packs)
+        else:
+            records = _with_progress(source, bad, "tokenise")
+            eod = tokenizer.eod if append_eod else None
+            documents = _encoded(records, tokenizer, eod, bad)
+        for tokens, mask in documents:
             writer.add(tokens, mask)
             loss_tokens += int(mask.sum())
         if not writer.lengths_tokens:
@@ -82,13 +91,32 @@ def prepare(
                 f"{listed([str(path) for path in source.paths])}: no document to write; records "
                 f"left out: {counts_text(bad.counts)}"
             )
-        summary = _summary(writer, tokenizer, append_eod, bad, loss_tokens)
+        summary = _summary(writer, tokenizer, append_eod and not packed, bad, loss_tokens)
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
         if train_vocab_size is not None:
             files = transformers_files(tokenizer)
             texts = {f"{_TOKENIZER_SUFFIX}/{name}": text for name, text in files.items()} | texts
         writer.commit(texts)
     return summary
+
+
+def _all_packed(paths: Sequence[Path], train_vocab_size: int | None) -> bool:
+    """Whether the files hold packed sequences of token ids.
+
+    Raises:
+        DataError: some do, or a tokenizer was to be trained on them.
+    """
+    packed = [path for path in paths if holds_packs(path)]
+    if packed and len(packed) < len(paths):
+        raise DataError(
+            f"--input: {packed[0]} holds packed sequences of token ids, other files do not; "
+            "prepare them apart, and train on a blend"
+        )
+    if packed and train_vocab_size is not None:
+        raise DataError(
+            f"--tokenizer-train: {packed[0]} holds token ids; give the --tokenizer that made them"
+        )
+    return bool(packed)
 
 
 def _with_progress(source: RecordFiles, bad: BadRecords, action: str) -> Iterator[Record]:

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -87,7 +88,8 @@ class RecordFiles:
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
         for path in self.paths:
-            contents = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path, bad)
+            is_parquet = path.suffix == ".parquet"
+            contents = _parquet_records(path) if is_parquet else _json_lines(path, bad)
             for place, content, size_bytes in contents:
                 try:
                     msgspec.convert(content, _Content)
@@ -160,25 +162,42 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
             raise DataError(f"{path}: damaged compression ({error}); copy it again") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place, row, bytes of the row in the file) of the columns ``text`` and ``messages``."""
+def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    names = parquet_columns(path)
+    columns = [name for name in _COLUMNS if name in names]
+    if not columns:
+        raise DataError(
+            f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
+            f"{', '.join(names)[:_SHOWN_CHARACTERS]}"
+        )
+    return parquet_rows(path, columns)
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Names of a Parquet file's columns."""
+    with _readable_parquet(path) as file:
+        names: list[str] = file.schema_arrow.names
+        return names
+
+
+def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(place, row, bytes of the row in the file) of every row, of these columns."""
+    number = 0
+    with _readable_parquet(path) as file:
+        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(columns)):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row, row_bytes
+
+
+@contextmanager
+def _readable_parquet(path: Path) -> Iterator[Any]:
     import pyarrow as arrow
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
-        columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-        if not columns:
-            raise DataError(
-                f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
-                f"{', '.join(file.schema_arrow.names)[:_SHOWN_CHARACTERS]}"
-            )
-        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-        number = 0
-        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row, row_bytes
+        yield parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as Parquet ({error}); copy it again") from error
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -73,6 +74,7 @@ class StepPlanner:
         coverage: the curves that learn.
         global_batch_size: samples of a step; of the largest where they differ.
         calibrate: which predicted times measured ones correct.
+        selection: that coverage is measured with.
         horizon_steps: over which a coverage deficit is made up for; None is as many as plans look
             ahead.
         clock: seconds, for the time that planning takes.
@@ -88,12 +90,14 @@ class StepPlanner:
         global_batch_size: int,
         calibrate: CalibrationChoice,
         clock: Callable[[], float],
+        selection: str = DEFAULT_SELECTION,
         horizon_steps: int | None = None,
     ) -> None:
         self.plan_settings = plan_settings
         self.coverage = coverage
         self.clock = clock
         self._cost = cost
+        self._selection = selection
         self._account = CoverageAccount(
             global_batch_size,
             plan_settings.coverage_mean_over,
@@ -181,7 +185,7 @@ class StepPlanner:
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths, in plain Python types."""
         saved = {name: learner.state_dict() for name, learner in self._saved.items()}
-        return {"version": _STATE_VERSION, **saved}
+        return {"version": _STATE_VERSION, "selection": self._selection, **saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over saved state, of a job that may have been laid out otherwise.
@@ -196,7 +200,11 @@ class StepPlanner:
         """
         check_version(state)
         afresh = []
+        measured_with = state.get("selection", self._selection)
         for name, learner in self._saved.items():
+            if name != "calibration" and measured_with != self._selection:
+                afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
+                continue
             try:
                 learner.load_state_dict(state[name])
             except ValueError as error:

@@ -17,6 +17,14 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.flags import (
+    FILE_FLAG,
+    MODE_FLAG,
+    MODES,
+    OTHER_FLAGS,
+    defaults_given_by,
+    flag_groups,
+)
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
 from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
 
@@ -55,8 +63,15 @@ def destination(field_name: str) -> str:
     return flag_name(field_name).removeprefix("--").replace("-", "_")
 
 
-def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "sparse balance" by Megatron's generator, with this plugin's prefix."""
+def add_sparse_balance_args(
+    parser: ArgumentParser, argv: Sequence[str] | None = None
+) -> ArgumentParser:
+    """Add three groups of flags by Megatron's generator, with this plugin's prefix.
+
+    Args:
+        argv: words that name a mode or a file of options, whose values become defaults; those of
+            the process by default, which Megatron's parser reads.
+    """
     # Trainers that own their loop have no flags and need not load it.
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -70,7 +85,19 @@ def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    PrefixedGroupFactory(SparseBalanceConfig).build_group(parser, title="sparse balance")
+    groups = flag_groups()
+    for number, group in enumerate(groups):
+        others = [each.name for other in groups if other is not group for each in other.fields]
+        added = PrefixedGroupFactory(SparseBalanceConfig, exclude=others).build_group(
+            parser, title=f"sparse balance, {group.title}"
+        )
+        if number == 0:
+            added.add_argument(MODE_FLAG, choices=tuple(MODES), help=OTHER_FLAGS[MODE_FLAG][1])
+            added.add_argument(FILE_FLAG, metavar="FILE", help=OTHER_FLAGS[FILE_FLAG][1])
+        else:
+            added.description = None
+    given = defaults_given_by(sys.argv[1:] if argv is None else argv)
+    parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser
 
 

@@ -309,6 +309,13 @@ def arguments_of_weights(args: Namespace) -> Namespace | None:
     return None
 
 
+def not_finite_statuses() -> tuple[int, int]:
+    """Megatron's exit statuses where a loss or gradient is not finite: once, or twice alike."""
+    from megatron.core import rerun_state_machine as machine
+
+    return machine.EXIT_CODE_RESUME_TO_DISAMBIGUATE, machine.EXIT_CODE_FAILED_ON_RESULT_VALIDATION
+
+
 def last_saved_iteration(directory: str) -> int | None:
     """Iteration of the last complete checkpoint in a ``--save`` directory; None without one."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename

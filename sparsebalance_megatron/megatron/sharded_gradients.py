@@ -33,5 +33,7 @@ def divide_by_tokens(model: Sequence[Any], tokens: Tensor | None) -> None:
 
 
 def _leaves_gradients(chunk: Any) -> bool:
-    own = type(chunk).scale_gradients is not _BaseDataParallel.scale_gradients
-    return isinstance(chunk, TorchFullyShardedDataParallel) and not own
+    return (
+        isinstance(chunk, TorchFullyShardedDataParallel)
+        and type(chunk).scale_gradients is _BaseDataParallel.scale_gradients
+    )

@@ -61,15 +61,15 @@ def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
     return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
 
 
-_ATTENTION_DTYPE = "attention runs in the model's dtype"
+_ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
 _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
 _GPT_ONLY = "only layers with attention have budgets; drop it"
 _DIVIDED = (
-    "with a loss per token, megatron-core 0.18 divides it by tensor-parallel x context-parallel "
-    "ranks; use 0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
+    "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use megatron-core "
+    "0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
 )
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
@@ -105,18 +105,17 @@ MODEL = {
         "packed sequences differ in length; use --moe-token-dispatcher-type alltoall"
     ),
     "--moe-pad-expert-input-to-capacity": (
-        "capacity follows a rank's own tokens, so that ranks of an expert group would exchange "
-        "buffers of different sizes and hang; drop it, or use --expert-model-parallel-size 1"
+        "ranks of an expert group would exchange buffers of different sizes and hang; drop it, or "
+        "use --expert-model-parallel-size 1"
     ),
     "--moe-router-load-balancing-type": (
-        "global_aux_loss divides what experts got of the micro-batches of all ranks by the tokens "
-        "of one of them, and packed sequences differ in length; use aux_loss or seq_aux_loss"
+        "global_aux_loss divides by the tokens of one micro-batch, and these differ; use aux_loss "
+        "or seq_aux_loss"
     ),
     "--moe-aux-loss-coeff": _DIVIDED,
     "--moe-z-loss-coeff": _DIVIDED,
     "--moe-paged-stash": (
-        "it reads as many micro-batches as the batch sizes make, and plans may have fewer; use "
-        "--sparse-balance-positions fixed"
+        "plans may have fewer micro-batches than it reads; use --sparse-balance-positions fixed"
     ),
     "--num-query-groups": (
         "a KV head's ranks would choose blocks each by itself; use as many groups as "
@@ -131,30 +130,26 @@ MODEL = {
     "--use-kitchen-attention": _REPLACES_ATTENTION,
     "--attention-backend": "Megatron would replace the plugin's attention; drop it",
     "--multi-latent-attention": (
-        "its fused rotary embeddings and projections, and its cache of latents, are not tested; "
-        "use --no-rope-fusion, and drop --mla-down-proj-fusion and --cache-mla-latents"
+        "its fusions and its cache of latents are not tested; use --no-rope-fusion, and drop "
+        "--mla-down-proj-fusion and --cache-mla-latents"
     ),
     "--tensor-model-parallel-size": (
-        "in Megatron's local layers of multi-latent attention, ranks do not add up the gradients "
-        "that their heads give to rotary keys; use --transformer-impl transformer_engine, or 1"
+        "Megatron's local layers of multi-latent attention do not add up gradients of rotary keys "
+        "over ranks; use --transformer-impl transformer_engine, or 1"
     ),
     "--experimental-attention-variant": _REPLACES_ATTENTION,
     "--linear-attention-type": _REPLACES_ATTENTION,
     "--is-hybrid-model": _GPT_ONLY,
     "--heterogeneous-layers-config-path": "the cost model knows layers that are alike; drop it",
-    "--mtp-num-layers": (
-        "its loss depends on which samples share a micro-batch, and its attention cannot be "
-        "told from the first layers'; drop it"
-    ),
+    "--mtp-num-layers": ("its loss depends on which samples share a micro-batch; drop it"),
     "--position-embedding-type": (
         "documents have one position per token; use rope, yarn, learned_absolute or none"
     ),
     "--rotary-base-per-layer": (
-        "layers with tables of their own would rotate shared sequences by wrong positions; "
-        "use --rotary-base"
+        "shared sequences would be rotated by wrong positions; use --rotary-base"
     ),
     "--position-embedding-type yarn": (
-        "this megatron-core has no flags for it; use 0.19 or newer, or rope"
+        "this release has no flags for it; use megatron-core 0.19 or newer, or rope"
     ),
     "--attention-dropout": "block-sparse attention has no dropout; use --attention-dropout 0",
     "--window-size": "the block selection replaces sliding windows; drop it",
@@ -166,7 +161,7 @@ MODEL = {
 that applies is named."""
 
 TRAINING = {
-    "--seq-length": "Megatron wants a multiple of twice --context-parallel-size; choose one",
+    "--seq-length": "ranks divide it; use a multiple of twice --context-parallel-size",
     "--use-megatron-fsdp": (
         "it needs GPUs, and no test trains with it; plan with --sparse-balance-dry-run, and train "
         "with --use-torch-fsdp2 or --use-distributed-optimizer"
@@ -273,20 +268,15 @@ is refused for any value that is true."""
 
 
 _ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
-_OWN_COUNTS = "ranks that run different numbers of segments would wait for one another for ever"
 _UNTESTED = "segments are not tested with it; drop it"
 
 SEGMENTS = {
-    "--pipeline-model-parallel-size": (
-        "without a pipeline nothing overlaps, and activations of all segments are kept anyway; "
-        "use at least 2"
-    ),
+    "--pipeline-model-parallel-size": ("without a pipeline nothing overlaps; use at least 2"),
     "--num-layers-per-virtual-pipeline-stage": _ONE_CHUNK,
     "--num-virtual-stages-per-pipeline-rank": _ONE_CHUNK,
     "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
     "--context-parallel-size": "a micro-batch is shared or cut; use 1",
     "--sparse-balance-max-context-parallel": "a micro-batch is shared or cut; use 1",
-    "--expert-model-parallel-size": f"{_OWN_COUNTS}; use 1",
     "--sparse-balance-selection": (
         "its probes are the last queries of a sequence, which earlier segments have not seen; use "
         "vertical-slash"
@@ -307,7 +297,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
     ),
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
     "--sparse-balance-max-context-parallel": lambda get: (get.config.max_context_parallel or 1) > 1,
-    "--expert-model-parallel-size": lambda get: get("expert_model_parallel_size", 1) > 1,
     "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),

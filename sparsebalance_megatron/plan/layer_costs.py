@@ -2,7 +2,7 @@
 """Costs of samples layer by layer, for ranks that wait for one another in every layer.
 
 Shape legend: S samples of a global batch, L layers, P pipeline stages, V virtual stages,
-C = P x V chunks; a leading 2: forward and backward.
+C = P x V chunks, F features, X = L + 2 C columns; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class LayerCosts:
         outside_2SC: ms of a sample in the embedding and the output head.
         outside_sequence_2C: of it, what a sequence costs whatever its length.
         together_2SC: ms of a sample in the experts, which the ranks of a lockstep group divide.
+        columns_2XF: ms by feature of each layer without its experts, then of each chunk's embedding
+            and output head, then of each chunk's experts.
     """
 
     chunk_of_layer_L: np.ndarray
@@ -37,6 +39,7 @@ class LayerCosts:
     outside_2SC: np.ndarray
     outside_sequence_2C: np.ndarray
     together_2SC: np.ndarray
+    columns_2XF: np.ndarray
 
     def subset(self, samples: slice) -> LayerCosts:
         """Costs of some of the samples."""

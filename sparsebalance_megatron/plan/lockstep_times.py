@@ -62,12 +62,13 @@ def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:
 
 
 def beside_layers_2EMC(costs: StepCosts, layers: LayerCosts, where: Arrangement) -> np.ndarray:
-    """[2, E, M, C] ms beside the layers' own: of a micro-batch whatever it holds, the slowest
-    member's embedding and head, and experts."""
-    ms_2EMC = slowest_member_2EMX(costs, layers.outside_2SC, np.arange(costs.chunks), where)
-    ms_2EMC += costs.constant_2C[:, None, None]
-    ms_2EMC += _by_member_2EWMX(costs, layers.together_2SC, where).mean(axis=2)
-    return ms_2EMC
+    """[2, E, M, C] ms beside the layers' own: the slowest member's embedding and head, and, on the
+    slowest device, a micro-batch whatever it holds and an equal share of the group's experts."""
+    chunks_C = np.arange(costs.chunks)
+    alike_2EMC = _by_member_2EWMX(costs, layers.together_2SC, where).mean(axis=2)
+    alike_2EMC += costs.constant_2C[:, None, None]
+    alike_2EMC *= _slowness_EWX(costs, chunks_C).max(axis=1)[:, None]
+    return slowest_member_2EMX(costs, layers.outside_2SC, chunks_C, where) + alike_2EMC
 
 
 def slowest_member_2EMX(
@@ -79,9 +80,14 @@ def slowest_member_2EMX(
         chunk_of_X: the chunk that each column belongs to.
     """
     members_2EWMX = _by_member_2EWMX(costs, ms_2SX, where)
-    slowness_RX = costs.slowness_RP[:, chunk_of_X // costs.job.virtual_stages]
-    slowness_EWX = slowness_RX.reshape(-1, costs.job.lockstep_ranks, len(chunk_of_X))
+    slowness_EWX = _slowness_EWX(costs, chunk_of_X)
     return np.asarray((members_2EWMX * slowness_EWX[:, :, None]).max(axis=2))
+
+
+def _slowness_EWX(costs: StepCosts, chunk_of_X: np.ndarray) -> np.ndarray:
+    """Factors on the times of every member of a group in the chunk of each column."""
+    slowness_RX = costs.slowness_RP[:, chunk_of_X // costs.job.virtual_stages]
+    return slowness_RX.reshape(-1, costs.job.lockstep_ranks, len(chunk_of_X))
 
 
 def _by_member_2EWMX(costs: StepCosts, ms_2SX: np.ndarray, where: Arrangement) -> np.ndarray:

@@ -21,8 +21,9 @@ from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
 from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
+from sparsebalance_megatron.plan.segments.cuts import LEAST_GAIN
+from sparsebalance_megatron.plan.segments.lockstep import shorter_in_segments
 from sparsebalance_megatron.plan.segments.planned_segments import (
-    LEAST_GAIN,
     best_segments,
     one_piece_bound_ms,
 )
@@ -94,13 +95,17 @@ def _best_in_lockstep(
         where = Arrangement.of_groups(of_group.samples, cp_size)
         found.append((problem.with_positions(solved.job.micro_batches), where, tuned))
     if problem.plans_cp_sizes or not found:
-        _, where, _ = _best_candidate(problem)
+        _, where, _ = _best_candidate(problem.in_one_piece)
         where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
         found.append((problem, where, problem.tuned_where(where)))
+    if problem.plans_segments and (rows or not problem.plans_cp_sizes):
+        # The first plan has no micro-batch that ranks share.
+        solved, where, tuned = found[0]
+        found.append((solved, *shorter_in_segments(solved, where, tuned)))
 
     def makespan_ms(plan: tuple[StepProblem, Arrangement, TunedBudgets]) -> float:
         solved, where, tuned = plan
-        return rounded_ms(solved.budgets.makespans_ms(tuned.budgets_LS, where).max())
+        return rounded_ms(step_ms(solved, where, tuned.budgets_LS))
 
     solved, where, tuned = min(found, key=makespan_ms)
     return solved, "makespan", where, tuned
@@ -120,7 +125,8 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
             raise
         # The cap may ask for micro-batches that more ranks share.
         return "makespan", *best_cp_sizes(problem, None)
-    cut = best_segments(problem, equal[1]) if problem.plans_segments else None
+    apart = problem.job.lockstep_ranks == 1
+    cut = best_segments(problem, equal[1]) if problem.plans_segments and apart else None
     if (
         cut is not None
         and not problem.plans_cp_sizes

@@ -7,10 +7,10 @@ OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
-SHARE_OF_STEP = 0.04
+SHARE_OF_STEP = 0.02
 """Share of a step's time that searching its placement may take, during the step before."""
 
-SHARE_OF_STEP_FOR_PACKED = 0.10
+SHARE_OF_STEP_FOR_PACKED = 0.06
 """Share where micro-batches hold several samples: there are more placements to tell apart."""
 
 SHARE_OF_STEP_FOR_CP_SIZES = 0.10

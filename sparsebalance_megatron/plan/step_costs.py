@@ -278,24 +278,31 @@ def step_costs(
     scale_2C = scales.scales_2PV.reshape(2, -1)
     per_token_2 = np.array([cost.exchange.ms_per_token(direction) for direction in Direction])
     exchange_2SC = per_token_2[:, None, None] * lengths_S[:, None] * layers_C
-    layers = None
+    layers, sequence_2C = None, coefficients_2CF[..., _SEQUENCES]
     if job.lockstep_ranks > 1:
         scale_2L = scale_2C[:, chunk_of_layer_L]
         experts_2F = _coefficients_2F(cost, Part.EXPERTS)
         layer_2LF = np.where(dense_L[:, None], dense_2F[:, None], sparse_2F[:, None])
         layer_2LF = layer_2LF - experts_2F[:, None]
+        # The group divides all of its experts' work.
+        sequence_2C = sequence_2C - layers_C * experts_2F[:, None, _SEQUENCES]
+        layer_2LF[..., _PAIRS] = np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None])
+        experts_2CF = layers_C[:, None] * experts_2F[:, None]
+        columns_2XF = np.concatenate([layer_2LF, outside_2CF, experts_2CF], axis=1)
+        columns_2XF *= np.concatenate([scale_2L, scale_2C, scale_2C], axis=1)[..., None]
         layers = LayerCosts(
             chunk_of_layer_L=chunk_of_layer_L,
             fixed_2SL=scale_2L[:, None] * fixed_2SX(layer_2LF),
             sequence_2L=scale_2L * layer_2LF[..., _SEQUENCES],
-            pair_2L=scale_2L * np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None]),
+            pair_2L=scale_2L * layer_2LF[..., _PAIRS],
             pair_share_S=np.ones(len(lengths_S)),
             exchange_2SL=np.tile(
                 per_token_2[:, None, None] * lengths_S[:, None], (1, 1, len(dense_L))
             ),
             outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
             outside_sequence_2C=scale_2C * outside_2CF[..., _SEQUENCES],
-            together_2SC=scale_2C[:, None] * fixed_2SX(layers_C[:, None] * experts_2F[:, None]),
+            together_2SC=scale_2C[:, None] * fixed_2SX(experts_2CF),
+            columns_2XF=columns_2XF,
         )
     return StepCosts(
         job=job,
@@ -304,7 +311,7 @@ def step_costs(
         lengths_tokens_S=lengths_S,
         blocks_S=-(-lengths_S // cost.block_size),
         constant_2C=scale_2C * coefficients_2CF[..., _MICRO_BATCHES],
-        sequence_2C=scale_2C * coefficients_2CF[..., _SEQUENCES],
+        sequence_2C=scale_2C * sequence_2C,
         fixed_2SC=scale_2C[:, None] * fixed_2SC,
         token_2C=scale_2C * coefficients_2CF[..., _TOKENS],
         visible_2C=scale_2C * coefficients_2CF[..., _VISIBLE],

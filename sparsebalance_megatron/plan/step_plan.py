@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import batched, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -76,9 +76,10 @@ class Expectation:
     """Predictions of a plan. All times in ms, imbalances are max/mean.
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
-    together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments; empty where
-    all run in one piece. ``rank_makespan_ms``: until the last backward of each rank, or of its
-    lockstep group; times and imbalances of micro-batches and of rank sums are the ranks' own.
+    together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments, of lockstep groups
+    until all its ranks end; empty where all run in one piece. ``rank_makespan_ms``: until the last
+    backward of each rank, or of its lockstep group; times and imbalances of micro-batches and of
+    rank sums are the ranks' own.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been
@@ -109,8 +110,8 @@ class StepPlan:
 
     Invariants, checked by :meth:`validate`: every sample of the global batch appears exactly once;
     every (rank, position) of the job is covered by exactly one micro-batch, and none is empty; no
-    rank's share of a micro-batch exceeds the token cap; budgets are positive, for
-    every layer.
+    rank's share of a micro-batch exceeds the token cap; budgets are positive, for every layer; the
+    micro-batches of a lockstep group at one position have equally many segments.
     """
 
     step: int
@@ -193,6 +194,16 @@ class StepPlan:
                 f"step {self.step}, rank {rank}, micro-batch {position}: in "
                 f"{covered_RM[rank, position]} micro-batches, must be in exactly 1"
             )
+        segments_RM = [
+            [micro_batch.segments for micro_batch in rank.micro_batches]
+            for rank in self._rank_plans
+        ]
+        for group in batched(segments_RM, job.lockstep_ranks):
+            if any(of_rank != group[0] for of_rank in group):
+                raise PlanError(
+                    f"step {self.step}: ranks of a lockstep group have {list(group)} segments by "
+                    "position, must have equally many"
+                )
         if seen != Counter(range(len(lengths_tokens))):
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
             repeated = sorted(sample for sample, count in seen.items() if count > 1)

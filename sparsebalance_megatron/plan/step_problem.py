@@ -162,7 +162,6 @@ class StepProblem:
             and job.pipeline_stages > 1
             and job.virtual_stages == 1
             and job.context_parallel_size == 1
-            and job.lockstep_ranks == 1
         )
 
     @property
@@ -185,6 +184,12 @@ class StepProblem:
             return self
         job = replace(self.job, micro_batches=positions)
         return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
+
+    @property
+    def in_one_piece(self) -> StepProblem:
+        """The problem without segments."""
+        whole = replace(self.plan_settings, max_segments=1)
+        return replace(self, budgets=replace(self.budgets, plan_settings=whole))
 
     @property
     def costs(self) -> StepCosts:

@@ -259,11 +259,16 @@ def model_named(name: str) -> ModelPreset:
     kv_heads = sizes.num_key_value_heads or heads
     if heads % kv_heads:
         raise WorkloadError(f"{path}: num_key_value_heads {kv_heads}: must divide {heads} heads")
+    if sizes.hidden_size % heads and not (sizes.head_dim or sizes.kv_lora_rank):
+        raise WorkloadError(
+            f"{path}: hidden_size {sizes.hidden_size}: {heads} heads do not divide it; correct "
+            "one, or add head_dim"
+        )
     preset = _preset(
         path.resolve().parent.name if path.name == "config.json" else path.stem,
         sizes.num_hidden_layers,
         *(sizes.hidden_size, sizes.intermediate_size, heads, kv_heads),
-        *(sizes.head_dim or max(1, sizes.hidden_size // heads), sizes.vocab_size),
+        *(sizes.head_dim or sizes.hidden_size // heads or 1, sizes.vocab_size),
         tied_embeddings=bool(sizes.tie_word_embeddings),
     )
     shape = replace(preset.shape, experts=_experts(sizes, path))

@@ -187,6 +187,8 @@ SETUPS: Mapping[str, Setup] = {
     "packed": Setup(("prolong",), 8, 4, 1, 4, 512),
     "lockstep-longalign": Setup(("longalign",), 8, 1, 2, 1, 64, lockstep_ranks=8),
     "lockstep-chatqa2": Setup(("chatqa2",), 8, 1, 2, 1, 64, lockstep_ranks=8),
+    "lockstep-pipeline": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 32, lockstep_ranks=8),
+    "lockstep-pipeline-2": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 16, lockstep_ranks=8),
 }
 """Fields in the order of :class:`Setup`. The lockstep setups wait in every layer, as a group of
 expert parallelism does, at the costs of the paper's dense model."""

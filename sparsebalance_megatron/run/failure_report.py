@@ -28,7 +28,7 @@ from types import FrameType
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from sparsebalance_megatron.megatron.compat import last_saved_iteration
+from sparsebalance_megatron.megatron.compat import last_saved_iteration, not_finite_statuses
 from sparsebalance_megatron.run.agreement import shown
 
 QUIET_S = 6.0
@@ -111,7 +111,8 @@ def failure_report(
 ) -> Iterator[None]:
     """Have one rank report an error that ends training, or SIGTERM, and then go on with it.
 
-    KeyboardInterrupt and SystemExit are not reported.
+    KeyboardInterrupt and SystemExit are not reported, but for the status with which Megatron ends
+    where a loss or gradient is not finite.
 
     Args:
         save: where checkpoints go.
@@ -133,7 +134,17 @@ def failure_report(
         signal.signal(signal.SIGTERM, terminate)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except SystemExit as ended:
+        if rank == 0 and ended.code in not_finite_statuses():
+            print(
+                f"sparse balance: Megatron ended training in iteration {iteration()} because a "
+                "loss or gradient was NaN or infinite; its lines above name the rank and the "
+                "place. Lower --lr, or look at that step's samples, before resuming",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # PyTorch's CheckpointException is no Exception
         reports = True

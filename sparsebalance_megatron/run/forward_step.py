@@ -88,6 +88,13 @@ class ForwardStep:
                 "calculate_per_token_loss"
             )
         loss, tokens, report = values
+        if not isinstance(tokens, Tensor):
+            tokens = copied_to(torch.as_tensor(tokens), loss.device)
+        if tokens.is_floating_point():
+            raise ConfigError(
+                f"--sparse-balance: the loss function returned {tokens.dtype} as the number of "
+                "tokens; Megatron adds up whole numbers, return .to(torch.int)"
+            )
         if training:
             self._run().add_loss(loss.detach(), tokens, report)
         return loss, tokens, report

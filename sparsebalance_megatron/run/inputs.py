@@ -107,6 +107,7 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             global_batch_size=sizes.largest,
             calibrate=config.calibration,
+            selection=config.selection,
             clock=time.perf_counter,
         )
         ahead = config.planning == "ahead"

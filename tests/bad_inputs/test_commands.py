@@ -57,7 +57,10 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--max-context-parallel": ("4",),
         "--gigabytes-per-second": ("0", "1e-300", "1e300"),
         "--seq-length": ("0", "-1"),
-        **dict.fromkeys(("--dense-efficiency", "--expert-efficiency"), ("0", "-1", "1.5")),
+        **dict.fromkeys(
+            tuple(f"--{part}-efficiency" for part in ("dense", "sparse", "linear", "expert")),
+            ("0", "-1", "1.5"),
+        ),
         **{"--ep": ("2", "3"), "--num-experts": ("8",), "--gpu-memory": ("0", "-1", "nan")},
         "--model": ("gpt-5", ""),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
@@ -91,6 +94,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--baseline": ("{folder}", "{folder}/nowhere"),
         "--run": ("{folder}", "{folder}/good.jsonl"),
     },
+    f"{PLAN} --model qwen3-30b-a3b": {"--ep": ("0", "-1", "3", "1.5", "256")},
     TO_HF: {"--dtype": ("float8", ""), "--iteration": ("x", "1.5")},
 }
 """Command -> flag -> values of the right type; a refusal names the flag or the value."""

@@ -63,7 +63,7 @@ def test_short_form(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @needs_grouped_flash
-@pytest.mark.parametrize("layout_name", ["dp2", "ep2"])
+@pytest.mark.parametrize("layout_name", ["dp2", "ep2", "fsdp2"])
 def test_end_to_end(layout_name: str, tmp_path: Path) -> None:
     few = ("--quick", "--batches", "1", "--warm-up", "0", "--layout", layout_name)
     (layout,) = _run("end_to_end", *few, json_path=tmp_path / "result.json")["layouts"].values()

@@ -367,6 +367,15 @@ def test_state_of_another_version_is_refused_and_of_another_model_named() -> Non
     assert afresh.startswith("coverage starts afresh: coverage state has budget grid")
 
 
+def test_coverage_that_another_selection_measured_starts_afresh() -> None:
+    made, other = planner(), planner(observed=False, selection="vertical-slash")
+    afresh = other.load_state_dict(made.state_dict())
+    reason = "starts afresh: selection token-query-head measured it"
+    assert afresh == (f"coverage_balance {reason}", f"coverage {reason}")
+    assert not other.coverage.observed_LU.any()
+    assert planner(observed=False).load_state_dict(made.state_dict()) == ()
+
+
 def test_planning_needs_no_torch() -> None:
     """With torch and Megatron blocked, a planner is made through the public functions."""
     program = f"""

@@ -36,8 +36,8 @@ def placed_case(shape, seed, lockstep_ranks, widest):
 
 
 def naive_2RPVM(costs, budgets_LS, where):
-    """A group takes, layer by layer, what its slowest member takes; its experts, what the mean
-    member has."""
+    """A group takes, layer by layer, what its slowest member takes; on the slowest device, what a
+    micro-batch costs whatever it holds and what the mean member has of experts."""
     job, size = costs.job, costs.job.lockstep_ranks
     pairs_LS = costs.block_pairs(budgets_LS)
     held = {}
@@ -72,11 +72,11 @@ def naive_2RPVM(costs, budgets_LS, where):
                         for slow, each in zip(slowness, group, strict=True)
                     )
 
-                ms = costs.constant_2C[direction, chunk]
-                ms += slowest(lambda on_it, chunk=chunk: on_it.outside_2SC[..., chunk])
+                alike = costs.constant_2C[direction, chunk]
+                ms = slowest(lambda on_it, chunk=chunk: on_it.outside_2SC[..., chunk])
                 for layer in np.flatnonzero(costs.chunk_of_layer_L == chunk):
                     ms += slowest(lambda on_it, layer=layer: on_it.own_2SL(pairs_LS)[..., layer])
-                ms += np.mean(
+                alike += np.mean(
                     [
                         own_ms(
                             direction,
@@ -87,7 +87,7 @@ def naive_2RPVM(costs, budgets_LS, where):
                         for each in group
                     ]
                 )
-                ms_2RCM[direction, rank, chunk, position] = ms
+                ms_2RCM[direction, rank, chunk, position] = ms + max(slowness) * alike
     return ms_2RCM.reshape(2, job.data_parallel_size, job.pipeline_stages, -1, job.micro_batches)
 
 
@@ -105,8 +105,7 @@ def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, wi
 def test_a_group_takes_at_least_what_each_member_takes_alone(seed, shape):
     costs, budgets_LS, where = placed_case(shape, seed, 2, 1)
     without_experts = replace(costs.layers, together_2SC=np.zeros_like(costs.fixed_2SC))
-    alike_RP = np.ones_like(costs.slowness_RP)
-    costs = replace(costs, layers=without_experts, slowness_RP=alike_RP)
+    costs = replace(costs, layers=without_experts)
     alone = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     group = group_times(costs, budgets_LS, where).by_micro_batch_2RPVM
     largest = alone.reshape(2, -1, 2, *alone.shape[2:]).max(axis=2).repeat(2, axis=1)

@@ -164,6 +164,7 @@ def test_layers_without_experts_are_those_that_the_config_names(tmp_path: Path) 
         ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000: Expected int <= 10000"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': Expected bool"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5: must divide 32 heads"),
+        ({"hidden_size": 4095, "head_dim": None}, "hidden_size 4095: 32 heads do not divide it"),
     ],
 )
 def test_what_training_refuses_is_named(tmp_path: Path, changes: dict, named: str) -> None:

@@ -2,8 +2,9 @@
 """The entry point with cuts drawn by lot.
 
 A plan is made as ever. Then micro-batches are cut at any blocks, by a generator that all ranks seed
-with the step; the first one always is cut. Start with ``--sparse-balance-device cpu``. Layer norms
-are those of sequence_parallel.py.
+with the step; the first one always is cut. Ranks of a lockstep group cut a position into equally
+many segments, as many as its shortest member has blocks at most. Start with
+``--sparse-balance-device cpu``. Layer norms are those of sequence_parallel.py.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     if most_segments == 1:
         return plan
     generator = np.random.default_rng(step)
-    first, *others = plan.micro_batches
-    block_size = inputs.plan_settings.block_size
-    micro_batches = (
-        cut(first, most_segments, block_size, None),
-        *(cut(each, most_segments, block_size, generator) for each in others),
-    )
-    return replace(plan, micro_batches=micro_batches)
+    block_size, members = inputs.plan_settings.block_size, inputs.job.lockstep_ranks
+    micro_batches: list[MicroBatchPlan] = []
+    for group in range(0, plan.data_parallel_size, members):
+        ranks = [plan.for_rank(rank).micro_batches for rank in range(group, group + members)]
+        for row in zip(*ranks, strict=True):
+            blocks = [blocks_of(each, block_size) for each in row]
+            most = min(most_segments, *blocks)
+            segments = int(generator.integers(1, most + 1)) if micro_batches else min(2, most)
+            micro_batches += [
+                cut(each, segments, own, generator) for each, own in zip(row, blocks, strict=True)
+            ]
+    plan = replace(plan, micro_batches=tuple(micro_batches))
+    plan.validate(inputs.lengths_tokens, inputs.job, inputs.plan_settings)
+    return plan
+
+
+def blocks_of(micro_batch: MicroBatchPlan, block_size: int) -> int:
+    return sum(-(-length // block_size) for length in micro_batch.lengths_tokens)
 
 
 def cut(
-    micro_batch: MicroBatchPlan,
-    most_segments: int,
-    block_size: int,
-    generator: np.random.Generator | None,
+    micro_batch: MicroBatchPlan, segments: int, blocks: int, generator: np.random.Generator
 ) -> MicroBatchPlan:
-    """Cut at drawn blocks; without a generator in two, or in one where there is but one block."""
-    blocks = sum(-(-length // block_size) for length in micro_batch.lengths_tokens)
-    if generator is None:
-        first_blocks = (0, 1) if blocks > 1 else (0,)
-    else:
-        segments = int(generator.integers(1, min(most_segments, blocks) + 1))
-        inner = generator.choice(np.arange(1, blocks), segments - 1, replace=False)
-        first_blocks = (0, *sorted(inner.tolist()))
-    return replace(micro_batch, first_blocks=first_blocks)
+    """Cut at drawn blocks."""
+    inner = generator.choice(np.arange(1, blocks), segments - 1, replace=False)
+    return replace(micro_batch, first_blocks=(0, *sorted(inner.tolist())))
 
 
 if __name__ == "__main__":

@@ -577,10 +577,15 @@ def _by_layer(planned: Any) -> list[list[int]]:
     return [layer.tolist() for micro_batch in micro_batches for layer in micro_batch.budgets_LS]
 
 
+def module_at(name: str, path: str) -> Any:
+    specification = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 def main(kind: str, path: str, output: str, *data_prefix: str) -> None:
-    specification = importlib.util.spec_from_file_location(kind, path)
-    block = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(block)
+    block = module_at(kind, path)
     dist.init_process_group("gloo")
     loop = Trainer(block, Path(output), *data_prefix) if kind == "trainer" else Host(block)
     result: dict[str, Any] = loop.results()

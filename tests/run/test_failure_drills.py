@@ -7,6 +7,7 @@ cannot write its checkpoint, the third finishes, with the losses and plans of ne
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -269,3 +270,13 @@ def _attempt_on_one_rank(directory: Path, *changed: str) -> TrainingRun:
 
 def _saved_step(directory: Path) -> int:
     return int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
+@pytest.mark.distributed
+def test_nan_that_ends_training_is_named(documents: Path, tmp_path: Path) -> None:
+    """Weights of 1e30 after one step; Megatron ends the run by a status of its own."""
+    save = ("--save", str(tmp_path), "--save-interval", "100")
+    run = train(2, documents, "--lr", "1e30", "--clip-grad", "0", *save)
+    assert run.exit_code != 0
+    (line,) = re.findall(r"sparse balance: Megatron ended training in .*", run.output)
+    assert "iteration 2 because a loss or gradient was NaN or infinite" in line

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron import hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.run.forward_step import ForwardStep
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
@@ -77,3 +79,24 @@ def test_a_sequence_is_counted_as_often_as_megatron_divides(
     )
     hooks.count_sequences(packed(member, **changes))
     assert fed == ([counted / context_ranks] * context_ranks if counted else [0.0])
+
+
+def reported(loss: torch.Tensor, tokens: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a run keeps of a training micro-batch whose loss function returns these."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run = SimpleNamespace(add_loss=lambda loss, tokens, report: kept.append((loss, tokens)))
+    step = ForwardStep(None, lambda: run, 10, torch.device("cpu"))  # type: ignore[arg-type]
+    step._loss(lambda output: (loss, tokens, {}), True, loss)
+    return kept
+
+
+@pytest.mark.parametrize("tokens", [0, 7, torch.tensor(7), torch.tensor(7, dtype=torch.int64)])
+def test_a_loss_function_may_count_tokens_in_whole_numbers(tokens: int | torch.Tensor) -> None:
+    ((loss, count),) = reported(torch.tensor(3.0, requires_grad=True), tokens)
+    assert not loss.requires_grad
+    assert count.double() == float(tokens)
+
+
+def test_a_count_of_tokens_that_megatron_cannot_add_up_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"torch.float64 as the number of tokens"):
+        reported(torch.tensor(3.0), torch.tensor(7.0, dtype=torch.float64))

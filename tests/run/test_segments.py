@@ -22,13 +22,22 @@ FEW_ROUNDINGS = 1e-5
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-def test_planned_segments_train(tmp_path: Path) -> None:
-    """The planner itself cuts micro-batches, and the run learns what one piece learns."""
+EXPERT_PARALLEL = """
+    --num-experts 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+    --moe-aux-loss-coeff 0 --expert-model-parallel-size 2"""
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, ""), (4, EXPERT_PARALLEL)])
+def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> None:
+    """The planner itself cuts micro-batches, and the run learns what one piece learns.
+
+    With experts, two ranks wait for each other in every layer, and cut a position alike.
+    """
     documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
     one, four = (
         train(
-            *(2, documents, *PIPELINE, "--sparse-balance-tuning", "off"),
-            *("--global-batch-size", "2", "--sparse-balance-segment-tokens", "32"),
+            *(ranks, documents, *PIPELINE, *experts.split(), "--sparse-balance-tuning", "off"),
+            *("--global-batch-size", str(ranks), "--sparse-balance-segment-tokens", "32"),
             *("--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,
             program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
@@ -43,6 +52,12 @@ def test_planned_segments_train(tmp_path: Path) -> None:
         predicted, found = step.predicted, simulated_timeline(step, "predicted")
         assert found is not None
         assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
+        assert step.segments is not None
+        assert len({tuple(segments) for segments in step.segments}) == 1
+        if experts:
+            # The times of segments are the group's, those of micro-batches each rank's own.
+            assert (step.times_2RPVM("measured") > 0.0).all()
+            continue
         (ms_2PU,) = predicted.segment_ms
         first_U = np.cumsum([0, *step.segments[0][:-1]])
         np.testing.assert_allclose(

@@ -24,6 +24,10 @@ def segmented_bound_ms(problem: StepProblem) -> float:
     *Long samples.* A are the longest ones, as many as make the bound largest. Of the ranks that
     hold them, the slowest does at least the mean of their work.
 
+    Where ranks run in lockstep, a segment takes its group at least what the longest member has, and
+    the group divides its experts: the work of a sample by itself counts a share of them. The mean
+    work of the ranks of a group counts all.
+
     *Sample.* A is one sample. Or A are all: the rank of a sample does its work and, since no
     micro-batch is empty, that of at least M - 1 others.
     """
@@ -31,14 +35,22 @@ def segmented_bound_ms(problem: StepProblem) -> float:
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
     work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
     constant_P, token_P = costs.constant_2C.sum(axis=0), costs.token_2C.sum(axis=0)
+    alone_SP = work_SP
+    if costs.layers is not None:
+        divided = 1.0 - 1.0 / job.lockstep_ranks
+        together_SP = costs.layers.together_2SC[:, longest_S].sum(axis=0)
+        alone_SP = work_SP - divided * together_SP
+        tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
+        # Where experts cost something whatever the tokens, this takes away too much: still a bound.
+        token_P = np.maximum(token_P - divided * (together_SP / tokens_S1).max(axis=0), 0.0)
     tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.plan_settings.segment_tokens)
     passing_SP = tokens_S[:, None] * token_P + constant_P
     way_SP = np.cumsum(passing_SP, axis=1) - passing_SP
     long_SP = np.cumsum(work_SP, axis=0) / job.data_parallel_size + way_SP
-    least_SP = np.sort(work_SP, axis=0)[: job.micro_batches]
-    others_SP = least_SP.sum(axis=0) - np.minimum(work_SP, least_SP[-1])
-    all_SP = np.maximum(long_SP[-1], work_SP + others_SP + way_SP[-1])
+    least_SP = np.sort(alone_SP, axis=0)[: job.micro_batches]
+    others_SP = least_SP.sum(axis=0) - np.minimum(alone_SP, least_SP[-1])
+    all_SP = np.maximum(long_SP[-1], alone_SP + others_SP + way_SP[-1])
     bound_SP = np.maximum(
-        np.maximum(long_SP, work_SP + way_SP) + constant_P, all_SP + job.micro_batches * constant_P
+        np.maximum(long_SP, alone_SP + way_SP) + constant_P, all_SP + job.micro_batches * constant_P
     )
     return float(bound_SP.max() * costs.slowness_RP.min())

@@ -81,6 +81,10 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     and the constants, bound the step (:func:`chain_mixture` finds shares that make this large: it
     sees what filling and emptying a pipeline costs, however small the micro-batches at both ends).
 
+    *Lockstep groups.* The ranks of a group divide their experts' work, which changes no sum over
+    ranks. But of a sample's experts, its own micro-batch takes only as many parts of its group's as
+    ranks share the sample.
+
     Moreover, if a step ends by X, no micro-batch has a cp_size at which its chain takes longer.
     With only the cp_sizes that X leaves, let the bounds of long samples and mixed chains be F(X). A
     step that ends at T has T >= F(T), and F falls; so T > X wherever F(X) > X.
@@ -105,7 +109,7 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
         on_each_2SC = costs.ms_at_cp_size(sample_2SC, np.full(samples, cp_size))
         mixed_WS[place] = cp_size * _least_mixed_ms(on_each_2SC, mixture_2CM)
         work_WSP[place] = cp_size * on_each_2SC.reshape(2, samples, stages, -1).sum(axis=(0, 3))
-        alone_2SC = on_each_2SC + constant_2C[:, None]
+        alone_2SC = on_each_2SC + constant_2C[:, None] - _divided_2SC(costs, cp_size)
         chain_WS[place] = alone_2SC.sum(axis=(0, 2))
         beside_S = np.minimum(beside_S, alone_2SC[:, :, 0].min(axis=0))
         first_2SP = alone_2SC.reshape(2, samples, stages, -1)[..., 0]
@@ -128,6 +132,14 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
         chain_ms_S=chain_ms_S,
         contradicted_ms=placed.largest_contradicted_ms(float(chain_ms_S.max())),
     )
+
+
+def _divided_2SC(costs: StepCosts, cp_size: int) -> np.ndarray | float:
+    """Ms of each sample's experts that other ranks of its lockstep group compute."""
+    if costs.layers is None:
+        return 0.0
+    others = max(0.0, 1.0 - cp_size / costs.job.lockstep_ranks)
+    return np.asarray(others * costs.share_W[cp_size] * costs.layers.together_2SC)
 
 
 def _ways(first_2SP: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ _SHARE_OF_ORDERS = 0.2
 _ENOUGH_OVER_WORK = 1.001
 """Ratio of a step to its mean work at which ranks without a pipeline are as good as equal."""
 _IDLE_ROUNDS = 400
-_IDLE_ROUNDS_PER_SAMPLE = 3
+_IDLE_ROUNDS_PER_SAMPLE = 1
 """Rounds without a gain after which the search ends, whichever is fewer."""
 
 

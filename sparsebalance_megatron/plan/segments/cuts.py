@@ -8,7 +8,8 @@ in numpy.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates,
 P pipeline stages, M micro-batches, U segments of a micro-batch or of all, I samples of all
-micro-batches, E pieces (parts of samples), X places; a leading 2: forward and backward.
+micro-batches, E pieces (parts of samples), X places or columns, Y prefixes; a leading 2: forward
+and backward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from sparsebalance_megatron.plan.pipeline import simulator as pipeline
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
+LEAST_GAIN = 0.99
+"""Segments are used where the step takes less than this share of its time in one piece."""
 _PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
 _LEAST_PLACES = 32
@@ -42,6 +45,26 @@ class Cut(NamedTuple):
     tokens_U: np.ndarray
 
 
+class Columns(NamedTuple):
+    """Parts of the model whose times are told apart, such as stages, and what each takes.
+
+    The ms are of a sequence whatever its length, of a token, of a visible block pair and of a block
+    pair in one layer. ``column_of_L``: the part that each layer belongs to.
+    """
+
+    sequence_2X: np.ndarray
+    token_2X: np.ndarray
+    visible_2X: np.ndarray
+    pair_2X: np.ndarray
+    column_of_L: np.ndarray
+
+    @classmethod
+    def of_chunks(cls, costs: StepCosts) -> Columns:
+        """The chunks of the pipeline."""
+        ms = costs.sequence_2C, costs.token_2C, costs.visible_2C, costs.pair_2C
+        return cls(*ms, costs.chunk_of_layer_L)
+
+
 def cut_at(
     costs: StepCosts,
     budgets_LS: np.ndarray,
@@ -49,6 +72,29 @@ def cut_at(
     first_blocks: Sequence[tuple[int, ...]],
 ) -> list[Cut]:
     """Micro-batches in segments that begin at these blocks; times of an average device."""
+    columns = Columns.of_chunks(costs)
+    ms_2UP, tokens_U = pieces(costs, columns, budgets_LS, micro_batches, first_blocks)
+    ms_2UP += whatever_it_holds_2C(costs)[:, None]
+    ends = accumulate(map(len, first_blocks), initial=0)
+    return [
+        Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
+        for blocks, (first, end) in zip(first_blocks, pairwise(ends), strict=True)
+    ]
+
+
+def whatever_it_holds_2C(costs: StepCosts) -> np.ndarray:
+    """[2, C] ms that a segment takes whatever it holds."""
+    return costs.constant_2C + np.array(costs.segments.operation_ms)[:, None]
+
+
+def pieces(
+    costs: StepCosts,
+    columns: Columns,
+    budgets_LS: np.ndarray,
+    micro_batches: Sequence[MicroBatch],
+    first_blocks: Sequence[tuple[int, ...]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U]."""
     sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     blocks_I = costs.blocks_S[sample_I]
     # All micro-batches end to end, in blocks.
@@ -60,23 +106,17 @@ def cut_at(
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
     bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
-    tokens_2E, ms_22EP = _prefix(costs, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
-    piece_U = np.searchsorted(start_E, start_U)
-    work_2UP = np.add.reduceat(ms_22EP[:, 1] - ms_22EP[:, 0], piece_U, axis=1)
-    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0)
-    ms_2UP = (
-        work_2UP * np.repeat(slowness_M, segments_M)[:, None]
-        + np.diff(piece_U, append=len(start_E))[:, None] * costs.sequence_2C[:, None]
-        + costs.constant_2C[:, None]
-        + np.array(costs.segments.operation_ms)[:, None, None]
+    tokens_2E, ms_22EX = _prefix(
+        costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]
     )
-    tokens_U = np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
-    return [
-        Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
-        for blocks, (first, end) in zip(
-            first_blocks, pairwise([0, *np.cumsum(segments_M).tolist()]), strict=True
-        )
-    ]
+    piece_U = np.searchsorted(start_E, start_U)
+    work_2UX = np.add.reduceat(ms_22EX[:, 1] - ms_22EX[:, 0], piece_U, axis=1)
+    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0)
+    ms_2UX = (
+        work_2UX * np.repeat(slowness_M, segments_M)[:, None]
+        + np.diff(piece_U, append=len(start_E))[:, None] * columns.sequence_2X[:, None]
+    )
+    return ms_2UX, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
 
 
 def makespans_ms(candidates: Sequence[Sequence[Cut]], slowness_RP: np.ndarray) -> np.ndarray:
@@ -99,26 +139,30 @@ def makespans_ms(candidates: Sequence[Sequence[Cut]], slowness_RP: np.ndarray) -
 
 
 def _prefix(
-    costs: StepCosts, budgets_LS: np.ndarray, sample_E: np.ndarray, blocks_XE: np.ndarray
+    costs: StepCosts,
+    columns: Columns,
+    budgets_LS: np.ndarray,
+    sample_E: np.ndarray,
+    blocks_YE: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [X, E] and ms [2, X, E, P] of the first blocks of samples, in one piece.
+    """Tokens [Y, E] and ms [2, Y, E, X] of the first blocks of samples, in one piece.
 
     What a micro-batch and a sequence cost whatever their length is not in it.
     """
-    tokens_XE = np.minimum(blocks_XE * costs.block_size, costs.lengths_tokens_S[sample_E])
-    length_XE = tokens_XE / costs.block_size
-    pairs_PXE = np.stack(
+    tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
+    length_YE = tokens_YE / costs.block_size
+    pairs_XYE = np.stack(
         [
-            costs.work.attended_pairs(length_XE, budgets_LS[of_stage_L][:, None, sample_E]).sum(0)
-            for of_stage_L in (costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None])
+            costs.work.attended_pairs(length_YE, budgets_LS[in_column_L][:, None, sample_E]).sum(0)
+            for in_column_L in (columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None])
             & ~costs.dense_L
         ]
     )
-    visible_XE = costs.work.visible_pairs(length_XE)
-    return tokens_XE, (
-        tokens_XE[..., None] * costs.token_2C[:, None, None]
-        + visible_XE[..., None] * costs.visible_2C[:, None, None]
-        + pairs_PXE.transpose(1, 2, 0) * costs.pair_2C[:, None, None]
+    visible_YE = costs.work.visible_pairs(length_YE)
+    return tokens_YE, (
+        tokens_YE[..., None] * columns.token_2X[:, None, None]
+        + visible_YE[..., None] * columns.visible_2X[:, None, None]
+        + pairs_XYE.transpose(1, 2, 0) * columns.pair_2X[:, None, None]
     )
 
 
@@ -141,7 +185,13 @@ class Places:
         places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
         blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
         blocks_XS = blocks_XS.astype(np.int64)
-        _, ms_2XSP = _prefix(costs, budgets_LS, np.arange(len(costs.blocks_S)), blocks_XS)
+        _, ms_2XSP = _prefix(
+            costs,
+            Columns.of_chunks(costs),
+            budgets_LS,
+            np.arange(len(costs.blocks_S)),
+            blocks_XS,
+        )
         return cls(
             costs=costs,
             budgets_LS=budgets_LS,
@@ -159,7 +209,7 @@ class Places:
     ) -> list[Cut]:
         """Micro-batches in at most so many segments of at least so many tokens, as equal in ms as
         the places allow."""
-        first_blocks = self._first_blocks(micro_batches, segments)
+        first_blocks = self.first_blocks(micro_batches, segments)
         cuts = cut_at(self.costs, self.budgets_LS, micro_batches, first_blocks)
         short = [
             number
@@ -173,7 +223,7 @@ class Places:
                 cuts[number] = cut
         return cuts
 
-    def _first_blocks(
+    def first_blocks(
         self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """First blocks of segments: the places nearest to equal shares of the work."""

@@ -22,12 +22,11 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.segments.lockstep import lockstep_segments_2UP
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
-LEAST_GAIN = 0.99
-"""Segments are used where the step takes less than this share of its time in one piece."""
 _BALANCING_ROUNDS = 3
 """Rounds in which budgets follow from what pipelines take beside their busiest stage."""
 _TIME_HALVINGS = 20
@@ -102,7 +101,11 @@ def segmented_times(
     costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[2, R, P, 1, M] ms of every micro-batch, all its segments together, [R] makespans, and
-    [2, U, P] ms of the segments of all ranks, one after another."""
+    [2, U, P] ms of the segments of all ranks, one after another.
+
+    In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
+    rank's by itself.
+    """
     micro_batches, first_blocks = (
         list(itertools.chain.from_iterable(of)) for of in (where.samples, where.first_blocks)
     )
@@ -115,6 +118,8 @@ def segmented_times(
     first_J = [0, *itertools.accumulate(len(cut.tokens_U) for cut in cuts[:-1])]
     ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
     times_2RPM = ms_2JP.reshape(2, *where.cp_sizes_RM.shape, -1).swapaxes(2, 3)
+    if costs.job.lockstep_ranks > 1:
+        ms_2UP = lockstep_segments_2UP(costs, where, budgets_LS)
     return (
         times_2RPM[:, :, :, None],
         makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP)),

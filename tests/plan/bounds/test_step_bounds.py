@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan.placement.test_lockstep import arguments
 from plan.plan_cases import (
     cost_model,
     costs_without_constants,
     flat,
     job_shape,
     placed,
+    planned,
     random_lengths,
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -53,6 +56,49 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
             costs.micro_batch_ms(sample_2SC, placed(micro_batch_of_S, job))
         ).max()
         assert slowest >= bounds.bound_ms * (1 - 1e-12)
+
+
+def with_experts(cost, row):
+    """The cost model with experts, whose backward takes twice as long."""
+    twice = tuple(2 * value for value in row)
+    return replace(
+        cost,
+        forward_ms={**cost.forward_ms, Part.EXPERTS: row},
+        backward_ms={**cost.backward_ms, Part.EXPERTS: twice},
+    )
+
+
+@given(
+    st.sampled_from([(4, 3, 1, 1), (4, 4, 2, 1), (8, 2, 2, 2), (2, 5, 4, 1), (4, 1, 1, 1)]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 4]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, members, widest):
+    """Devices differ, and a sample's experts take from a little of its time to nearly all."""
+    generator = np.random.default_rng(seed)
+    changes = (
+        {"max_context_parallel": min(widest, shape[0])}
+        if widest > 1
+        else {"plans_positions": bool(generator.integers(2))}
+    )
+    tuning = str(generator.choice(["off", "makespan"]))
+    members, size = min(members, shape[0]), int(generator.integers(1, 3))
+    inputs = arguments(shape, seed, members, size=size, tuning=tuning, **changes)
+    row = generator.uniform(0.0, 0.1), generator.uniform(), 10 ** generator.uniform(-5, -2), 0, 0
+    slowness_RP = generator.uniform(0.7, 1.5, (shape[0], shape[2]))
+    scales = StageScales.of(inputs["scales"].scales_2PV, slowness_RP)
+    expected = planned(
+        **inputs | {"cost": with_experts(inputs["cost"], row), "scales": scales}
+    ).expectation
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+
+
+def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
+    inputs = arguments((4, 3, 1, 1), 0, 4, size=1, tuning="off", plans_positions=False)
+    cost = with_experts(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
+    expected = planned(**inputs | {"cost": cost, "lengths_tokens": [3000] * 12}).expectation
+    assert expected.makespan_ms == pytest.approx(expected.lower_bound_ms)
 
 
 def test_the_chain_of_a_sample_by_hand():

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every flag of training in three groups, modes that set several of them, and a file that may.
+
+Where a flag has a value from several places, the command line wins over the file of
+``--sparse-balance-config``, the file over ``--sparse-balance-mode``, and that over the default.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.json_file import UnreadableFileError, read_text
+
+MODE_FLAG = "--sparse-balance-mode"
+FILE_FLAG = "--sparse-balance-config"
+
+MODES: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "placement": {"tuning": "off"},
+    "paper": {"batching": "latency", "tuning": "anchor"},
+    "baseline": {"batching": "arrival", "tuning": "off"},
+    "fast": {"coverage_target": "threshold"},
+}
+"""Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
+
+OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
+    MODE_FLAG: (
+        ", ".join(f"`{mode}`" for mode in MODES),
+        "What plans do, in one word: balance and tune at held coverage (default), balance at fixed "
+        "budgets (placement), the paper's rule (paper), fixed budgets in order of arrival "
+        "(baseline), tune without holding mean coverage (fast). Single flags win over it.",
+    ),
+    FILE_FLAG: (
+        "`FILE`",
+        "A TOML file of these options by their names without --sparse-balance-, for instance "
+        "base-budget = 16. The command line wins over it.",
+    ),
+}
+"""Flags that set others: their values, and what they mean."""
+
+_FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
+_SOMETIMES_NEEDED = (
+    *("coverage_threshold", "layer_budgets", "selection", "eval_attention", "recompute_attention"),
+    *("max_tokens_per_micro_batch", "max_context_parallel", "max_segments", "overlong"),
+    *("missing_loss_mask", "counted_device"),
+)
+_READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlagGroup:
+    """Fields of :class:`.SparseBalanceConfig` that are read, and shown, together."""
+
+    title: str
+    fields: tuple[Field[Any], ...]
+
+
+def flag_groups() -> tuple[FlagGroup, ...]:
+    """All flags: those that every run needs, some runs, and comparisons and experts."""
+    by_name = {each.name: each for each in fields(SparseBalanceConfig)}
+    rest = tuple(name for name in by_name if name not in (*_FIRST_NEEDED, *_SOMETIMES_NEEDED))
+    titles = {
+        "needed": _FIRST_NEEDED,
+        "needed sometimes": _SOMETIMES_NEEDED,
+        "for comparisons and experts": rest,
+    }
+    return tuple(
+        FlagGroup(title=title, fields=tuple(by_name[name] for name in names))
+        for title, names in titles.items()
+    )
+
+
+def values_text(field: Field[Any]) -> str:
+    """What may follow a flag, in Markdown."""
+    meta = field.metadata.get("argparse_meta", {})
+    if "metavar" in meta:
+        value = f"`{meta['metavar']}`"
+        return f"{value}, or nothing" if meta.get("nargs") == "?" else value
+    kind: Any = field.type
+    if get_origin(kind) is UnionType:
+        (kind,) = (part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    return {bool: "no value", int: "integer", float: "number", str: "text"}[kind]
+
+
+def help_texts() -> dict[str, str]:
+    """Field -> the text under it, from the source: Python keeps no such text."""
+    return dict(_help_texts())
+
+
+def _help_texts() -> Iterator[tuple[str, str]]:
+    (definition,) = ast.parse(inspect.getsource(SparseBalanceConfig)).body
+    assert isinstance(definition, ast.ClassDef)
+    own = {each.name: each for each in fields(SparseBalanceConfig)}
+    for node, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            name = node.target.id
+            given = own[name].metadata.get("argparse_meta", {}).get("help")
+            yield name, given or " ".join(str(after.value.value).split())
+
+
+def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
+    """Fields that the mode and the file on a command line set.
+
+    Raises:
+        ConfigError: naming the file, the option and the remedy.
+    """
+    mode, file = (_value_of(flag, argv) for flag in (MODE_FLAG, FILE_FLAG))
+    # A wrong mode on the command line is argparse's to refuse.
+    return dict(MODES.get(mode or "", {})) if file is None else read_options(Path(file), mode)
+
+
+def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
+    """Fields of :class:`.SparseBalanceConfig` that a TOML file sets, each checked by itself.
+
+    Args:
+        mode: in place of the file's; what it sets gives way to the file's other options.
+
+    Example:
+        A host in Python: ``SparseBalanceConfig(**read_options(path))``.
+
+    Raises:
+        ConfigError: naming the file, the option and the remedy.
+    """
+    place = f"{FILE_FLAG} {path}"
+    try:
+        given = tomllib.loads(read_text(path))
+    except (UnreadableFileError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{place}: {error}; give a TOML file of options") from error
+    known = {each.name: each for each in fields(SparseBalanceConfig)}
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in _READ_BEFORE_THE_FILE:
+            raise ConfigError(f"{place}: {key} is for the command line; give {flag_name(name)}")
+        if name == "mode":
+            if not isinstance(value, str) or value not in MODES:
+                raise ConfigError(f"{place}: mode {value}: must be one of {', '.join(MODES)}")
+        elif name not in known:
+            raise ConfigError(
+                f"{place}: {key} is no option; `sparse-balance flags` shows them, here without "
+                "--sparse-balance-"
+            )
+        else:
+            try:
+                value = msgspec.convert(value, known[name].type)
+                SparseBalanceConfig(**{name: value})
+            except (msgspec.ValidationError, ConfigError) as error:
+                raise ConfigError(f"{place}: {key}: {error}") from error
+        if name in found:
+            raise ConfigError(f"{place}: {key} is given twice; keep one")
+        found[name] = value
+    named = found.pop("mode", "default")
+    return dict(MODES.get(named if mode is None else mode, {})) | found
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """The last value of a flag, as ``--flag value`` or ``--flag=value``."""
+    found = None
+    for word, after in zip(argv, [*argv[1:], None], strict=False):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments of ranks that wait for one another in every layer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    plan_settings,
+    planned,
+    random_lengths,
+)
+
+from sparsebalance_megatron.cost.model import Part
+from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
+from sparsebalance_megatron.plan.lockstep_times import group_times
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.segments.cuts import makespans_ms
+from sparsebalance_megatron.plan.segments.lockstep import group_cuts
+from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
+from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
+
+STAGES = 3
+BLOCK = 64
+EXPERTS_MS = (0.03, 0.001, 3e-4, 0.0, 0.0)
+"""Ms of a layer's forward: per micro-batch, sequence, token, block pair and visible pair."""
+
+
+def cost_with_experts(segments):
+    cost = cost_model(BLOCK)
+    forward_ms = cost.forward_ms | {Part.EXPERTS: EXPERTS_MS}
+    backward_ms = cost.backward_ms | {Part.EXPERTS: tuple(2 * ms for ms in EXPERTS_MS)}
+    return replace(cost, forward_ms=forward_ms, backward_ms=backward_ms, segments=segments)
+
+
+def inputs(lengths, *, ranks=4, members=2, micro_batches=3, seed=0, free=False, **changes):
+    job = replace(job_shape(ranks, micro_batches, stages=STAGES), lockstep_ranks=members)
+    slowness_RP = 1 + 0.3 * np.random.default_rng(seed).random((ranks, STAGES))
+    ones = StageScales.ones(STAGES, 1)
+    free_of_cost = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
+    return {
+        "lengths_tokens": tuple(lengths),
+        "job": job,
+        "cost": cost_with_experts(free_of_cost if free else SegmentCost(operation_ms=(0.01, 0.02))),
+        "scales": replace(ones, slowness_RP=slowness_RP) if seed % 2 else ones,
+        "coverage": coverage_curves(job.layers, seed=seed),
+        "plan_settings": plan_settings(
+            **{
+                "max_segments": 8,
+                "segment_tokens": 256,
+                "coverage_target": "base",
+                **changes,
+            }
+        ),
+    }
+
+
+def in_one_piece(given_):
+    return planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+
+
+def blocks_of(micro_batch):
+    return sum(-(-tokens // BLOCK) for tokens in micro_batch.lengths_tokens)
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 999),
+    kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
+    size=st.sampled_from([1, 2]),
+    members=st.sampled_from([2, 4]),
+    tuning=st.sampled_from(["makespan", "off"]),
+)
+def test_groups_cut_a_position_alike_and_steps_are_never_slower(seed, kind, size, members, tuning):
+    lengths = random_lengths(12 * size, seed, kind=kind)
+    given_ = inputs(lengths, members=members, seed=seed, tuning=tuning)
+    plan, again, whole = planned(**given_), planned(**given_), in_one_piece(given_)
+    assert plan.digest() == again.digest()
+    expected = plan.expectation
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    assert expected.makespan_ms <= whole.expectation.makespan_ms * (1 + 1e-9)
+    assert (
+        expected.coverage_mean
+        >= min(
+            whole.expectation.coverage_mean,
+            in_one_piece(
+                given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")}
+            ).expectation.coverage_mean,
+        )
+        - 1e-9
+    )
+    for group in itertools.batched(range(4), members):
+        rows = zip(*(plan.for_rank(rank).micro_batches for rank in group), strict=True)
+        for row in rows:
+            (segments,) = {each.segments for each in row}
+            assert segments <= min(map(blocks_of, row))
+            if segments > 1:
+                tokens_WU = np.array([each.segment_tokens(BLOCK) for each in row])
+                assert tokens_WU.max(axis=0).min() >= 256
+    ms_R = np.array(expected.rank_makespan_ms).reshape(-1, members)
+    np.testing.assert_array_equal(ms_R, ms_R[:, :1].repeat(members, axis=1))
+
+
+def test_one_long_sample_is_cut_with_its_group_and_the_step_gets_shorter():
+    lengths = [2**16, *[5000] * 3, *[700] * 7, 40]
+    given_ = inputs(lengths, members=4)
+    plan, whole = planned(**given_), in_one_piece(given_)
+    assert plan.expectation.makespan_ms < 0.75 * whole.expectation.makespan_ms
+    (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**16)
+    row = [each for each in plan.micro_batches if each.position == long.position]
+    assert {each.segments for each in row} == {long.segments} and long.segments > 1
+    # The other members' segments may be shorter than the least of one rank.
+    assert min(each.segment_tokens(BLOCK).min() for each in row) < 2**16 / 8
+    for rank in range(4):
+        tokens = [each.segment_tokens(BLOCK) for each in plan.for_rank(rank).micro_batches]
+        assert most_tokens_in_flight(tokens, STAGES) <= 2**16 + 2 * 5000
+
+
+def random_rows(seed, segments):
+    """A problem with a sample at every place, budgets, and equally drawn cuts in each row."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(segments * BLOCK, 5000, 12).tolist()
+    problem = StepProblem.of(PlanInputs(**inputs(lengths, seed=seed, free=True)))
+    budgets_LS = generator.integers(1, 40, (problem.job.layers, 12))
+    where = Arrangement.of_groups(
+        tuple(tuple((rank * 3 + position,) for position in range(3)) for rank in range(4))
+    )
+    blocks_S = problem.costs.blocks_S
+    drawn = tuple(
+        tuple(
+            (0, *sorted(generator.choice(np.arange(1, blocks_S[sample]), segments - 1, False)))
+            for (sample,) in rank
+        )
+        for rank in where.samples
+    )
+    return problem, budgets_LS, replace(where, first_blocks=drawn)
+
+
+@given(st.integers(0, 999))
+def test_one_segment_takes_what_a_whole_micro_batch_takes(seed):
+    problem, budgets_LS, where = random_rows(seed, 1)
+    ms_2RPVM, ms_R, ms_2UP = segmented_times(problem.costs, where, budgets_LS)
+    whole = group_times(problem.costs, budgets_LS, replace(where, first_blocks=()))
+    whole_2RPVM = whole.by_micro_batch_2RPVM
+    np.testing.assert_allclose(
+        ms_2UP.reshape(2, 4, 3, STAGES).swapaxes(2, 3), whole_2RPVM[:, :, :, 0], rtol=1e-9
+    )
+    whole_ms_R = problem.budgets.makespans_ms(budgets_LS, where)
+    # The schedule of segments with one segment each is 1F1B.
+    np.testing.assert_allclose(ms_R, whole_ms_R, rtol=1e-9)
+    assert (ms_2RPVM > 0).all()
+
+
+@given(st.integers(0, 999), st.integers(2, 5))
+def test_segments_of_a_group_add_up_and_wait_for_the_slowest(seed, segments):
+    """All segments together take at least the whole row, and at least every member alone."""
+    problem, budgets_LS, where = random_rows(seed, segments)
+    costs = problem.costs
+    own_2RPVM, _, ms_2UP = segmented_times(costs, where, budgets_LS)
+    group_2RPM = ms_2UP.reshape(2, 4, 3, segments, STAGES).sum(axis=3).swapaxes(2, 3)
+    whole = group_times(costs, budgets_LS, replace(where, first_blocks=()))
+    whole_2RPM = whole.by_micro_batch_2RPVM[:, :, :, 0]
+    assert (group_2RPM >= whole_2RPM * (1 - 1e-9)).all()
+    without = replace(costs.layers, columns_2XF=costs.layers.columns_2XF.copy())
+    without.columns_2XF[:, len(costs.chunk_of_layer_L) + costs.chunks :] = 0.0
+    rows = [tuple(where.samples[rank][0] for rank in (0, 1))]
+    blocks = [tuple(where.first_blocks[rank][0] for rank in (0, 1))]
+    (row,) = group_cuts(replace(costs, layers=without), budgets_LS, rows, blocks, [0])
+    (both,) = group_cuts(costs, budgets_LS, rows, blocks, [0])
+    assert (both.forward_UP > row.forward_UP).all()
+    assert own_2RPVM.shape == (2, 4, STAGES, 1, 3)
+
+
+def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
+    """Two ranks of one group, all placements of four samples, rows in 1 to 3 segments."""
+    lengths = [5000, 900, 300, 200]
+    given_ = inputs(
+        lengths, ranks=2, members=2, micro_batches=2, tuning="off", segment_tokens=64, free=True
+    )
+    problem = StepProblem.of(PlanInputs(**given_))
+    base_LS, blocks_S = problem.budgets.allowed.base_LS, problem.costs.blocks_S
+    least = np.inf
+    for order in itertools.permutations(range(4)):
+        rows = [((order[0],), (order[1],)), ((order[2],), (order[3],))]
+        for numbers in itertools.product((1, 2, 3), repeat=2):
+            blocks = [
+                tuple(tuple(int(blocks_S[s]) * u // many for u in range(many)) for (s,) in row)
+                for row, many in zip(rows, numbers, strict=True)
+            ]
+            cuts = group_cuts(problem.costs, base_LS, rows, blocks, [0, 0])
+            least = min(least, makespans_ms([cuts], np.ones((1, STAGES))).max())
+    assert 0.4 * least < segmented_bound_ms(problem) <= least
+    assert planned(**given_).expectation.makespan_ms <= 1.1 * least
+
+
+def test_a_plan_whose_group_has_unequal_numbers_is_refused():
+    given_ = inputs([2**15] * 12, members=2)
+    plan = planned(**given_)
+    first, *others = plan.micro_batches
+    assert first.segments > 1
+    unequal = replace(plan, micro_batches=(replace(first, first_blocks=(0,)), *others))
+    plan.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])
+    with pytest.raises(PlanError, match="lockstep group"):
+        unequal.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of flags, modes, and options in a file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.flags import MODES, OTHER_FLAGS, flag_groups, read_options
+from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args, config_from_args
+
+
+def config_of(*words: str) -> SparseBalanceConfig:
+    parser = add_sparse_balance_args(ArgumentParser(allow_abbrev=False), words)
+    return config_from_args(parser.parse_args(words))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_flag_is_in_one_group() -> None:
+    found = [each.name for group in flag_groups() for each in group.fields]
+    assert sorted(found) == sorted(each.name for each in fields(SparseBalanceConfig))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_sets_its_fields_and_no_other(mode: str) -> None:
+    expected = asdict(SparseBalanceConfig()) | dict(MODES[mode])
+    assert asdict(config_of("--sparse-balance-mode", mode)) == expected
+    assert asdict(SparseBalanceConfig(**MODES[mode])) == expected  # as a host in Python
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
+    tmp_path: Path, first: bool
+) -> None:
+    path = written(
+        tmp_path / "options.toml",
+        'mode = "paper"\nbase-budget = 16\nblock_size = 64\nbatching = "length"\n',
+    )
+    named = ["--sparse-balance-config", path]
+    single = ["--sparse-balance-base-budget", "8"]
+    config = config_of(*(named + single if first else single + named))
+    assert (config.base_budget, config.block_size) == (8, 64)
+    assert (config.batching, config.tuning) == ("length", "anchor")
+    assert SparseBalanceConfig(**read_options(Path(path))).tuning == "anchor"
+    config = config_of(*named, "--sparse-balance-mode=baseline")
+    assert (config.batching, config.tuning) == ("length", "off")
+
+
+def test_values_keep_their_types(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "options.toml",
+        'plan-ms = 3\nlayer-budgets = "16:2-3 dense:0"\ncoverage-slack = 0.01\nlog-dir = "runs"\n',
+    )
+    config = config_of("--sparse-balance-config", path)
+    assert (config.plan_ms, config.coverage_slack, config.log_dir) == (3.0, 0.01, "runs")
+    assert config.layer_budgets == SparseBalanceConfig(layer_budgets="dense:0 16:2-3").layer_budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base-budgets = 16", "base-budgets is no option"),
+        ('base-budget = "16"', "base-budget: Expected `int`, got `str`"),
+        ("base-budget = 0", "base-budget: --sparse-balance-base-budget 0: must be at least 1"),
+        ("base-budget = true", "base-budget: Expected `int`, got `bool`"),
+        ('batching = "best"', "batching: Invalid enum value 'best'"),
+        ('mode = "fastest"', "mode fastest: must be one of default"),
+        ('mode = ["paper"]', "mode ['paper']: must be one of default"),
+        ("enabled = true", "enabled is for the command line; give --sparse-balance"),
+        ('device = "cpu"', "give --sparse-balance-device"),
+        ("base-budget = 1\nbase_budget = 2", "base_budget is given twice"),
+        ("[table]\nx = 1", "table is no option"),
+        ("base-budget", "give a TOML file"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_option(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "options.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError) as error:
+        config_of("--sparse-balance-config", str(path))
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_no_words_are_the_defaults() -> None:
+    assert config_of() == SparseBalanceConfig()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        read_options(tmp_path / "none.toml")
+
+
+def test_the_command_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flags"]) == 0
+    shown = capsys.readouterr().out
+    flags = [flag_name(each.name) for each in fields(SparseBalanceConfig)]
+    assert all(f"  {flag}  " in shown for flag in (*flags, *OTHER_FLAGS))
