@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quality.arms import ARMS, reference_of
+from quality.arms import ARMS, FIXED, reference_of
 from quality.intervals import difference, of_arm
 from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
@@ -72,8 +72,8 @@ def _setting(found: Mapping[str, Any]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    first, *others = (f"| {' | '.join(line)} |" for line in (header, *rows))
+    return "\n".join([first, f"|---|{'---:|' * (len(header) - 1)}", *others])
 
 
 def _interval(arm: Mapping[str, Any], figure: str, **form: Any) -> str:
@@ -90,7 +90,8 @@ def _difference(arms: Mapping[str, Any], name: str, figure: str, **form: Any) ->
 
 
 def _ordered(arms: Mapping[str, Any]) -> list[str]:
-    return [name for name in ARMS if name in arms]
+    """Arms of the page: tuned ones that select per token and KV head are in the file alone."""
+    return [name for name in ARMS if name in arms and reference_of(name) == FIXED]
 
 
 def _words(task: Task, arms: Mapping[str, Any]) -> str:
