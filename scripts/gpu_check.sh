@@ -101,7 +101,7 @@ for name, ms in kept("cost_table.json").get("attention_ms", {}).items():
 for case, results in kept("kernels.json").get("cases", {}).items():
     for name, found in results.items():
         if isinstance(found, dict):
-            times = [f"{key} {each[\"median_ms\"]:.2f} ms" for key, each in found.items()
+            times = ["{} {:.2f} ms".format(key, each["median_ms"]) for key, each in found.items()
                      if isinstance(each, dict) and "median_ms" in each]
             print(case, name, found.get("error") or ", ".join(times), sep="\t")
 '
