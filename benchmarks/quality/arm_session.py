@@ -33,7 +33,7 @@ Change = Callable[[int, np.ndarray], np.ndarray]
 
 
 JITTERED_PAIRS = 2
-"""Of samples of a step, one with a block more, one with a block less."""
+"""Pairs of samples of a step: one with a block more, one with a block less."""
 
 
 class ArmScheduler:

@@ -54,7 +54,7 @@ class RunSpec:
 
     @property
     def model_seed(self) -> int:
-        """Of the initial weights, alike in all arms."""
+        """Seed of the initial weights, alike in all arms."""
         return 1000 + self.seed
 
     @property

@@ -66,7 +66,7 @@ class Study:
 
     @property
     def length_edges(self) -> tuple[int, ...]:
-        """Of four intervals of documents' tokens, equal in their ratios up to the longest."""
+        """Edges of four intervals of documents' tokens, nearly alike in their ratios."""
         longest = self.longest_tokens
         return (0, *(round(longest * ratio) for ratio in (0.42, 0.56, 0.75)), longest + 1)
 
