@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from harness import PROGRAMS, run_program, write_documents
 
+from sparsebalance_megatron.config import DEFAULT_SELECTION
+
 triton = pytest.importorskip("triton")
 
 FLAGS = (
@@ -64,8 +66,10 @@ def check_waits_and_copies(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.process
-def test_a_step_waits_and_copies_in_the_named_places_alone(tmp_path: Path) -> None:
-    found = _step(tmp_path, *TRITON, capabilities="90")
+@pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "previous-block", "vertical-slash"])
+def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_path: Path) -> None:
+    selects = ("--sparse-balance-selection", selection)
+    found = _step(tmp_path, *TRITON, *selects, capabilities="90")
     check_waits_and_copies(found)
     assert found["compiled"]["90"].keys() == found["launches"].keys()
     assert not found["flash"]

@@ -269,7 +269,8 @@ def _mass_kernel(
         inside_N = tl.load(documents + own_N, mask=own_N >= 0, other=-1) == document
         weight_N = tl.full([SUMMED_BLOCKS], 1.0, tl.float64)
         if not BY_TOKEN:
-            weight_N = tl.load(lengths + block_N, mask=inside_N, other=0).to(tl.float64)
+            # Triton 3.6 compiles no mask here that hangs on another load; mass is 0 elsewhere.
+            weight_N = tl.load(lengths + block_N, mask=block_N < end, other=0).to(tl.float64)
         for part in range(0, parts):
             mass_N = mass + (block_N * parts + part) * COLUMNS
             mass_NJ = tl.load(mass_N[:, None] + column_J[None, :],
