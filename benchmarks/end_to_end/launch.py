@@ -165,4 +165,6 @@ def environment(device: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
-    return found | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    # Megatron refuses FSDP2 with one connection, whatever the device.
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    return found | (on_cpu if device == "cpu" else {})
