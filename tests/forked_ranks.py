@@ -78,7 +78,8 @@ def run_ranks(
         environment: of every rank, whole.
         output: a file that gets what they print; after ``timeout_s`` seconds, also where every
             thread stands that has not ended.
-        imports: modules imported once, before ranks are forked; those of the first call count.
+        imports: modules imported once, before ranks are forked. A call with other modules than the
+            last one's starts the forking process anew.
         begun: is called with the ranks' process ids. Each is the leader of a session of its own.
 
     Returns:
@@ -215,20 +216,28 @@ def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
         process.close()
 
 
-@functools.cache
+_imported: list[str] = []
+"""By the forking process; empty while there is none."""
+
+
 def _server(environment: str, imports: tuple[str, ...]) -> ForkServerContext:
-    """The forking process, started with the environment that decides how libraries load."""
+    """The forking process, started with the first environment, which decides how libraries load."""
+    from multiprocessing import forkserver
+
     context = multiprocessing.get_context("forkserver")
+    if _imported == list(imports):
+        return context
+    # A process has one forking process, which keeps what it imported.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     context.set_forkserver_preload(list(imports))
     own = dict(os.environ)
     os.environ.update(json.loads(environment))
     try:
-        from multiprocessing import forkserver
-
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(own)
+    _imported[:] = imports
     return context
 
 
