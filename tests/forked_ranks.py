@@ -33,7 +33,7 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-IMPORTED_BEFOREHAND = (
+_IMPORTED_BEFOREHAND = (
     "torch",
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -69,7 +69,6 @@ def run_ranks(
     output: Path,
     timeout_s: float,
     folder: Path | None = None,
-    imports: Sequence[str] = IMPORTED_BEFOREHAND,
     begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
@@ -78,8 +77,6 @@ def run_ranks(
         environment: of every rank, whole.
         output: a file that gets what they print; after ``timeout_s`` seconds, also where every
             thread stands that has not ended.
-        imports: modules imported once, before ranks are forked. A call with other modules than the
-            last one's starts the forking process anew.
         begun: is called with the ranks' process ids. Each is the leader of a session of its own.
 
     Returns:
@@ -94,7 +91,7 @@ def run_ranks(
         for rank in range(ranks)
     ]
     where = folder or Path.cwd()
-    return _run(program, environment, places, where, output, output, timeout_s, imports, begun)
+    return _run(program, environment, places, where, output, output, timeout_s, begun)
 
 
 def run_alone(
@@ -156,12 +153,11 @@ def _run(
     stdout: Path,
     stderr: Path,
     timeout_s: float,
-    imports: Sequence[str] = IMPORTED_BEFOREHAND,
     begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """One process per place, which is what its environment has besides."""
     told = json.dumps(dict(environment))
-    context, path = _server(told, tuple(imports)), _path(told)
+    context, path = _server(told), _path(told)
     outputs = (str(stdout), str(stderr))
     for output in outputs:
         Path(output).touch()
@@ -216,28 +212,20 @@ def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
         process.close()
 
 
-_imported: list[str] = []
-"""By the forking process; empty while there is none."""
-
-
-def _server(environment: str, imports: tuple[str, ...]) -> ForkServerContext:
+@functools.cache
+def _server(environment: str) -> ForkServerContext:
     """The forking process, started with the first environment, which decides how libraries load."""
-    from multiprocessing import forkserver
-
     context = multiprocessing.get_context("forkserver")
-    if _imported == list(imports):
-        return context
-    # A process has one forking process, which keeps what it imported.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    context.set_forkserver_preload(list(imports))
+    context.set_forkserver_preload(list(_IMPORTED_BEFOREHAND))
     own = dict(os.environ)
     os.environ.update(json.loads(environment))
     try:
+        from multiprocessing import forkserver
+
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(own)
-    _imported[:] = imports
     return context
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end.launch import environment
-from forked_ranks import IMPORTED_BEFOREHAND, free_port, run_ranks
+from forked_ranks import free_port, run_ranks
 
 from quality.documents import write_documents
 from quality.run_spec import RunSpec
@@ -53,7 +53,6 @@ def execute(spec: RunSpec) -> dict[str, Any]:
         output=output,
         timeout_s=TIMEOUT_S,
         folder=Path(__file__).parents[1],
-        imports=(*IMPORTED_BEFOREHAND, "quality.preload"),
     )
     if code != 0:
         end = "no end in time" if code is None else f"exit code {code}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
@@ -68,6 +68,33 @@ def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
     )
     gradients = torch.autograd.grad(out_THD, inputs, torch.ones_like(out_THD))
     return out_THD.detach(), lse_TH, *gradients
+
+
+def test_lists_in_16_bits_name_blocks_past_token_32767() -> None:
+    """A number of a block fits in 16 bits there, and its first token does not."""
+    queries, tokens = packed_layout([0, 16], 256, "cuda"), 129 * 256 + 16
+    pair = LayoutPair.of_blocks(queries, packed_layout([0, tokens], 256, "cuda"), [129])
+    selection = Selection(
+        indices_QCK=torch.tensor([[[129, 128]]], dtype=torch.int16, device="cuda"),
+        counts_QC=torch.tensor([[2]], dtype=torch.int32, device="cuda"),
+        by_token=False,
+        query_layout=queries,
+        kv_layout=pair.kv_layout,
+        own_block_N=pair.own_block_N,
+    )
+    inputs = [torch.randn(n, 1, 16, device="cuda").requires_grad_() for n in (16, tokens, tokens)]
+    out_THF, _ = block_sparse_attention(
+        *inputs, selection, softmax_scale=0.25, implementation="triton"
+    )
+    gradients = torch.autograd.grad(out_THF.square().sum(), inputs)
+    q_TD, k_TD, v_TF = (x[:, 0].double() for x in inputs)
+    read = torch.ones(16, 272, dtype=torch.bool, device="cuda").tril(256)
+    scores = (q_TD @ k_TD[128 * 256 :].T * 0.25).masked_fill(~read, -torch.inf)
+    exact_TF = scores.softmax(1) @ v_TF[128 * 256 :]
+    torch.testing.assert_close(out_THF[:, 0].double(), exact_TF, rtol=2e-3, atol=2e-3)
+    exact_gradients = torch.autograd.grad(exact_TF.square().sum(), inputs)
+    for ours, exact in zip(gradients, exact_gradients, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("block", [64, 128, 256])

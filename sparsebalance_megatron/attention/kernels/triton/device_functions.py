@@ -94,12 +94,13 @@ def block_extent(starts, ends, block, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def entry_at(entries, place, count):
-    """An entry of a list; 0 past its end.
+    """An entry of a list, in 32 bits; 0 past its end.
 
+    Lists of blocks have 16 bits, in which a block's first token would overflow.
     Loops load the entry of their next turn. Were it loaded in the turn that needs it, tiles could
     not be copied ahead of it, and the copy would be waited for right after it was started.
     """
-    return tl.load(entries + place, mask=place < count, other=0)
+    return tl.load(entries + place, mask=place < count, other=0).to(tl.int32)
 
 
 @triton.jit

@@ -215,7 +215,7 @@ def _query_block_kernel(
     row = block.to(tl.int64) * KV_HEADS + kv_head
     count = tl.load(counts + row)
     entries = indices + row * width
-    head_entry = tl.load(entries, mask=count > 0, other=0)
+    head_entry = entry_at(entries, 0, count)
     own = ((count > 0) & (head_entry == tl.load(own_blocks + block))).to(tl.int32)
     own_start = tl.load(kv_starts + head_entry)
     grid_start = own_start - head_entry * BLOCK_SIZE
