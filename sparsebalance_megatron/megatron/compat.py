@@ -65,6 +65,20 @@ def validated_arguments(add_flags: Callable[..., Any]) -> Namespace:
     return args
 
 
+def keep_built_data_set_helpers() -> None:
+    """Have Megatron use its compiled data set helpers as they are where nothing can build them.
+
+    The wheel ships them without a Makefile, and Megatron's start (``compile_helpers``) ends the run
+    where ``make`` finds none.
+    """
+    import megatron.core.datasets.utils as dataset_utils
+
+    folder = Path(dataset_utils.__file__).parent
+    if (folder / "Makefile").exists() or not any(folder.glob("helpers_cpp*.so")):
+        return
+    dataset_utils.compile_helpers = lambda: None
+
+
 def run_pretrain(
     args: Namespace,
     *,
@@ -81,6 +95,7 @@ def run_pretrain(
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+    keep_built_data_set_helpers()
     keywords: dict[str, Any] = {
         "train_valid_test_dataset_provider": dataset_provider,
         "model_type": ModelType.encoder_or_decoder,
