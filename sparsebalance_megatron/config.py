@@ -104,7 +104,7 @@ class SparseBalanceConfig:
 
     attention: AttentionImplementation = "auto"
     """Attention implementation. On CUDA auto takes what the cost table measured fastest, else the
-    first of flash, triton and gathered blocks or tokens that serves. Name one to compare or to
+    first of triton, flash and gathered blocks or tokens that serves. Name one to compare or to
     debug: it never falls back."""
 
     router: Router = "auto"

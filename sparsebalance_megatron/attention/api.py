@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
 _KERNELS = ("flash", "triton", "blocks", "tokens", "reference")
-AUTOMATIC_ON_CUDA: tuple[AttentionImplementation, ...] = ("flash", "triton")
+AUTOMATIC_ON_CUDA: tuple[AttentionImplementation, ...] = ("triton", "flash")
 """What "auto" tries on CUDA, in this order, before gathered blocks or tokens."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -148,7 +148,7 @@ def block_sparse_attention(
             - "tokens": gathered tokens through torch's products; for every selection by token.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
-            - "auto": on CUDA the first of "flash" and "triton" that serves; else "blocks" or, for
+            - "auto": on CUDA the first of "triton" and "flash" that serves; else "blocks" or, for
               selections by token, "tokens", with a warning on CUDA.
         known: out_THF and lse_TH of an earlier call with the same arguments. They are given back,
             differentiable, and nothing is attended to again: what a recomputed pass can use.

@@ -379,16 +379,18 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _resolve("auto", half, half, selection) == "flash"
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         assert _resolve("auto", half, half, selection) == "triton"
-    said = f'"{other}" on CUDA: "flash" needs .* not 7.5: .* "triton" does not compute in float64'
+        monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+        assert _resolve("auto", half, half, selection) == "flash"
+    said = f'NVIDIA L40S, has 8.9: use "{other}"; "flash" computes in float16 and bfloat16'
     with pytest.warns(UserWarning, match=said):
         assert _resolve("auto", double, double, selection) == other
-    monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
-    with pytest.warns(UserWarning, match=f'NVIDIA L40S, has 8.9: use "{other}"'):
-        assert _resolve("auto", half, half, selection) == other
+    monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    said = f'"{other}" on CUDA: "triton" does not compute in float64: .* "flash" needs .* not 7.5'
+    with pytest.warns(UserWarning, match=said):
+        assert _resolve("auto", double, double, selection) == other
 
 
 def test_the_example_of_the_document_runs() -> None:

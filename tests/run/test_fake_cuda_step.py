@@ -34,7 +34,7 @@ FLAGS = (
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
 )
-TRITON = ("--sparse-balance-attention", "triton")
+FLASH = ("--sparse-balance-attention", "flash")
 STATIC = ("--sparse-balance-context-parallel", "static")
 WAITS = {
     # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
@@ -69,7 +69,7 @@ def check_waits_and_copies(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "previous-block", "vertical-slash"])
 def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_path: Path) -> None:
     selects = ("--sparse-balance-selection", selection)
-    found = _step(tmp_path, *TRITON, *selects, capabilities="90")
+    found = _step(tmp_path, *selects, capabilities="90")
     check_waits_and_copies(found)
     assert found["compiled"]["90"].keys() == found["launches"].keys()
     assert not found["flash"]
@@ -89,7 +89,7 @@ def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_p
 def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
     flags: tuple[str, ...], calls: int, tmp_path: Path
 ) -> None:
-    found = _step(tmp_path, *flags, *TRITON, ranks=2)
+    found = _step(tmp_path, *flags, ranks=2)
     check_waits_and_copies(found)
     # Once for each backward of attention.
     assert found["launches"]["_delta_kernel"] == calls
@@ -108,8 +108,8 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
 def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """What "auto" takes where nothing was measured; the router's kernels are Triton's."""
-    found = _step(tmp_path, *flags, ranks=2 if flags else 1)
+    """The router's kernels are Triton's."""
+    found = _step(tmp_path, *flags, *FLASH, ranks=2 if flags else 1)
     check_waits_and_copies(found)
     assert "_delta_kernel" not in found["launches"]
     assert found["flash"]["aten::_flash_attention_forward"] > 0
@@ -118,5 +118,5 @@ def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
 
 @pytest.mark.nightly
 def test_what_a_step_launches_compiles_for_ampere_and_blackwell(tmp_path: Path) -> None:
-    found = _step(tmp_path, *TRITON, capabilities="80,100")
+    found = _step(tmp_path, capabilities="80,100")
     assert found["compiled"]["80"].keys() == found["compiled"]["100"].keys()
