@@ -69,19 +69,19 @@ def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
 
     Args:
         order_JGK: numbers of blocks inside the document; anything past the ``count_JG`` first.
-        count_JG: how many are read; sizes of 1 are broadcast.
+        count_JG: how many are read; broadcast, and may have dimensions in front of J.
         blocks: W.
 
     Returns:
-        bool [J, G, W].
+        bool [J, G, W], behind the dimensions that ``count_JG`` has in front.
     """
     place_K = torch.arange(order_JGK.shape[2], device=order_JGK.device)
     # What is not read lands in an extra column, which is cut off.
     number_JGK = torch.where(place_K < count_JG[..., None], order_JGK, blocks).long()
     read_JGW = torch.zeros(
-        *order_JGK.shape[:2], blocks + 1, dtype=torch.bool, device=order_JGK.device
+        *number_JGK.shape[:-1], blocks + 1, dtype=torch.bool, device=order_JGK.device
     )
-    return read_JGW.scatter_(2, number_JGK, True)[..., :blocks]
+    return read_JGW.scatter_(-1, number_JGK, True)[..., :blocks]
 
 
 def best_outside(
@@ -96,7 +96,8 @@ def best_outside(
         count_JG1: how many columns are read.
 
     Returns:
-        bool [J, G, X].
+        bool [J, G, X], behind the dimensions that ``read_JGW`` has in front.
     """
-    outside_JGX = candidate_JGX & ~read_JGW.gather(2, block_JGX)
+    block_JGX = block_JGX.expand(*read_JGW.shape[:-1], -1)
+    outside_JGX = candidate_JGX & ~read_JGW.gather(-1, block_JGX)
     return outside_JGX & (outside_JGX.cumsum(-1, dtype=torch.int32) <= count_JG1)
