@@ -19,7 +19,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from sparsebalance_megatron.attention.kernels import dense, flash
 from sparsebalance_megatron.attention.kernels.contract import Kernel
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.select.vertical_slash import VERTICAL_SLASH
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
@@ -111,6 +112,26 @@ def test_flash_launches_by_rounds_of_gathered_rows(
     for launches, operation in ((layer.forward, "forward"), (layer.backward, "backward")):
         assert launches.counted[f"aten::_flash_attention_{operation}"] == 1 + rounds
         assert launches.counted.total() <= 45 + 60 * groups + 25 * rounds, launches.counted
+
+
+def test_columns_are_chosen_and_observed_in_few_launches() -> None:
+    """The router of ``vertical-slash`` is made of torch's operations, on chunks of blocks."""
+    tokens, launches, peak = 65536, Launches(), PeakMemory()
+    with fake_cuda(), peak, launches:
+        layout = packed_layout([0, tokens], 256, CUDA)
+        q, k = (
+            torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (16, 2)
+        )
+        VERTICAL_SLASH.rank(
+            q,
+            VERTICAL_SLASH.summaries(q, k, layout),
+            LayoutPair.within(layout),
+            softmax_scale=SCALE,
+            max_budget=32,
+            observe=True,
+        )
+    assert launches.counted.total() <= 3500, launches.counted
+    assert peak.most <= 1700 << 20
 
 
 def test_flash_needs_little_more_memory_than_triton() -> None:
