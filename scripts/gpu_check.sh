@@ -133,7 +133,8 @@ stage() {
             ;;
         end_to_end)
             limited "${minutes}m" python benchmarks/end_to_end.py --layout gpu-dp4 \
-                --batches 10 --warm-up 4 --json "${OUT}/end_to_end.json" --directory "${OUT}/end_to_end"
+                --batches 10 --warm-up 4 --minutes "$((minutes - 2))" \
+                --json "${OUT}/end_to_end.json" --directory "${OUT}/end_to_end"
             ;;
         sanitizer)
             if ! command -v compute-sanitizer >/dev/null; then

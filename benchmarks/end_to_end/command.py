@@ -92,6 +92,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("both", *LAYOUTS), default="both")
     parser.add_argument("--batches", type=int, help="measured global batches (default: 30)")
     parser.add_argument("--warm-up", type=int, help=f"before those (default: {WARM_UP_BATCHES})")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="end training after that time, and show the batches until then. Default: no limit",
+    )
     parser.add_argument("--seq-length", type=int, help="tokens (default: 8192; on a GPU 32768)")
     parser.add_argument(
         "--variants",
@@ -201,7 +207,13 @@ def measure_layout(
     print(f"{layout.name}: training {order.steps} steps, logs in {directory}", flush=True)
     began_s = time.perf_counter()
     launch.train(
-        layout, variants, order, [*paths, *flags], directory=directory, device=options.device
+        layout,
+        variants,
+        order,
+        [*paths, *flags],
+        directory=directory,
+        device=options.device,
+        minutes=options.minutes,
     )
     training_s = time.perf_counter() - began_s
     batches = read_steps(
@@ -218,7 +230,7 @@ def measure_layout(
         "ranks_in_turn": layout.ranks_in_turn,
         "emulated": layout.ranks_in_turn > 1,
         "seq_length": options.seq_length,
-        "batches": options.batches,
+        "batches": len(batches),
         "warm_up_batches": options.warm_up,
         "training_s": round(training_s, 1),
         "tokens": sum(next(iter(batch.values())).tokens for batch in batches),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import TIMEOUT_MAX, Event, Timer
 
 from end_to_end.layouts import Layout, training_flags
 from end_to_end.variants import StepOrder, Variant
@@ -76,8 +77,11 @@ def train(
     *,
     directory: Path,
     device: str,
+    minutes: float,
 ) -> None:
     """Train all steps; leaves steps.jsonl, rank<R>.jsonl and train.log in ``directory``.
+
+    Training that lasts longer than ``minutes`` is ended, and leaves what it has trained until then.
 
     Raises:
         BenchmarkError: with the end of the output, if training fails.
@@ -98,11 +102,21 @@ def train(
     log = directory / "train.log"
     with _started(command, device) as process, log.open("w", encoding="utf-8") as file:
         assert process.stdout is not None
+        is_cut = Event()
+
+        def cut() -> None:
+            is_cut.set()
+            process.terminate()
+
+        limit = Timer(min(60 * minutes, TIMEOUT_MAX), cut)
+        limit.daemon = True
+        limit.start()
         for line in process.stdout:
             file.write(line)
             if line.startswith(PROGRESS):
                 print(f"  {layout.name}: {line.removeprefix(PROGRESS).strip()}", flush=True)
-        if process.wait():
+        limit.cancel()
+        if process.wait() and not is_cut.is_set():
             file.flush()
             tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
             raise BenchmarkError(f"training failed; the end of {log}:\n{tail}")

@@ -62,16 +62,21 @@ def read_steps(
 ) -> list[dict[str, StepResult]]:
     """Per global batch after ``warm_up``, the result of every variant by name.
 
+    Of training that was cut off, the batches that every variant has trained.
+
     Raises:
-        BenchmarkError: if a step is missing or was not measured in full, or the variants of a batch
-            differ in their tokens.
+        BenchmarkError: if no batch is complete, a step was not measured in full, or the variants of
+            a batch differ in their tokens.
     """
     records = [record for record in _lines(directory / "steps.jsonl") if record["type"] == "step"]
     times = [_lines(path) for path in sorted(directory.glob("rank*.jsonl"))]
-    if not times or {len(found) for found in (records, *times)} != {order.steps}:
+    steps = min(len(found) for found in (records, *times)) if times else 0
+    order = replace(order, batches=min(order.batches, steps // order.variants))
+    if order.batches <= warm_up:
         raise BenchmarkError(
             f"{directory}: {len(records)} steps in steps.jsonl and "
-            f"{[len(found) for found in times]} in rank*.jsonl, expected {order.steps}"
+            f"{[len(found) for found in times]} in rank*.jsonl are no batch of {order.variants} "
+            f"steps after {warm_up} of warm-up"
         )
     shared = _shared_micro_batches(directory)
     found: dict[tuple[int, int], StepResult] = {}
@@ -97,7 +102,9 @@ def read_steps(
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise BenchmarkError(f"{path}: not there; see train.log beside it")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Training that was cut off may have left half a line.
+    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def _shared_micro_batches(directory: Path) -> Counter[int]:
