@@ -331,6 +331,14 @@ def not_finite_statuses() -> tuple[int, int]:
     return machine.EXIT_CODE_RESUME_TO_DISAMBIGUATE, machine.EXIT_CODE_FAILED_ON_RESULT_VALIDATION
 
 
+def saves_for_another_try() -> bool:
+    """Whether Megatron saves because a loss or gradient was not finite twice, and ends then."""
+    from megatron.core import rerun_state_machine as machine
+
+    state = machine.get_rerun_state_machine().state
+    return state is machine.RerunState.WILL_RERUN_FROM_CHECKPOINT
+
+
 def last_saved_iteration(directory: str) -> int | None:
     """Iteration of the last complete checkpoint in a ``--save`` directory; None without one."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename

@@ -28,7 +28,11 @@ from types import FrameType
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from sparsebalance_megatron.megatron.compat import last_saved_iteration, not_finite_statuses
+from sparsebalance_megatron.megatron.compat import (
+    last_saved_iteration,
+    not_finite_statuses,
+    saves_for_another_try,
+)
 from sparsebalance_megatron.run.agreement import shown
 
 QUIET_S = 6.0
@@ -112,7 +116,8 @@ def failure_report(
     """Have one rank report an error that ends training, or SIGTERM, and then go on with it.
 
     KeyboardInterrupt and SystemExit are not reported, but for the status with which Megatron ends
-    where a loss or gradient is not finite.
+    where a loss or gradient is not finite. Without ``save`` it fails before, as it cannot save then;
+    that ends with the same line and status.
 
     Args:
         save: where checkpoints go.
@@ -122,6 +127,16 @@ def failure_report(
         quiet_s: how long the first rank waits for further failures after each.
     """
     reports = False
+
+    def name_not_finite() -> None:
+        if rank == 0:
+            print(
+                f"sparse balance: Megatron ended training in iteration {iteration()} because a "
+                "loss or gradient was NaN or infinite; its lines above name the rank and the "
+                "place. Lower --lr, or look at that step's samples, before resuming",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def terminate(signal_number: int, frame: FrameType | None) -> None:
         if not reports:
@@ -135,19 +150,17 @@ def failure_report(
     try:
         yield
     except SystemExit as ended:
-        if rank == 0 and ended.code in not_finite_statuses():
-            print(
-                f"sparse balance: Megatron ended training in iteration {iteration()} because a "
-                "loss or gradient was NaN or infinite; its lines above name the rank and the "
-                "place. Lower --lr, or look at that step's samples, before resuming",
-                file=sys.stderr,
-                flush=True,
-            )
+        if ended.code in not_finite_statuses():
+            name_not_finite()
         raise
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # PyTorch's CheckpointException is no Exception
         reports = True
+        if saves_for_another_try():
+            name_not_finite()
+            if not save:
+                raise SystemExit(not_finite_statuses()[0]) from None
         failure = failure_of(error, rank, iteration())
         failures = _all_failures(failure, world_size, open_store or _open_store, quiet_s)
         if failures:
