@@ -116,8 +116,8 @@ def failure_report(
     """Have one rank report an error that ends training, or SIGTERM, and then go on with it.
 
     KeyboardInterrupt and SystemExit are not reported, but for the status with which Megatron ends
-    where a loss or gradient is not finite. Without ``save`` it fails before, as it cannot save then;
-    that ends with the same line and status.
+    where a loss or gradient is not finite. Without ``save`` it fails on the way to that status, as
+    it cannot save; the run ends with the same line and status.
 
     Args:
         save: where checkpoints go.
