@@ -33,7 +33,7 @@ def rank_header(**changes: Any) -> RankHeader:
 
 def rank_micro_batch(**changes: Any) -> RankMicroBatch:
     """A short sample that one rank has alone, at a budget of one block."""
-    values = {"position": 0, "width": 1, "member": 0, "lengths_tokens": (8,), "samples": (0,)}
+    values = {"position": 0, "cp_size": 1, "member": 0, "lengths_tokens": (8,), "samples": (0,)}
     unknown = {"budgets": np.ones((1, 1)), "coverage": None, "guarded": 0}
     return RankMicroBatch(**(values | unknown | changes))
 
@@ -83,7 +83,7 @@ def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "plan_wait_ms": 1.0,
         "host_ms": {"plan": 1.0},
         "batching": "latency",
-        "widths": None,
+        "cp_sizes": None,
         "predicted": PREDICTED,
         "measured": MEASURED,
         "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75, "unobserved": 0},

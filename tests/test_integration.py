@@ -84,7 +84,7 @@ def test_rows_on_both_ranks_train_alike(
     for rank in range(2):
         steps = read_steps(directory / "shared", rank)
         held = [each for step in steps for each in step["micro_batches"]]
-        assert {each["member"] for each in held if each["width"] == 2} == {rank}
+        assert {each["member"] for each in held if each["cp_size"] == 2} == {rank}
     steps = read_steps(directory / "shared")
     assert [step["lm_loss"] for step in steps] == pytest.approx(
         two_ranks["shared"]["dense"], rel=FEW_ROUNDINGS

@@ -145,7 +145,7 @@ def in_one_rank(job: Any, ranks: int) -> Any:
 
 
 def one_rank_after_another(plan: StepPlan) -> StepPlan:
-    """All slots on one rank: those of rank 0 first, then those of rank 1, and so on.
+    """All micro-batches on one rank: those of rank 0 first, then those of rank 1, and so on.
 
     The expectation keeps the makespan and the bounds of the ranks planned for.
     """

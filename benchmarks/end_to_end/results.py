@@ -118,7 +118,7 @@ def _shared_micro_batches(directory: Path) -> Counter[int]:
         for record in _lines(path)
         if record["type"] == "step"
         for micro_batch in record["micro_batches"]
-        if micro_batch["width"] > 1 and micro_batch["member"] == 0
+        if micro_batch["cp_size"] > 1 and micro_batch["member"] == 0
     )
 
 
@@ -154,7 +154,7 @@ def _result(
 
 
 def _by_rank(times_DPVM: np.ndarray, ranks_in_turn: int) -> np.ndarray:
-    """The slots of one process dealt back to the ranks it played."""
+    """The micro-batches of one process dealt back to the ranks it played."""
     if ranks_in_turn == 1:
         return times_DPVM
     _, stages, virtual_stages, _ = times_DPVM.shape

@@ -93,7 +93,7 @@ def step_record(step: FinishedStep) -> StepRecord:
     own_2RPVM = measured.own_2RPVM
     work_RPVM = own_2RPVM[0] + own_2RPVM[1]
     waits = measured.waiting_2RPVM is not None
-    widths = _by_rank(planned.plan, "cp_size")
+    cp_sizes = _by_rank(planned.plan, "cp_size")
     return StepRecord(
         iteration=step.iteration,
         iteration_ms=step.iteration_ms,
@@ -102,7 +102,7 @@ def step_record(step: FinishedStep) -> StepRecord:
         host_ms=dict(step.host_ms),
         plan_wait_ms=planned.wait_ms,
         batching=planned.plan.batching,
-        widths=widths if any(size > 1 for of_rank in widths for size in of_rank) else None,
+        cp_sizes=cp_sizes if any(size > 1 for of_rank in cp_sizes for size in of_rank) else None,
         predicted=Predicted(
             **{name: getattr(expectation, name) for name in _EXPECTED},
             rank_makespan_ms=tuple(expectation.rank_makespan_ms),
@@ -203,7 +203,7 @@ def rank_step(
             guarded = int(observed_LS2[..., 1].sum())
         return RankMicroBatch(
             position=position,
-            width=plan.cp_size,
+            cp_size=plan.cp_size,
             member=place.data_parallel_rank - plan.rank,
             samples=planned.samples[list(plan.samples)].tolist(),
             lengths_tokens=plan.lengths_tokens,

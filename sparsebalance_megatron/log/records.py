@@ -184,9 +184,9 @@ class Recompute(Struct, frozen=True, kw_only=True):
 class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     """One step of all ranks: planned, expected, measured. Times in ms.
 
-    ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
-    none was shared. ``segments``: by rank, segments of each of its micro-batches; only where stages
-    ran segments.
+    ``cp_sizes``: by rank and position, how many neighbouring ranks shared the micro-batch; None
+    where none was shared. ``segments``: by rank, segments of each of its micro-batches; only where
+    stages ran segments.
     """
 
     iteration: Count
@@ -196,7 +196,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     host_ms: dict[str, Milliseconds]
     plan_wait_ms: Milliseconds
     batching: str
-    widths: tuple[tuple[Count, ...], ...] | None
+    cp_sizes: tuple[tuple[Count, ...], ...] | None
     predicted: Predicted
     measured: Measured
     coverage: StepCoverage
@@ -219,8 +219,12 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                 raise ValueError(
                     f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
                 )
-        if self.widths is not None and not _are_groups(self.widths, self.shape[0], self.shape[3]):
-            raise ValueError(f"widths {str(self.widths)[:60]} are no groups of neighbouring ranks")
+        if self.cp_sizes is not None and not _are_groups(
+            self.cp_sizes, self.shape[0], self.shape[3]
+        ):
+            raise ValueError(
+                f"cp_sizes {str(self.cp_sizes)[:60]} are no groups of neighbouring ranks"
+            )
         if self.segments and (
             len(self.segments) != self.shape[0]
             or self.shape[2] != 1
@@ -246,9 +250,9 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     @property
     def cp_sizes_RM(self) -> np.ndarray:
-        if self.widths is None:
+        if self.cp_sizes is None:
             return unshared(self.shape[0], self.shape[3])
-        return np.array(self.widths)
+        return np.array(self.cp_sizes)
 
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
@@ -347,13 +351,13 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
 class RankMicroBatch(Struct, frozen=True, kw_only=True):
     """A micro-batch as one rank ran it: budgets in blocks, coverage the mean over its layers.
 
-    It lay on ``width`` neighbouring ranks, of which this was number ``member``; coverage is None on
-    all of them but member 0, and where the rank has no layers. ``samples``: their numbers in the
+    It lay on ``cp_size`` neighbouring ranks, of which this was number ``member``; coverage is None
+    on all of them but member 0, and where the rank has no layers. ``samples``: their numbers in the
     data. ``guarded``: (sample, layer) pairs whose budget the guard raised.
     """
 
     position: Count
-    width: Length
+    cp_size: Length
     member: Count
     samples: tuple[Count, ...]
     lengths_tokens: Annotated[tuple[Length, ...], Meta(min_length=1)]
@@ -459,15 +463,15 @@ def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:
     return known if len(known) == len(values) else None
 
 
-def _are_groups(widths: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
+def _are_groups(cp_sizes: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
     """Whether the ranks fall into aligned groups of powers of two at every position."""
-    if len(widths) != ranks or any(len(of_rank) != positions for of_rank in widths):
+    if len(cp_sizes) != ranks or any(len(of_rank) != positions for of_rank in cp_sizes):
         return False
-    for cp_sizes in zip(*widths, strict=True):
+    for sizes in zip(*cp_sizes, strict=True):
         rank = 0
         while rank < ranks:
-            size = cp_sizes[rank]
-            members = cp_sizes[rank : rank + size]
+            size = sizes[rank]
+            members = sizes[rank : rank + size]
             if not is_power_of_two(size) or rank % size or members != (size,) * size:
                 return False
             rank += size

@@ -57,8 +57,8 @@ def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostT
     assert faster.exchange.ms_per_byte == pytest.approx(ms_per_byte(50.0) / 4)
 
 
-def test_widths_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostTable]) -> None:
-    """A byte takes as long at a width as was measured there."""
+def test_groups_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostTable]) -> None:
+    """A byte takes as long in a group of a size as was measured there."""
     rows = tuple(
         ExchangeRow(width=width, received_bytes=10**6, ms_median=ms, ms_spread=0.0, repeats=3)
         for width, ms in ((8, 0.4), (2, 0.01), (4, 0.012))

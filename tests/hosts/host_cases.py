@@ -71,8 +71,8 @@ class FakePlan:
         import numpy as np
 
         self.name = name
-        slots = [SimpleNamespace(budgets_LS=np.array([row, row])) for row in lengths]
-        self.plan = SimpleNamespace(for_rank=lambda _: SimpleNamespace(micro_batches=slots))
+        micro_batches = [SimpleNamespace(budgets_LS=np.array([row, row])) for row in lengths]
+        self.plan = SimpleNamespace(for_rank=lambda _: SimpleNamespace(micro_batches=micro_batches))
 
     def pinned(self) -> FakePlan:
         return self

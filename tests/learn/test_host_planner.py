@@ -95,7 +95,7 @@ def test_every_sample_is_placed_once_under_the_cap(
 
 
 def test_no_fewer_micro_batches_would_do() -> None:
-    """Six samples of three fifths of the cap need a slot each; two ranks, three micro-batches."""
+    """Two ranks with six samples of three fifths of the cap need three micro-batches each."""
     plan = planner().plan([LONGEST * 3 // 5] * 6).plan
     assert len(plan.for_rank(0).micro_batches) == 3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waiting inside shared slots leaves of measured times, and what is learnt from them."""
+"""What waiting inside shared micro-batches leaves of measured times, and what these teach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE_RPVM = (4, 2, 1, 6)
 
 
 def micro_batches(cp_sizes_RM: np.ndarray) -> list[MicroBatchPlan]:
-    """One slot for every group of ranks at every position."""
+    """One micro-batch for every group of ranks at every position."""
     return [
         MicroBatchPlan(
             samples=(0,),
@@ -68,7 +68,7 @@ def test_a_step_without_shared_micro_batches_stays_as_it_is() -> None:
 @settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1.3, 1.6]))
 def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: float) -> None:
-    """One device is slower, or none; every second rank comes early to shared slots."""
+    """One device is slower, or none; every second rank comes early to shared micro-batches."""
     generator = np.random.default_rng(seed)
     learner = DeviceSlowness(*SHAPE_RPVM[:2])
     slowness_RP = np.ones(SHAPE_RPVM[:2])
@@ -94,7 +94,7 @@ def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: flo
 
 
 def in_step(work_2RPVM: np.ndarray, slowness_RP: np.ndarray, shared_RPVM: np.ndarray) -> np.ndarray:
-    """Times on devices so slow; those of shared slots are as long as on the slowest."""
+    """Times on devices so slow; those of shared micro-batches are as long as on the slowest."""
     times_2RPVM = work_2RPVM * slowness_RP[..., None, None]
     return np.where(shared_RPVM, pairs(times_2RPVM, np.max), times_2RPVM)
 

@@ -216,7 +216,7 @@ def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "micro_batches": [
             {
                 "position": 0,
-                "width": 1,
+                "cp_size": 1,
                 "member": 0,
                 "samples": [7, 8],
                 "lengths_tokens": [100, 20],

@@ -171,15 +171,15 @@ def shared_first_position() -> dict[str, Any]:
 
 def test_who_shared_a_row_comes_back() -> None:
     record = shared_first_position()
-    assert record["widths"] == [[2, 1], [2, 1]]
+    assert record["cp_sizes"] == [[2, 1], [2, 1]]
     assert step_from(record).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
     alone = written()
-    assert alone["widths"] is None
+    assert alone["cp_sizes"] is None
     assert step_from(alone).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
-    ("widths", "possible"),
+    ("cp_sizes", "possible"),
     [
         ([[2], [2], [1], [1], [1]], True),
         ([[1], [1], [2], [2]], True),
@@ -194,16 +194,16 @@ def test_who_shared_a_row_comes_back() -> None:
         ("two", False),
     ],
 )
-def test_groups_are_powers_of_two_at_multiples_of_their_width(widths: Any, possible: bool) -> None:
-    record = written() | {"widths": widths}
-    times = np.ones((len(widths), 1, 1, 1)).tolist()
+def test_groups_are_powers_of_two_at_multiples_of_their_size(cp_sizes: Any, possible: bool) -> None:
+    record = written() | {"cp_sizes": cp_sizes}
+    times = np.ones((len(cp_sizes), 1, 1, 1)).tolist()
     for side in ("predicted", "measured"):
         busy_ms = [1.0] * len(times)
         record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}
     if possible:
         assert step_from(record).cp_sizes_RM.max() == 2
     else:
-        with pytest.raises(DamagedLineError, match="widths"):
+        with pytest.raises(DamagedLineError, match="cp_sizes"):
             step_from(record)
 
 
@@ -302,7 +302,7 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
         executed_and_grown_O2=np.empty((0, 2)),
     )
     read = of_rank(record).micro_batches
-    assert [(each.width, each.member) for each in read] == [(2, 1), (1, 0)]
+    assert [(each.cp_size, each.member) for each in read] == [(2, 1), (1, 0)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
 
 

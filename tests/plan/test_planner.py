@@ -254,7 +254,7 @@ def test_published_latency_batching_is_not_searched():
     assert plan.batching == "latency"
     for rank in (0, 1):
         firsts = [micro_batch.samples[0] for micro_batch in plan.for_rank(rank).micro_batches]
-        assert firsts == sorted(firsts), "slots run in the order of their first sample"
+        assert firsts == sorted(firsts), "micro-batches run in the order of their first sample"
 
 
 def test_search_follows_the_step_that_it_is_for():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point with widths drawn by lot, by another lot on rank 1 from the third step on.
+"""The entry point with cp_sizes drawn by lot, by another lot on rank 1 from the third step on.
 
 Start with ``--sparse-balance-device cpu``.
 """

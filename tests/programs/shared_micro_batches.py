@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point with widths drawn by lot: rows lie on any ranks that groups exist for.
+"""The entry point with cp_sizes drawn by lot: micro-batches are on any ranks that groups exist for.
 
 A plan for narrow rows, or for rows as wide as the context-parallel groups, is made as ever; then
 neighbours at a position merge their rows, by a generator that all ranks seed with the step. Where a
@@ -27,7 +27,7 @@ from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 
 def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
-    """A plan of the inputs' own ranks and positions, whose widths are drawn."""
+    """A plan of the inputs' own ranks and positions, whose cp_sizes are drawn."""
     job, plan_settings = inputs.job, inputs.plan_settings
     group = job.context_parallel_size
     narrow = replace(
@@ -73,7 +73,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
 def drawn(
     micro_batches: list[MicroBatchPlan], widest: int, generator: np.random.Generator
 ) -> list[MicroBatchPlan]:
-    """The slots of one position, merged and split by lot."""
+    """The micro-batches of one position, merged and split by lot."""
     cp_size = micro_batches[0].cp_size
     while 2 * cp_size <= widest:
         cp_size *= 2
@@ -88,7 +88,7 @@ def drawn(
 def pairwise_merged(
     pair: tuple[MicroBatchPlan, ...], cp_size: int, generator: np.random.Generator
 ) -> tuple[MicroBatchPlan, ...]:
-    """The pair, or one slot of the given width where both have half of it."""
+    """The pair, or one micro-batch of the given cp_size where both have half of it."""
     halves = [micro_batch.cp_size for micro_batch in pair] == [cp_size // 2] * 2
     return (merged(*pair),) if halves and generator.random() < 0.6 else pair
 
@@ -109,7 +109,7 @@ def merged(*micro_batches: MicroBatchPlan) -> MicroBatchPlan:
 
 
 def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBatchPlan]:
-    """The slot, or its halves on half of its ranks each."""
+    """The micro-batch, or its halves on half of its ranks each."""
     if micro_batch.cp_size == 1 or len(micro_batch.samples) < 2 or generator.random() < 0.7:
         return [micro_batch]
     half, cut = micro_batch.cp_size // 2, len(micro_batch.samples) // 2

@@ -400,7 +400,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
         _assert_plans_positions(run, tmp_path)
     elif name in SHARED_ROWS:
         assert (
-            max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
+            max(row["cp_size"] for log in logs for step in log for row in step["micro_batches"]) > 1
         )
     else:
         _assert_runs_in_segments(run, in_lockstep="--expert-model-parallel-size" in layout.flags)

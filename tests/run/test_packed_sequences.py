@@ -55,7 +55,7 @@ def samples(lengths: list[int]) -> list[Sample]:
 
 
 def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, PackedSequence]]:
-    """Every member's slice and row, on ranks that begin at twice the width."""
+    """Every member's slice and row, on ranks that begin at twice the cp_size."""
     found = []
     for rank in range(2 * cp_size, 3 * cp_size):
         packing = SequencePacking(

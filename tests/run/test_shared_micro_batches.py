@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose rows lie on several ranks: evaluation, resuming with other widths, and failures.
+"""Runs whose micro-batches are shared by ranks: evaluation, resuming with other cp_sizes, failures.
 
 That layouts train alike is for test_matrix.
 """

@@ -305,7 +305,7 @@ def _piece(name: str, view: Timeline, place: Place, span: Span) -> Piece:
     )
     text, backward = "", span.direction == "backward"
     if held is not None:
-        title += f", {held.tokens // held.width:,} tokens"
+        title += f", {held.tokens // held.cp_size:,} tokens"
         if held.budgets_LS.size:
             # The mean over a stage's layers, in blocks.
             budget = float(held.budgets_LS[:, int(np.argmax(held.lengths_tokens))].mean())
@@ -317,7 +317,7 @@ def _piece(name: str, view: Timeline, place: Place, span: Span) -> Piece:
         ms=span.ms,
         text=text,
         title=title,
-        marked=held is not None and held.width > 1,
+        marked=held is not None and held.cp_size > 1,
     )
 
 

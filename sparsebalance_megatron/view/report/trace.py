@@ -181,8 +181,8 @@ def _span_arguments(place: Place, span: Span, record: StepRecord, timeline: Time
 
 def _held_arguments(held: RankMicroBatch) -> Event:
     found: Event = {"tokens": held.tokens, "lengths_tokens": list(held.lengths_tokens)}
-    if held.width > 1:
-        found |= {"ranks_of_row": held.width, "member_of_row": held.member}
+    if held.cp_size > 1:
+        found |= {"cp_size": held.cp_size, "member": held.member}
     if held.budgets_LS.size:
         found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
         found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()

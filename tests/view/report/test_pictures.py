@@ -54,8 +54,8 @@ def test_bars_of_ranks_have_the_parts_of_their_mean_step(tmp_path: Path) -> None
     assert rank_bars({"this run": ()}) is None
 
 
-def view(width: int) -> Timeline:
-    """Two ranks share position 1 where ``width`` is 2."""
+def view(cp_size: int) -> Timeline:
+    """Two ranks share position 1 where ``cp_size`` is 2."""
     spans = [
         Span(way, 0, m, at, at + 1.0)
         for m in (0, 1)
@@ -68,10 +68,10 @@ def view(width: int) -> Timeline:
                     position=position,
                     lengths_tokens=(100, 400),
                     budgets=np.array([[1.0, 7.0]]),
-                    width=of,
+                    cp_size=of,
                     member=rank % of,
                 )
-                for position, of in enumerate((1, width))
+                for position, of in enumerate((1, cp_size))
             )
         )
         for rank in (0, 1)

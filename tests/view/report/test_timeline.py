@@ -173,7 +173,7 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])
     predicted = forward_2M[:, None, None, :]
-    shared = replace(times(predicted, predicted), widths=((1, 2), (1, 2)))
+    shared = replace(times(predicted, predicted), cp_sizes=((1, 2), (1, 2)))
     # Without a pipeline a micro-batch runs backward, twice as long, before the next one begins.
     expected = {0: [(0, 1), (1, 3), (9, 11), (11, 15)], 1: [(0, 3), (3, 9), (9, 11), (11, 15)]}
     for found in (simulated_timeline(shared, "predicted"), measured_timeline(shared, {})):
