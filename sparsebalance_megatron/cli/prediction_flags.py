@@ -160,7 +160,7 @@ def _add_rate_flags(parser: _ActionsContainer) -> None:
     )
     for name, text in (
         ("dense", "dense attention"),
-        ("sparse", "sparse attention and its router"),
+        ("sparse", "sparse attention and its router, 0.35 where queries of a block share a list"),
         ("linear", "projections, dense MLPs and the head"),
         ("expert", "products of routed experts"),
     ):

@@ -21,7 +21,7 @@ from sparsebalance_megatron.config import (
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.experts import exchange_ms_per_token
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, DEVICES, Efficiency
+from sparsebalance_megatron.cost.rates import DEVICES, Efficiency, selection_efficiency
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import CostTableError, ModelShape
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
@@ -151,7 +151,7 @@ class CostModel:
         *,
         selection: str = DEFAULT_SELECTION,
         device: CountedDevice = DEFAULT_COUNTED_DEVICE,
-        efficiency: Efficiency = DEFAULT_EFFICIENCY,
+        efficiency: Efficiency | None = None,
         expert_parallel_size: int = 1,
         gigabytes_per_second: float | None = None,
     ) -> CostModel:
@@ -162,9 +162,11 @@ class CostModel:
         Experts are counted by their shapes, with the exchange of tokens in both directions.
 
         Args:
+            efficiency: None takes the selection's.
             gigabytes_per_second: at which ranks exchange; None takes the nominal rates.
         """
         work = work_model_named(selection)
+        efficiency = efficiency or selection_efficiency(selection)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size

@@ -34,14 +34,15 @@ class Efficiency:
         dense: dense attention. FlashAttention-3 reaches up to 0.75 forward on an H100
             (arXiv:2407.08608), FlashAttention-2 0.5 to 0.73 on an A100 (arXiv:2307.08691); backward
             is slower.
-        sparse: block-sparse attention and its router. Assumed: measured on no GPU.
+        sparse: block-sparse attention and its router. Measured at 65,536 tokens and budget 32, head
+            dim 128 (research/kernels.md): 0.13 where every token has lists of its own, on an H200.
         linear: projections, dense MLPs, shared experts and the head. Assumed; it leaves room for
             norms and activations, which are not counted.
         experts: products of routed experts, which are small. Assumed.
     """
 
     dense: float = 0.6
-    sparse: float = 0.3
+    sparse: float = 0.13
     linear: float = 0.5
     experts: float = 0.4
 
@@ -53,3 +54,11 @@ class Efficiency:
 
 
 DEFAULT_EFFICIENCY = Efficiency()
+OF_BLOCK_LISTS = Efficiency(sparse=0.35)
+"""Where queries of a block share a list: 0.34 to 0.39 on an H100, without the router."""
+
+
+def selection_efficiency(selection: str) -> Efficiency:
+    """Shares of the peak that are counted for a selection; a package's own counts as by token."""
+    by_block = selection in ("previous-block", "vertical-slash", "vertical-slash-last-queries")
+    return OF_BLOCK_LISTS if by_block else DEFAULT_EFFICIENCY

@@ -13,7 +13,7 @@ import msgspec
 from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, DEFAULT_SELECTION, CountedDevice
 from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
+from sparsebalance_megatron.cost.rates import Efficiency
 from sparsebalance_megatron.cost.table import ModelShape, latent_attention_weights
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.predict.lengths import WorkloadError
@@ -58,7 +58,7 @@ def counted_cost(
     expert_parallel_size: int = 1,
     selection: str = DEFAULT_SELECTION,
     device: CountedDevice = DEFAULT_COUNTED_DEVICE,
-    efficiency: Efficiency = DEFAULT_EFFICIENCY,
+    efficiency: Efficiency | None = None,
     gigabytes_per_second: float | None = None,
 ) -> CostModel:
     """A model's counted operations at a device's rates, and exchanges at a bandwidth.

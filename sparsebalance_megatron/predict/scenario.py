@@ -11,7 +11,7 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.experts import RANKS_PER_NODE
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
+from sparsebalance_megatron.cost.rates import Efficiency
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.lengths import (
@@ -39,7 +39,7 @@ class Scenario:
         max_context_parallel: ranks that may share a micro-batch; None stands for a node's.
         cap_tokens: of a rank's share of a micro-batch.
         longest_tokens: the longest sample that coverage is known of.
-        efficiency: at which operations are counted.
+        efficiency: at which operations are counted; None takes the selection's.
         measured: costs of a table, in place of counted ones.
         expert_parallel_size: ranks that divide the routed experts.
         sharded_parameters: whether all ranks share weights, as with fully sharded data parallelism.
@@ -60,7 +60,7 @@ class Scenario:
     sharded_parameters: bool = False
     lockstep_ranks: int = 1
     recompute: Recompute = "none"
-    efficiency: Efficiency = DEFAULT_EFFICIENCY
+    efficiency: Efficiency | None = None
     measured: CostModel | None = None
 
     def workload(self, batches: tuple[tuple[int, ...], ...]) -> Workload:
@@ -134,6 +134,7 @@ class Scenario:
                 block_size=self.config.block_size,
                 tensor_parallel_size=self.tensor_parallel_size,
                 expert_parallel_size=self.expert_parallel_size,
+                selection=self.config.selection,
                 device=self.config.counted_device,
                 efficiency=self.efficiency,
                 gigabytes_per_second=self.config.gigabytes_per_second,

@@ -78,6 +78,17 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("selection", "share"), [("token-query-head", 0.13), ("previous-block", 0.35)]
+)
+def test_sparse_attention_is_counted_as_its_lists_were_measured(
+    selection: str, share: float, identity: RunIdentity
+) -> None:
+    model = CostModel.analytic(identity.shape, 128, selection=selection)
+    assert model.efficiency is not None and model.efficiency.sparse == share
+    assert f"sparse {share:.0%}" in model.source
+
+
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape

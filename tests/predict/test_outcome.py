@@ -11,7 +11,7 @@ import pytest
 from predict.predict_cases import scenario
 
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.rates import Efficiency
+from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.models import MODELS
 from sparsebalance_megatron.predict.outcome import Outcome, break_even_slowness, predict
@@ -82,7 +82,7 @@ def test_at_the_break_even_sparse_and_dense_steps_take_as_long() -> None:
     other = workload(config={"base_budget": 4}, efficiency=Efficiency(sparse=0.2))
     sparse = best_row(other).of(other)
     again = break_even_slowness(sparse, predict(sparse), outcomes[1])
-    assert 0.2 / again == pytest.approx(0.3 / slowness, rel=0.05)
+    assert 0.2 / again == pytest.approx(DEFAULT_EFFICIENCY.sparse / slowness, rel=0.05)
 
 
 def test_a_job_that_cannot_gain_has_no_break_even() -> None:
