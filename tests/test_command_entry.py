@@ -71,7 +71,7 @@ def test_a_signal_leaves_no_partial_data_set(
         with DatasetWriter(str(tmp_path / "train"), vocab_size=100, overwrite=False) as writer:
             writer.add(np.arange(5), np.ones(5, np.uint8))
             assert len(list(tmp_path.iterdir())) == 2
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             raise AssertionError("the signal came late")
 
     assert ends_in_one_line("program", prepare) == 128 + number
