@@ -12,6 +12,7 @@ from sparsebalance_megatron.cli.output import print_json, print_wrapped
 from sparsebalance_megatron.cli.prediction_flags import (
     add_layout_flags,
     add_prediction_flags,
+    add_segment_flags,
     check_flags,
     costs_of,
     progress_bar,
@@ -54,6 +55,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "Coverage is the prior (k/n)^0.35: no training run is read."
     )
     add_layout_flags(parser, required=True)
+    add_segment_flags(parser)
     for flag, choices in (("--batching", Batching), ("--tuning", Tuning)):
         parser.add_argument(
             flag,
@@ -82,9 +84,17 @@ def run(arguments: Namespace) -> int:
         block_size=arguments.block_size or costs.block_size,
         base_budget=arguments.base_budget,
     )
-    settings = {"anchor": arguments.anchor, "plan_ms": arguments.plan_ms}
     scenario = scenario_of(
-        arguments, costs, samples, layout, ranks=dp, global_batch=batch, **settings
+        arguments,
+        costs,
+        samples,
+        layout,
+        ranks=dp,
+        global_batch=batch,
+        anchor=arguments.anchor,
+        plan_ms=arguments.plan_ms,
+        max_segments=arguments.max_segments,
+        segment_tokens=arguments.segment_tokens,
     )
     workload = scenario.workload(samples.batches(batch, arguments.steps))
     header = header_line(workload, recompute=arguments.recompute, order=samples.order)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
+    DEFAULT_SELECTION,
     RANGES,
     CountedDevice,
     SparseBalanceConfig,
@@ -21,7 +22,12 @@ from sparsebalance_megatron.config import (
 from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.fit import measured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, DEVICES, Efficiency
+from sparsebalance_megatron.cost.rates import (
+    DEFAULT_EFFICIENCY,
+    DEVICES,
+    Efficiency,
+    selection_efficiency,
+)
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.plan.job import check_cp_sizes, whole_parts
@@ -120,6 +126,11 @@ def add_prediction_flags(command: ArgumentParser, *, lengths_required: bool = Tr
 
 def _add_planning_flags(parser: _ActionsContainer) -> None:
     parser.add_argument(
+        "--selection",
+        metavar="NAME",
+        help=f"who selects blocks, where operations are counted; default: {DEFAULT_SELECTION}",
+    )
+    parser.add_argument(
         "--layer-budgets",
         nargs="+",
         metavar="BUDGET:LAYERS",
@@ -160,7 +171,7 @@ def _add_rate_flags(parser: _ActionsContainer) -> None:
     )
     for name, text in (
         ("dense", "dense attention"),
-        ("sparse", "sparse attention and its router, 0.35 where queries of a block share a list"),
+        ("sparse", "sparse attention and its router, or 0.35 for selections by block"),
         ("linear", "projections, dense MLPs and the head"),
         ("expert", "products of routed experts"),
     ):
@@ -201,6 +212,24 @@ def add_layout_flags(parser: _ActionsContainer, *, required: bool) -> None:
     )
 
 
+def add_segment_flags(parser: _ActionsContainer) -> None:
+    """Add the flags of segments, which ``plan`` and ``simulate`` have."""
+    parser.add_argument(
+        "--max-segments",
+        type=int,
+        default=1,
+        metavar="N",
+        help="segments in which a micro-batch may pass the pipeline; above 1 adds a row",
+    )
+    parser.add_argument(
+        "--segment-tokens",
+        type=int,
+        default=SparseBalanceConfig.segment_tokens,
+        metavar="T",
+        help="least tokens of a segment",
+    )
+
+
 def add_group_flags(parser: _ActionsContainer) -> None:
     """Add the flags of ranks that work together on samples or experts."""
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
@@ -236,7 +265,7 @@ def check_flags(arguments: Namespace) -> None:
             if most is not None and not least <= number <= most:
                 raise WorkloadError(f"{flag} {number}: must be {least:g} to {most}")
     if arguments.cost_table is not None:
-        for name in ("counted_device", *_efficiencies(arguments)):
+        for name in ("counted_device", "selection", *_efficiencies(arguments)):
             if getattr(arguments, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise WorkloadError(f"{flag}: a cost table is measured; drop one of the two")
@@ -244,6 +273,8 @@ def check_flags(arguments: Namespace) -> None:
         raise WorkloadError("--model is missing: give one, or --cost-table and --layers")
     if arguments.counted_device is None:
         arguments.counted_device = DEFAULT_COUNTED_DEVICE
+    if arguments.selection is None:
+        arguments.selection = DEFAULT_SELECTION
     if arguments.gpu_memory is None:
         arguments.gpu_memory = DEVICES[arguments.counted_device].memory_gib
     if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
@@ -426,6 +457,7 @@ def scenario_of(
         base_budget=choice.base_budget,
         layer_budgets=layer_budgets_of(arguments, costs.model.layers),
         coverage_threshold=arguments.coverage_threshold,
+        selection=arguments.selection,
         counted_device=arguments.counted_device,
         gigabytes_per_second=arguments.gigabytes_per_second,
         **settings,
@@ -453,7 +485,10 @@ def efficiency_of(arguments: Namespace) -> Efficiency:
     """The rates of the flags."""
     fields = {"dense": "dense", "sparse": "sparse", "linear": "linear", "expert": "experts"}
     given = {field: getattr(arguments, f"{name}_efficiency") for name, field in fields.items()}
-    return Efficiency(**{field: value for field, value in given.items() if value is not None})
+    return replace(
+        selection_efficiency(arguments.selection),
+        **{field: value for field, value in given.items() if value is not None},
+    )
 
 
 def layer_budgets_of(arguments: Namespace, layers: int) -> str | None:

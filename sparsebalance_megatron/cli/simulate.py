@@ -12,6 +12,7 @@ from sparsebalance_megatron.cli.plan import print_rows
 from sparsebalance_megatron.cli.prediction_flags import (
     add_group_flags,
     add_prediction_flags,
+    add_segment_flags,
     check_flags,
     costs_of,
     samples_of,
@@ -35,20 +36,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
     )
     add_group_flags(parser)
-    parser.add_argument(
-        "--max-segments",
-        type=int,
-        default=1,
-        metavar="N",
-        help="segments in which a micro-batch may pass the pipeline; above 1 adds a row",
-    )
-    parser.add_argument(
-        "--segment-tokens",
-        type=int,
-        default=SparseBalanceConfig.segment_tokens,
-        metavar="T",
-        help="least tokens of a segment",
-    )
+    add_segment_flags(parser)
     parser.add_argument(
         "--rows",
         nargs="+",

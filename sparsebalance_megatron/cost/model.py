@@ -220,7 +220,7 @@ class CostModel:
             backward_ms=backward_ms,
             work=work,
             exchange=exchange_of(shape),
-            source=f"{COUNTED} on {device.upper()}, {efficiency}",
+            source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
         ).with_bandwidth(gigabytes_per_second)
 

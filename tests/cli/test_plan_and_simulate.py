@@ -72,7 +72,7 @@ def test_simulate_prints_the_papers_rows_in_80_columns(capsys, monkeypatch):
 def test_layers_with_budgets_of_their_own(lengths, capsys):
     """A model whose layers are all dense loses no coverage, and takes longer at equal rates."""
     found = {}
-    alike = ("--json", "--steps", "1", "--dense-efficiency", "0.3")
+    alike = ("--json", "--steps", "1", "--dense-efficiency", "0.3", "--sparse-efficiency", "0.3")
     for layers in ("dense:0-23", "8:0 dense:1"):
         assert plan(lengths, *alike, "--layer-budgets", *layers.split()) == 0
         found[layers] = json.loads(capsys.readouterr().out)["variants"]["ours"]
@@ -83,6 +83,26 @@ def test_layers_with_budgets_of_their_own(lengths, capsys):
     setup = ("simulate", "--setup", "paper-ablation", "--steps", "1", "--layer-budgets")
     assert cli.main([*setup, "dense:99"]) == 2
     assert "--layer-budgets dense:99: names layer 99" in capsys.readouterr().err
+
+
+def test_selections_are_counted_at_their_own_rates(lengths, capsys):
+    found = {}
+    for name in ("token-query-head", "previous-block"):
+        assert plan(lengths, "--json", "--steps", "1", "--selection", name) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+        assert f"counted operations of {name} on H200" in found[name]["header"]
+    first, second = (each["variants"] for each in found.values())
+    assert first["ours"]["makespan_ms"] > second["ours"]["makespan_ms"]
+    assert first["dense"]["makespan_ms"] == second["dense"]["makespan_ms"]
+    assert plan(lengths, "--selection", "nobody") == 2
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_segments_add_a_row(lengths, capsys):
+    pipeline = ("--pp", "2", "--max-segments", "4", "--segment-tokens", "256")
+    assert plan(lengths, "--json", "--steps", "1", *pipeline) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    assert found["ours-segments"]["makespan_ms"] <= found["ours, base coverage"]["makespan_ms"]
 
 
 def test_rows_of_shared_micro_batches(lengths, capsys):
