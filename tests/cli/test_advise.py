@@ -67,7 +67,7 @@ def test_table_fits_eighty_columns(
     joined = " ".join(printed.split())
     assert "Fastest that fits 140 GiB at no less coverage than" in joined
     assert "break-even: sparse attention must reach" in joined
-    assert "counted operations on H200" in joined
+    assert "counted operations of token-query-head on H200" in joined
     assert "stage 1: " in joined
 
 
