@@ -15,7 +15,7 @@ from quality.tasks import STUDIES
 STUDY, STEPS = "lookup-steady", 8
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 @pytest.mark.parametrize("arm", ["ours", "jitter"])
 def test_one_process_trains_as_the_planned_ranks(arm: str, tmp_path: Path) -> None:
     data = str(prepared_data(STUDIES[STUDY], 0, STEPS, tmp_path))

@@ -99,7 +99,7 @@ metric_list: [{metric: bits_per_byte}]
 """
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_the_harness_reports_density_beside_scores(directory, tmp_path):
     """The command of docs/EVALUATE.md, with a task that lies in a folder."""
     lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]

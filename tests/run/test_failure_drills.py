@@ -147,7 +147,10 @@ def test_another_global_batch_size_must_continue_a_whole_batch(
             marks=pytest.mark.nightly,
         ),
         ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        ("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
+        pytest.param(
+            *("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: str) -> None:

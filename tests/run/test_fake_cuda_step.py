@@ -66,7 +66,15 @@ def check_waits_and_copies(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "previous-block", "vertical-slash"])
+@pytest.mark.parametrize(
+    "selection",
+    [
+        DEFAULT_SELECTION,
+        # scripts/test_triton_3_6.sh runs them on every push.
+        pytest.param("previous-block", marks=pytest.mark.nightly),
+        pytest.param("vertical-slash", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_path: Path) -> None:
     selects = ("--sparse-balance-selection", selection)
     found = _step(tmp_path, *selects, capabilities="90")
@@ -99,11 +107,16 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
-        ("--context-parallel-size", "2", *STATIC),
-        ("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
+        pytest.param((), id="alone"),
+        pytest.param(
+            ("--context-parallel-size", "2", *STATIC), id="shared", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            ("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
+            id="segments",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["alone", "shared", "segments"],
 )
 def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
     flags: tuple[str, ...], tmp_path: Path

@@ -273,14 +273,12 @@ PER_PUSH = frozenset(
     {
         "segments-data-overlapped",
         "segments-recompute-keep",
-        "segments-tensor-sequence",
         "context-latent",
         "tensor-pipeline",
         "layers-pipeline",
         "experts-tensor-sequence",
         "wide",
         "wide-pipeline",
-        "context-interleaved",
         "positions",
     }
 )

@@ -32,7 +32,7 @@ FEW_ROUNDINGS = 8 * 2.0**-23
 LAYERS = 4
 
 
-@pytest.mark.distributed
+@pytest.mark.nightly
 def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
     documents: Path, tmp_path: Path
 ) -> None:

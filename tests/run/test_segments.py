@@ -67,6 +67,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path: Path) -> None:
     """Two steps in segments drawn by lot, then two in one piece."""
 
