@@ -25,6 +25,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import (
     DEFAULT_EFFICIENCY,
     DEVICES,
+    OF_BLOCK_LISTS,
     Efficiency,
     selection_efficiency,
 )
@@ -169,13 +170,13 @@ def _add_rate_flags(parser: _ActionsContainer) -> None:
     parser.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="of one GPU; default: the device's"
     )
-    for name, text in (
-        ("dense", "dense attention"),
-        ("sparse", "sparse attention and its router, or 0.35 for selections by block"),
-        ("linear", "projections, dense MLPs and the head"),
-        ("expert", "products of routed experts"),
+    sparse = f"{DEFAULT_EFFICIENCY.sparse}, of selections by block {OF_BLOCK_LISTS.sparse}"
+    for name, text, default in (
+        ("dense", "dense attention", DEFAULT_EFFICIENCY.dense),
+        ("sparse", "sparse attention and its router", sparse),
+        ("linear", "projections, dense MLPs and the head", DEFAULT_EFFICIENCY.linear),
+        ("expert", "products of routed experts", DEFAULT_EFFICIENCY.experts),
     ):
-        default = getattr(DEFAULT_EFFICIENCY, "experts" if name == "expert" else name)
         parser.add_argument(
             f"--{name}-efficiency",
             type=float,
