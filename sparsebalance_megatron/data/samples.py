@@ -206,8 +206,8 @@ class SampleIndex:
         if not count:
             return ""
         return (
-            f"{count:,} of the first {looked_at:,} samples have no trained token: they take time "
-            "and teach nothing, and a step of such samples alone has loss 0"
+            f"{count:,} of the first {looked_at:,} samples have no trained token: they only take "
+            "time, and the loss of a batch of them alone is shown as 0"
         )
 
     @property

@@ -212,8 +212,7 @@ def _data(inputs: Inputs) -> tuple[str, ...]:
     blend = read_blends(inputs.settings)["train"]
     if len(lines) == 1 and blend is not None:
         lines = (f"{blend.prefixes[0]}: {lines[0]}",)
-    untrained = inputs.train.untrained()
-    return (*lines, untrained) if untrained else lines
+    return (*lines, *inputs.untrained())
 
 
 @contextmanager

@@ -59,6 +59,15 @@ class Inputs:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
 
+    def untrained(self) -> tuple[str, ...]:
+        """Lines about training and validation samples without a trained token."""
+        of_training = self.train.untrained()
+        of_validation = self.valid.untrained() if self.valid is not None else ""
+        return (
+            *([of_training] if of_training else []),
+            *([f"validation: {of_validation}"] if of_validation else []),
+        )
+
     def at_fixed_positions(self) -> Inputs:
         """These inputs, for a loop that runs the job's number of micro-batches in every step."""
         return replace(self, plan_settings=replace(self.plan_settings, plans_positions=False))

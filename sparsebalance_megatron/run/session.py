@@ -128,11 +128,9 @@ class Session:
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
         first = torch.distributed.get_rank() == 0
-        (untrained, *_) = gather_or_raise(
-            lambda: inputs.train.untrained() if first else "", DataError
-        )
-        if untrained:
-            print_rank_0(f"sparse balance: {untrained}")
+        (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
+        for line in untrained:
+            print_rank_0(f"sparse balance: {line}")
         if notice := lockstep_notice(inputs.job.lockstep_ranks):
             print_rank_0(f"sparse balance: {notice}")
         self._place = place = rank_place()

@@ -47,6 +47,17 @@ def test_their_steps_keep_the_loss_of_their_log_interval(
     assert "number of nan iterations:   0" in printed
 
 
+def test_validation_that_has_no_target_is_named(tmp_path: Path) -> None:
+    """Megatron prints a loss of 0 for it."""
+    documents = masked_documents(tmp_path, set(range(4, 8)))
+    flags = ("--global-batch-size", "2", "--train-iters", "2", "--split", "50,50,0")
+    run = train(2, documents, *flags, "--eval-iters", "1", "--eval-interval", "2")
+    assert run.exit_code == 0, run.output
+    said = re.findall(r"sparse balance: (.*) samples have no trained token", run.output)
+    assert len(said) == 1 and said[0].startswith("validation: ")
+    assert "validation loss at iteration 2 | lm loss value: 0.000000E+00" in run.output
+
+
 def test_nothing_is_said_where_every_sample_has_one(tmp_path: Path) -> None:
     documents = masked_documents(tmp_path, set())
     run = train(1, documents, "--global-batch-size", "2", "--train-iters", "1")
