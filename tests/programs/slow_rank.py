@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
-SLEEP_S = 0.08
+SLEEP_S = 0.2
 SLOW_RANK = 1
 
 inner = TransformerLayer._forward_attention
