@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two training runs that take steps alternately, so that both meet the same disturbances.
+"""One of several training runs that take steps in turn, so that all meet the same disturbances.
 
-    torchrun ... benchmarks/alternating_run.py DIRECTORY first FLAGS...
-    torchrun ... benchmarks/alternating_run.py DIRECTORY second FLAGS...
+    torchrun ... benchmarks/alternating_run.py DIRECTORY 0 3 FLAGS...
+    torchrun ... benchmarks/alternating_run.py DIRECTORY 1 3 FLAGS...
+    torchrun ... benchmarks/alternating_run.py DIRECTORY 2 3 FLAGS...
 
-FLAGS are those of ``sparsebalance_megatron.pretrain_gpt``. Rank r of one run meets rank r of the
-other at a socket in DIRECTORY, so both run on the same hosts. The run's clock stands still while
-the other run trains a step: no time in its logs contains one. Megatron's own log lines do.
+FLAGS are those of ``sparsebalance_megatron.pretrain_gpt``. All runs take equally many steps, on as
+many ranks. Rank r of a run hands over to rank r of the next one at a socket in DIRECTORY, so all
+run on the same hosts. The run's clock stands still while the others train a step: no time in its
+logs contains one. Megatron's own log lines do.
 """
 
 from __future__ import annotations
@@ -48,85 +50,86 @@ class PausedClock:
 
 
 class Alternation:
-    """One rank's connection to the same rank of the other run.
+    """One rank's connections to the same rank of the run before and of the run after.
 
     Args:
-        directory: that both runs name; made where it is missing.
-        begins: whether this run trains the first step.
-        timeout_s: how long to wait for the other run to start.
+        directory: that all runs name; made where it is missing.
+        place: of this run among all, from 0; the first one trains the first step.
+        runs: how many take turns.
+        timeout_s: how long to wait for the other runs to start.
     """
 
     def __init__(
-        self, directory: Path, rank: int, *, begins: bool, timeout_s: float = MEETING_TIMEOUT_S
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        place: int,
+        runs: int,
+        timeout_s: float = MEETING_TIMEOUT_S,
     ) -> None:
-        self._path = directory / f"rank-{rank:05d}"
-        self._begins = begins
+        self._own_path, self._next_path = (
+            directory / f"run-{number}-rank-{rank:05d}" for number in (place, (place + 1) % runs)
+        )
+        self._begins = place == 0
         self._timeout_s = timeout_s
-        self._other: socket.socket | None = None
+        self._before: socket.socket | None = None
+        self._after: socket.socket | None = None
 
     def meet(self) -> None:
-        """Connect to the other run; where that one begins, wait for its first step.
+        """Connect to both runs; the first run returns at once, the others when it is their turn.
 
         Raises:
-            TimeoutError: the other run did not come in time.
+            TimeoutError: another run did not come in time.
         """
-        if self._begins:
-            self._other = self._accept()
-        else:
-            self._other = self._connect()
+        self._own_path.parent.mkdir(parents=True, exist_ok=True)
+        self._own_path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(self._own_path))
+            listening.settimeout(self._timeout_s)
+            listening.listen(1)
+            self._after = self._connect()
+            self._before, _ = listening.accept()
+        self._own_path.unlink(missing_ok=True)
+        self._before.settimeout(None)
+        if not self._begins:
             self._wait()
 
     def hand_over(self) -> None:
-        """Let the other run train a step, and wait until it has; return at once if it has ended."""
-        if self._other is None:
-            return
-        try:
-            self._other.sendall(_TURN)
-        except OSError:
-            self.close()
-        else:
-            self._wait()
-
-    def close(self) -> None:
-        """Leave; the other run goes on alone."""
-        if self._other is not None:
-            self._other.close()
-            self._other = None
+        """Let the other runs train a step, and wait until they have; return at once where the run
+        before has ended."""
+        if self._after is not None:
+            try:
+                self._after.sendall(_TURN)
+            except OSError:
+                self._after.close()
+                self._after = None
+        self._wait()
 
     def _wait(self) -> None:
-        assert self._other is not None
+        if self._before is None:
+            return
         try:
-            received = self._other.recv(1)
+            received = self._before.recv(1)
         except OSError:
             received = b""
         if not received:
-            self.close()
-
-    def _accept(self) -> socket.socket:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(self._path))
-            listening.settimeout(self._timeout_s)
-            listening.listen(1)
-            other, _ = listening.accept()
-        self._path.unlink(missing_ok=True)
-        other.settimeout(None)
-        return other
+            self._before.close()
+            self._before = None
 
     def _connect(self) -> socket.socket:
         until_s = time.monotonic() + self._timeout_s
         while True:
             other = socket.socket(socket.AF_UNIX)
             try:
-                other.connect(str(self._path))
+                other.connect(str(self._next_path))
             except (FileNotFoundError, ConnectionRefusedError):
-                # The first run is not there yet, or left a socket behind when it was killed.
+                # That run is not there yet, or left a socket behind when it was killed.
                 other.close()
                 if time.monotonic() > until_s:
                     raise TimeoutError(
-                        f"{self._path}: no other run came within {self._timeout_s:.0f} s; start "
-                        "both, one as first and one as second, on as many ranks"
+                        f"{self._next_path}: no run came within {self._timeout_s:.0f} s; start all "
+                        "of them, each with its place, on as many ranks"
                     ) from None
                 time.sleep(_RETRY_S)
             else:
@@ -149,11 +152,12 @@ def around_every_step(around: Callable[[], AbstractContextManager[None]]) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("directory", help="where the two runs meet")
-    parser.add_argument("place", choices=("first", "second"), help="first in one run only")
+    parser.add_argument("directory", type=Path, help="where the runs meet")
+    parser.add_argument("place", type=int, help="of this run among all, from 0")
+    parser.add_argument("runs", type=int, help="how many take turns")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of pretrain_gpt")
     arguments = parser.parse_args()
-    directory, place, flags = arguments.directory, arguments.place, arguments.flags
+    flags = arguments.flags
     clock = PausedClock(time.perf_counter)
     time.perf_counter = clock
     # The package takes its clock when it is imported.
@@ -168,7 +172,9 @@ def main() -> None:
     # With the CPU adapter in place a CUDA device seems to be visible.
     flags += ["--sparse-balance-device", device_type]
     sys.argv = [sys.argv[0], *flags]
-    alternation = Alternation(Path(directory), int(os.environ["RANK"]), begins=place == "first")
+    alternation = Alternation(
+        arguments.directory, int(os.environ["RANK"]), place=arguments.place, runs=arguments.runs
+    )
     met = False
 
     @contextmanager

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets itself up, then trains a small GPT twice on the same samples in the same global batches: with
-# block-sparse attention at a fixed budget in order of arrival, and with balancing. The two runs train
-# steps alternately, so that whatever else the machine does disturbs both alike. Ends with what made the
-# difference, a table of both and runs/quickstart/summary.json.
+# Sets itself up, then trains a small GPT four times on the same samples in the same global batches: with
+# dense attention, with block-sparse attention at a fixed budget in order of arrival and balanced by
+# tokens, and with balancing. The runs train steps in turn, so that whatever else the machine does
+# disturbs all alike. Ends with what made the difference, a table of all and
+# runs/quickstart/summary.json.
 #
 #   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
 #                                 runs the same thing
@@ -60,7 +61,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 24
+    --train-iters 16
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
@@ -109,14 +110,14 @@ measure_costs() {
         "${TRAINING_FLAGS[@]}"
 }
 
-# train NAME first|second FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
+# train NAME PLACE FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
 train() {
     local name="$1" place="$2" directory="${RUNS}/$1" status=0
     shift 2
     mkdir -p "${directory}"
     say "training: ${directory} (all output in ${directory}/train.log)"
     torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
-        benchmarks/alternating_run.py "${RUNS}/alternation" "${place}" \
+        benchmarks/alternating_run.py "${RUNS}/alternation" "${place}" 4 \
         "${TRAINING_FLAGS[@]}" \
         --sparse-balance-cost-table "${COST_TABLE}" \
         --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
@@ -127,7 +128,7 @@ train() {
     fi
 }
 
-# Times of Megatron's own lines contain the other run's steps: they are left out here.
+# Times of Megatron's own lines contain the other runs' steps: they are left out here.
 log_lines() {
     awk -v name="$1" '/iteration +[0-9]+\/|^sparse.balance/ {
         gsub(/ *elapsed time per iteration \(ms\): [0-9.]+ \|/, ""); print name ": " $0; fflush()
@@ -137,9 +138,17 @@ log_lines() {
 prepare_data
 measure_costs
 trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
-train baseline first --sparse-balance-batching arrival --sparse-balance-tuning off &
-BASELINE_PID=$!
-train sparse_balance second --sparse-balance-batching makespan --sparse-balance-tuning makespan
-wait "${BASELINE_PID}"
+FIXED=(--sparse-balance-tuning off)
+train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival --sparse-balance-layer-budgets dense:0-1 &
+OTHERS=("$!")
+train baseline 1 "${FIXED[@]}" --sparse-balance-batching arrival &
+OTHERS+=("$!")
+train balanced_by_tokens 2 "${FIXED[@]}" --sparse-balance-batching length &
+OTHERS+=("$!")
+train sparse_balance 3 --sparse-balance-batching makespan --sparse-balance-tuning makespan
+for run in "${OTHERS[@]}"; do
+    wait "${run}"
+done
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
+    --beside "${RUNS}/dense" "${RUNS}/balanced_by_tokens" \
     -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

@@ -105,7 +105,7 @@ def check(command: Command) -> Command:
                 assert importlib.util.find_spec(launch.training_script) is not None
                 return launch.training_script_args
             if launch.training_script == "benchmarks/alternating_run.py":
-                return launch.training_script_args[2:]
+                return launch.training_script_args[3:]
             assert launch.training_script == "pretrain_gpt.py"
             return launch.training_script_args
         case "python":

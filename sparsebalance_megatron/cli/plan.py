@@ -20,6 +20,7 @@ from sparsebalance_megatron.cli.prediction_flags import (
     scenario_of,
 )
 from sparsebalance_megatron.config import Batching, Tuning
+from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.layouts import Choice
 from sparsebalance_megatron.predict.outcome import (
     MOST_TRIES,
@@ -99,8 +100,15 @@ def run(arguments: Namespace) -> int:
     workload = scenario.workload(samples.batches(batch, arguments.steps))
     header = header_line(workload, recompute=arguments.recompute, order=samples.order)
     found = print_rows([header], workload, _rows(arguments, workload), as_json=arguments.json)
+    stages = even_stages(best_row(workload).of(workload))
     if arguments.json:
-        print_json(found | {"header": header, "costs": workload.cost.source})
+        layers = None if stages is None else stages.layers
+        print_json(
+            found
+            | {"header": header, "costs": workload.cost.source, "layers_per_stage": layers}
+        )
+    elif stages is not None:
+        print_wrapped([str(stages)])
     return 0
 
 

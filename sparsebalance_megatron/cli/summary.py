@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance summary``: two runs over the same samples as a table and as JSON."""
+"""``sparse-balance summary``: runs over the same samples as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
     headline,
+    headlines_beside,
     numbers_table,
     settings_that_differ,
 )
@@ -43,6 +44,14 @@ def add_flags(parser: ArgumentParser) -> None:
         dest="run_directory",
         help="logs of the run over the same samples",
     )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="DIR",
+        help="logs of other runs over the same samples: a speedup and a column for each",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
@@ -59,10 +68,22 @@ def run(arguments: Namespace) -> int:
         }
     )
     for written in (arguments.output, arguments.picture):
-        refuse_output_over_logs(written, arguments.baseline, arguments.run_directory)
+        refuse_output_over_logs(
+            written, arguments.baseline, arguments.run_directory, *arguments.beside
+        )
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
     comparison = compare(baseline, balanced)
-    text = json.dumps(asdict(comparison), indent=2) + "\n"
+    names = [directory.name for directory in arguments.beside]
+    beside = {
+        name if names.count(name) == 1 else str(directory): compare(
+            read_run_log(directory), balanced
+        )
+        for name, directory in zip(names, arguments.beside, strict=True)
+    }
+    found = asdict(comparison)
+    if beside:
+        found["beside"] = {name: asdict(other) for name, other in beside.items()}
+    text = json.dumps(found, indent=2) + "\n"
     written = []
     if arguments.output is not None:
         write_text(arguments.output, text)
@@ -74,17 +95,27 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
-    show(comparison, comparison.problems)
+    problems = dict.fromkeys(
+        problem for each in (comparison, *beside.values()) for problem in each.problems
+    )
+    show(comparison, list(problems), beside)
     print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
-def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
+def show(
+    numbers: RunSummary | Comparison,
+    notes: Sequence[str],
+    beside: Mapping[str, Comparison] | None = None,
+) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
-    print_wrapped(settings_that_differ(numbers))
-    print_wrapped([headline(numbers), *changes(numbers), *caveats(numbers)])
+    beside = beside or {}
+    print_wrapped(settings_that_differ(numbers, beside))
+    print_wrapped(
+        [headline(numbers), *changes(numbers), *headlines_beside(beside), *caveats(numbers)]
+    )
     # The page says besides how each number is known.
-    names, rows = numbers_table(numbers)
+    names, rows = numbers_table(numbers, beside)
     cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]
     print(*text_table(cells, columns=terminal_columns()), sep="\n")
     print_notes(notes)

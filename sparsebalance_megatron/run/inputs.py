@@ -28,6 +28,7 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -67,6 +68,19 @@ class Inputs:
             *([of_training] if of_training else []),
             *([f"validation: {of_validation}"] if of_validation else []),
         )
+
+    def uneven_stages(self) -> tuple[str, ...]:
+        """A line about layers per stage that make up for the output head, where micro-batches may
+        have segments, whose pipelines are short enough for it to show. Plans the first step a few
+        times.
+
+        Raises:
+            PlanError: the first step has no plan.
+        """
+        if self.plan_settings.max_segments == 1:
+            return ()
+        stages = even_stages(self.workload(1))
+        return () if stages is None else (str(stages),)
 
     def at_fixed_positions(self) -> Inputs:
         """These inputs, for a loop that runs the job's number of micro-batches in every step."""

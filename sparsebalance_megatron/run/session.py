@@ -24,6 +24,7 @@ from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryE
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.plan.job import lockstep_notice
+from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint
@@ -129,7 +130,8 @@ class Session:
             print_rank_0(f"sparse balance: {line}")
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
-        for line in untrained:
+        (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
+        for line in (*untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         if notice := lockstep_notice(inputs.job.lockstep_ranks):
             print_rank_0(f"sparse balance: {notice}")

@@ -101,8 +101,12 @@ def test_selections_are_counted_at_their_own_rates(lengths, capsys):
 def test_segments_add_a_row(lengths, capsys):
     pipeline = ("--pp", "2", "--max-segments", "4", "--segment-tokens", "256")
     assert plan(lengths, "--json", "--steps", "1", *pipeline) == 0
-    found = json.loads(capsys.readouterr().out)["variants"]
-    assert found["ours-segments"]["makespan_ms"] <= found["ours, base coverage"]["makespan_ms"]
+    found = json.loads(capsys.readouterr().out)
+    rows = found["variants"]
+    assert rows["ours-segments"]["makespan_ms"] <= rows["ours, base coverage"]["makespan_ms"]
+    assert sum(found["layers_per_stage"]) == MODELS["qwen2.5-0.5b"].layers
+    assert plan(lengths, "--steps", "1", *pipeline) == 0
+    assert "--pipeline-model-parallel-layout" in capsys.readouterr().out
 
 
 def test_rows_of_shared_micro_batches(lengths, capsys):

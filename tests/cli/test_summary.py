@@ -187,3 +187,27 @@ def test_command_writes_json_and_an_80_column_table(
         "1.10 times as fast",
     ):
         assert text in printed
+
+
+def test_runs_beside_have_a_speedup_and_a_column_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    times_ms = {"baseline": 10450.0, "dense": 19000.0, "by_tokens": 9900.0, "balanced": 9500.0}
+    for name, iteration_ms in times_ms.items():
+        write_log(tmp_path / name, iteration_ms)
+    output = tmp_path / "summary.json"
+    flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
+    flags += ("--beside", str(tmp_path / "dense"), str(tmp_path / "by_tokens"))
+    assert summary.run(parse(*flags, "-o", str(output))) == 0
+    beside = json.loads(output.read_text())["beside"]
+    assert {name: other["speedup"] for name, other in beside.items()} == {
+        "dense": pytest.approx(2.0),
+        "by_tokens": pytest.approx(9900.0 / 9500.0),
+    }
+    printed = capsys.readouterr().out
+    assert "2.00 times as fast as dense" in printed
+    assert "1.04 times as fast as by_tokens" in printed
+    head = next(line for line in printed.splitlines() if "sparse balance" in line)
+    assert "dense" in head
+    assert "by_tokens" in head

@@ -67,6 +67,18 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.parametrize("segments", ["1", "4"])
+def test_layers_per_stage_are_named_where_the_head_is_heavy(segments: str, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
+    run = train(
+        *(2, documents, *PIPELINE, "--num-layers", "6", "--train-iters", "1"),
+        *("--make-vocab-size-divisible-by", "4096", "--sparse-balance-segment-tokens", "32"),
+        *("--sparse-balance-max-segments", segments),
+    ).require_success()
+    named = "sparse balance: stages do unequal work: with --pipeline-model-parallel-layout 'Et*"
+    assert (named in run.output) == (segments == "4")
+
+
 @pytest.mark.nightly
 def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path: Path) -> None:
     """Two steps in segments drawn by lot, then two in one piece."""

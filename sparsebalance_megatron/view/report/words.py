@@ -6,7 +6,7 @@ Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,16 +46,16 @@ def headline(numbers: RunSummary | Comparison) -> str:
     )
 
 
-def _speedup(comparison: Comparison) -> str:
+def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
     if comparison.speedup is None:
         return "Speedup: not measured, because a run has no iteration times."
     if comparison.speedup_total is None:
         return (
-            f"Measured: {comparison.speedup:.2f} times as fast as the baseline by median "
+            f"Measured: {comparison.speedup:.2f} times as fast as {baseline} by median "
             "iterations. Total times are not compared: the runs share no timed step, or saw other "
             "samples."
         )
-    words = f"Measured: {comparison.speedup_total:.2f} times as fast as the baseline"
+    words = f"Measured: {comparison.speedup_total:.2f} times as fast as {baseline}"
     why = comparison.explanation
     if why is None:
         return f"{words}."
@@ -66,6 +66,11 @@ def _speedup(comparison: Comparison) -> str:
         f"{words}: a mean step takes {ms_text(why.run.step_ms)} ms instead of "
         f"{ms_text(why.baseline.step_ms)} ms."
     )
+
+
+def headlines_beside(beside: Mapping[str, Comparison]) -> list[str]:
+    """The speedup over each of the other runs, by the names of their directories."""
+    return [_speedup(comparison, name) for name, comparison in beside.items()]
 
 
 def changes(numbers: RunSummary | Comparison) -> list[str]:
@@ -89,11 +94,17 @@ def caveats(numbers: RunSummary | Comparison) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def settings_that_differ(numbers: RunSummary | Comparison) -> list[str]:
-    """A sentence that precedes every number of a comparison; none of runs alike."""
-    if isinstance(numbers, RunSummary) or not numbers.differences:
-        return []
-    return [f"Runs differ in: {'; '.join(numbers.differences)}."]
+def settings_that_differ(
+    numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
+) -> list[str]:
+    """Sentences that precede every number of a comparison; none of runs alike."""
+    compared = {"Runs": numbers} if isinstance(numbers, Comparison) else {}
+    compared |= {f"The run and {name}": other for name, other in (beside or {}).items()}
+    return [
+        f"{names} differ in: {'; '.join(each.differences)}."
+        for names, each in compared.items()
+        if each.differences
+    ]
 
 
 def run_facts(header: RunHeader | None) -> str:
@@ -119,9 +130,11 @@ def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
     return {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
 
 
-def numbers_table(numbers: RunSummary | Comparison) -> Table:
+def numbers_table(
+    numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
+) -> Table:
     """The runs side by side, and where each number comes from."""
-    runs = _by_name(numbers)
+    runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
     rows = [(name, *map(value, runs.values()), kind) for name, kind, value in _ROWS]
     return Table(("", *runs, "how it is known"), rows)
 
