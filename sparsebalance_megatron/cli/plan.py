@@ -104,8 +104,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         layers = None if stages is None else stages.layers
         print_json(
-            found
-            | {"header": header, "costs": workload.cost.source, "layers_per_stage": layers}
+            found | {"header": header, "costs": workload.cost.source, "layers_per_stage": layers}
         )
     elif stages is not None:
         print_wrapped([str(stages)])
