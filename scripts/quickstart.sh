@@ -92,6 +92,7 @@ TRAINING_FLAGS=(
     "${SPARSE_BALANCE_ARGS[@]}"
     "${DEVICE_ARGS[@]}"
 )
+DENSE=(--sparse-balance-layer-budgets dense:0-1)
 
 prepare_data() {
     if [[ -f "${DATA}.json" ]]; then # written last, so the rest is complete
@@ -107,7 +108,7 @@ prepare_data() {
 measure_costs() {
     say "costs: measuring the model's layers on this machine"
     sparse-balance profile --quick -o "${COST_TABLE}" -- \
-        "${TRAINING_FLAGS[@]}"
+        "${TRAINING_FLAGS[@]}" "${DENSE[@]}"
 }
 
 # train NAME PLACE FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
@@ -139,7 +140,7 @@ prepare_data
 measure_costs
 trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
 FIXED=(--sparse-balance-tuning off)
-train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival --sparse-balance-layer-budgets dense:0-1 &
+train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival "${DENSE[@]}" &
 OTHERS=("$!")
 train baseline 1 "${FIXED[@]}" --sparse-balance-batching arrival &
 OTHERS+=("$!")
