@@ -53,7 +53,10 @@ CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
-    "plan/placement/cp_size_start": (CP_SIZES,),
+    "plan/search/cp_size_start": (CP_SIZES,),
+    "plan/search/balance": (
+        *("tests/plan/search/test_balance.py", "tests/plan/test_golden_plans.py"),
+    ),
     "plan/search/": ("tests/plan/search/test_annealing.py", "tests/plan/search/test_state.py"),
     "plan/planned_cp_sizes": (CP_SIZES,),
     "plan/step_costs": (CP_SIZES,),
@@ -63,9 +66,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/bounds/segmented_bound": ("tests/plan/segments/test_segments.py",),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),
-    "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
-    "plan/segments/": ("tests/plan/segments/test_segments.py",),
+    "plan/segments/": (
+        *("tests/plan/segments/test_segments.py", "tests/plan/segments/test_lockstep.py"),
+    ),
     "plan/": (
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",

@@ -138,18 +138,14 @@ log_lines() {
 
 prepare_data
 measure_costs
-trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
+set -m # every run is a process group of its own, so that none is left behind where one fails
+trap 'jobs -p | sed s/^/-/ | xargs -r kill -- 2>/dev/null || true; wait' EXIT
 FIXED=(--sparse-balance-tuning off)
 train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival "${DENSE[@]}" &
-OTHERS=("$!")
 train baseline 1 "${FIXED[@]}" --sparse-balance-batching arrival &
-OTHERS+=("$!")
 train balanced_by_tokens 2 "${FIXED[@]}" --sparse-balance-batching length &
-OTHERS+=("$!")
-train sparse_balance 3 --sparse-balance-batching makespan --sparse-balance-tuning makespan
-for run in "${OTHERS[@]}"; do
-    wait "${run}"
-done
+train sparse_balance 3 --sparse-balance-batching makespan --sparse-balance-tuning makespan &
+for _ in 1 2 3 4; do wait -n; done
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
     --beside "${RUNS}/dense" "${RUNS}/balanced_by_tokens" \
     -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

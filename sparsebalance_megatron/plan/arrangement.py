@@ -60,6 +60,11 @@ class Arrangement:
         micro_batch_of_S[sample_I] = np.repeat(np.arange(len(flat)), list(map(len, flat)))
         return micro_batch_of_S
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a micro-batch has several segments."""
+        return any(len(blocks) > 1 for of_rank in self.first_blocks for blocks in of_rank)
+
     def cp_size(self, rank: int, position: int) -> int:
         """Ranks of the micro-batch that a rank takes part in."""
         return int(self.cp_sizes_RM[rank, position])

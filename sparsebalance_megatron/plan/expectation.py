@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
+from sparsebalance_megatron.plan.candidate import Candidate
 from sparsebalance_megatron.plan.lockstep_times import own_times
 from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
+from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
-def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets) -> Expectation:
-    """Times, balance and coverage of a placement with tuned budgets."""
+def expectation(plan: Candidate) -> Expectation:
+    """Times, balance and coverage of a plan."""
+    problem, arrangement, tuned = plan.problem, plan.arrangement, plan.tuned
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
     if arrangement.first_blocks:
@@ -58,13 +58,6 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         samples_clamped=int(tuned.clamped_S.sum()),
         segment_ms=segment_ms,
     )
-
-
-def step_ms(problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray) -> float:
-    """Makespan of placed samples at these budgets."""
-    if where.first_blocks:
-        return float(segmented_times(problem.costs, where, budgets_LS)[1].max())
-    return float(problem.budgets.makespans_ms(budgets_LS, where).max())
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:

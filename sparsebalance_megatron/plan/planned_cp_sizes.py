@@ -12,12 +12,13 @@ from itertools import product
 
 import numpy as np
 
+from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
+from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_CP_SIZES
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -34,8 +35,8 @@ _STOP_RATIO_TO_BOUND = 1.005
 
 
 def best_cp_sizes(
-    problem: StepProblem, equal: Arrangement | None
-) -> tuple[Arrangement, TunedBudgets]:
+    problem: StepProblem, equal: Arrangement | None, batching: Batching = "makespan"
+) -> Candidate:
     """The best of planned cp_sizes and of micro-batches of equal cp_size, with tuned budgets.
 
     The cp_sizes are searched at budgets between those expected and the least allowed, since
@@ -45,13 +46,14 @@ def best_cp_sizes(
 
     Args:
         equal: the best placement of equal cp_sizes; None where there is none.
+        batching: how that one was found.
 
     Raises:
         PlanError: no placement of the samples exists.
     """
     costs = problem.costs
     if equal is not None and _is_near_bound(problem, equal):
-        return equal, problem.tuned_where(equal)
+        return Candidate.of(problem, equal, batching=batching)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
     rules = Rules(
         cap_tokens=problem.cap_tokens, max_cp_size=problem.plan_settings.max_context_parallel
@@ -61,8 +63,8 @@ def best_cp_sizes(
     except PlanError:
         if equal is None:
             raise
-        return equal, problem.tuned_where(equal)
-    planned = anneal(
+        return Candidate.of(problem, equal, batching=batching)
+    found = anneal(
         start,
         costs,
         search_2SC,
@@ -70,21 +72,13 @@ def best_cp_sizes(
         plan_ms=problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES),
         enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, search_2SC),
     )
-    tuned = problem.tuned_where(planned)
+    planned = Candidate.of(problem, found)
     if equal is None:
-        return planned, tuned
-    planned_ms = _makespan_ms(problem, planned, costs.sample_ms(tuned.budgets_LS))
+        return planned
     # No budgets of the equal cp_sizes are faster than their floors.
-    floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
-    if _makespan_ms(problem, equal, floor_2SC) > planned_ms:
-        return planned, tuned
-    equal_tuned = problem.tuned_where(equal)
-    equal_ms = _makespan_ms(problem, equal, costs.sample_ms(equal_tuned.budgets_LS))
-    return (equal, equal_tuned) if equal_ms <= planned_ms else (planned, tuned)
-
-
-def _makespan_ms(problem: StepProblem, where: Arrangement, sample_2SC: np.ndarray) -> float:
-    return rounded_ms(problem.makespans_ms(where, sample_2SC).max())
+    if step_ms(problem, equal, problem.budgets.allowed.floor_LS) > planned.makespan_ms:
+        return planned
+    return shortest(Candidate.of(problem, equal, batching=batching), planned)
 
 
 def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:

@@ -2,7 +2,7 @@
 """Plans of ranks that wait for one another in every layer: rows, where they run, their budgets.
 
 A lockstep group takes, per operation, what its slowest member takes, so it is one rank of the
-pipeline whose micro-batches are rows (:mod:`.placement.rows`).
+pipeline whose micro-batches are rows (:mod:`.search.rows`).
 
 1. *Positions.* Without a pipeline, samples are packed into rows of 1, 2, ... up to as many
    positions as the job has; fewer, fuller positions have more equal heights, and average errors of
@@ -19,17 +19,17 @@ chunks, X rows, W members of a group; a leading 2: forward and backward.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
+from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.balance import balanced
-from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
-from sparsebalance_megatron.plan.placement.rows import Rows, packed_rows
 from sparsebalance_megatron.plan.search.annealing import searched
+from sparsebalance_megatron.plan.search.balance import balanced
+from sparsebalance_megatron.plan.search.lockstep_order import in_lockstep_order
+from sparsebalance_megatron.plan.search.rows import Rows, packed_rows
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -41,65 +41,38 @@ _MAX_TUNING_REVERSAL = 1.10
 """Tuning changes which of two placements is faster only within this ratio of their times."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedRows:
-    """A placement with the problem that it solves: of as many positions as the placement has."""
-
-    problem: StepProblem
-    arrangement: Arrangement
-    makespan_ms: float
-
-    @classmethod
-    def at_expected_budgets(cls, problem: StepProblem, arrangement: Arrangement) -> PlacedRows:
-        makespan_ms = problem.budgets.makespans_ms(problem.expected_LS, arrangement).max()
-        return cls(problem=problem, arrangement=arrangement, makespan_ms=rounded_ms(makespan_ms))
-
-    @property
-    def floor_ms(self) -> float:
-        """Ms that no tuned budgets go below."""
-        budgets = self.problem.budgets
-        return float(budgets.makespans_ms(budgets.allowed.floor_LS, self.arrangement).max())
-
-    def tuned(self) -> tuple[TunedBudgets, float]:
-        """Tuned budgets and the ms of the step with them."""
-        tuned = self.problem.tuned_where(self.arrangement)
-        ms_R = self.problem.budgets.makespans_ms(tuned.budgets_LS, self.arrangement)
-        return tuned, rounded_ms(ms_R.max())
-
-
-def best_rows(
-    problem: StepProblem, blind: Iterable[Placement]
-) -> tuple[StepProblem, Arrangement, TunedBudgets] | None:
-    """The shortest step of ranks in lockstep, and the problem with its number of positions.
+def best_rows(problem: StepProblem, blind: Iterable[Placement]) -> Candidate | None:
+    """The shortest step of ranks in lockstep; None where no placement is found.
 
     Args:
         problem: of ranks that share no micro-batch.
         blind: placements for ranks that wait for nobody, which compete in their lockstep order.
-
-    Returns:
-        None where no placement is found.
     """
-    found = [
-        PlacedRows.at_expected_budgets(of_positions, _placed(of_positions, rows))
+    placed = [
+        (of_positions, _placed(of_positions, rows))
         for of_positions, rows in _candidate_rows(problem)
     ]
     for placement in blind:
-        ordered = in_lockstep_order(
-            Arrangement.of_groups(placement), problem.costs, problem.expected_2SC
-        )
-        found.append(PlacedRows.at_expected_budgets(problem, ordered))
-    if not found:
+        where = Arrangement.of_groups(placement)
+        placed.append((problem, in_lockstep_order(where, problem.costs, problem.expected_2SC)))
+    if not placed:
         return None
-    found.sort(key=lambda placed: placed.makespan_ms)
-    limit_ms = _MAX_TUNING_REVERSAL * found[0].makespan_ms
-    chosen = [placed for placed in found[:_MAX_TUNED] if placed.makespan_ms <= limit_ms]
-    tuned = [(placed, *placed.tuned()) for placed in chosen]
+    found = sorted(
+        ((step_ms(each, where, each.expected_LS), each, where) for each, where in placed),
+        key=lambda each: each[0],
+    )
+    limit_ms = _MAX_TUNING_REVERSAL * found[0][0]
+    chosen = [each for each in found[:_MAX_TUNED] if each[0] <= limit_ms]
+    best = shortest(*(Candidate.of(each, where) for _, each, where in chosen))
     # A step that may have fewer positions is never longer than one with all of them.
-    full = next((each for each in found if each.problem is problem), None)
-    if full is not None and full not in chosen and full.floor_ms < min(ms for *_, ms in tuned):
-        tuned.append((full, *full.tuned()))
-    placed, budgets, _ = min(tuned, key=lambda each: each[2])
-    return placed.problem, placed.arrangement, budgets
+    full = next((each for each in found if each[1] is problem), None)
+    if full is None or any(each is full for each in chosen):
+        return best
+    _, _, where = full
+    # No tuned budgets take less than the least allowed.
+    if step_ms(problem, where, problem.budgets.allowed.floor_LS) >= best.makespan_ms:
+        return best
+    return shortest(best, Candidate.of(problem, where))
 
 
 def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:

@@ -12,20 +12,20 @@ import numpy as np
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
-from sparsebalance_megatron.plan.expectation import expectation, step_ms
+from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
+from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.balance import arrival, balanced
-from sparsebalance_megatron.plan.placement.lockstep import in_lockstep_order
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.planned_rows import best_rows
 from sparsebalance_megatron.plan.search.annealing import searched
+from sparsebalance_megatron.plan.search.balance import arrival, balanced
+from sparsebalance_megatron.plan.search.lockstep_order import in_lockstep_order
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
-from sparsebalance_megatron.plan.segments.cuts import LEAST_GAIN
-from sparsebalance_megatron.plan.segments.lockstep import shorter_in_segments
 from sparsebalance_megatron.plan.segments.planned_segments import (
-    best_segments,
-    one_piece_bound_ms,
+    LEAST_GAIN,
+    segments_of_groups,
+    segments_of_ranks,
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -57,133 +57,113 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    if problem.plans_rows:
-        problem, batching, arrangement, tuned = _best_in_lockstep(problem)
-    else:
-        batching, arrangement, tuned = _or_arrival(problem, *_best_candidate(problem))
+    best = _in_lockstep(problem) if problem.plans_rows else _or_arrival(_apart(problem))
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        micro_batches=_micro_batches(problem, arrangement, tuned.budgets_LS),
-        expectation=expectation(problem, arrangement, tuned),
-        batching=batching,
+        micro_batches=_micro_batches(best.problem, best.arrangement, best.tuned.budgets_LS),
+        expectation=expectation(best),
+        batching=best.batching,
     )
     cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch
     if inputs.placement is not None:
         cap_tokens = max(cap_tokens, *(micro_batch.tokens for micro_batch in plan.micro_batches))
     plan.validate(
         inputs.lengths_tokens,
-        problem.job,
+        best.problem.job,
         replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
 
 
-def _best_in_lockstep(
-    problem: StepProblem,
-) -> tuple[StepProblem, Batching, Arrangement, TunedBudgets]:
-    """The shortest plan of ranks that wait for one another in every layer, with the problem that
-    it solves: a step may have fewer positions than the job."""
-    of_groups, cp_size = problem.of_groups, problem.job.context_parallel_size
+def _in_lockstep(problem: StepProblem) -> Candidate:
+    """The shortest step of ranks that wait for one another in every layer.
+
+    Rows, or where there are none, or cp_sizes may be planned, what is best for ranks that wait for
+    nobody, in lockstep order. Then the rows in segments.
+    """
     try:
-        blind = _candidates(of_groups)
+        blind = _candidates(problem.of_groups)
     except PlanError:
         blind = {}
+    cp_size = problem.job.context_parallel_size
     found = []
-    if rows := best_rows(of_groups, blind.values()):
-        solved, of_group, tuned = rows
-        where = Arrangement.of_groups(of_group.samples, cp_size)
-        found.append((problem.with_positions(solved.job.micro_batches), where, tuned))
+    if rows := best_rows(problem.of_groups, blind.values()):
+        where = Arrangement.of_groups(rows.arrangement.samples, cp_size)
+        found.append(
+            Candidate.of(problem.with_positions(rows.problem.job.micro_batches), where, rows.tuned)
+        )
     if problem.plans_cp_sizes or not found:
-        _, where, _ = _best_candidate(problem.in_one_piece)
+        where = _apart(problem.in_one_piece).arrangement
         where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
-        found.append((problem, where, problem.tuned_where(where)))
+        found.append(Candidate.of(problem, where))
     if problem.plans_segments and (rows or not problem.plans_cp_sizes):
         # The first plan has no micro-batch that ranks share.
-        solved, where, tuned = found[0]
-        found.append((solved, *shorter_in_segments(solved, where, tuned)))
-
-    def makespan_ms(plan: tuple[StepProblem, Arrangement, TunedBudgets]) -> float:
-        solved, where, tuned = plan
-        return rounded_ms(step_ms(solved, where, tuned.budgets_LS))
-
-    solved, where, tuned = min(found, key=makespan_ms)
-    return solved, "makespan", where, tuned
+        found.append(segments_of_groups(found[0]))
+    return shortest(*found)
 
 
-def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Micro-batches in one piece, or in segments where those give the shorter step.
+def _apart(problem: StepProblem) -> Candidate:
+    """The shortest step of ranks that wait for nobody in a layer.
 
-    Budgets of micro-batches in one piece are tuned only where those may win.
+    1. The best placement of micro-batches of equal cp_size, in one piece, at the expected budgets.
+    2. Where segments may be planned, a placement in segments. It wins at once where it is shorter
+       than a bound on all steps in one piece, whose budgets then need no tuning.
+    3. The first one tuned, or planned cp_sizes where those are shorter.
     """
     if problem.placement is not None:
-        return "arrival", *_as_placed(problem, problem.placement)
+        return _as_placed(problem, problem.placement)
     try:
-        equal = _best_placement(problem.of_groups)
+        batching, placement = _best_placement(problem.of_groups)
     except PlanError:
         if not problem.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
-        return "makespan", *best_cp_sizes(problem, None)
+        return best_cp_sizes(problem, None)
     apart = problem.job.lockstep_ranks == 1
-    cut = best_segments(problem, equal[1]) if problem.plans_segments and apart else None
-    if (
-        cut is not None
-        and not problem.plans_cp_sizes
-        and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem)
-    ):
-        return "makespan", cut.arrangement, cut.tuned
-    batching, where, tuned = _best_in_one_piece(problem, *equal)
-    if cut is not None:
-        whole_ms = step_ms(problem, where, tuned.budgets_LS)
-        if rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
-            return "makespan", cut.arrangement, cut.tuned
-    return batching, where, tuned
-
-
-def _best_in_one_piece(
-    problem: StepProblem, batching: Batching, placement: Placement
-) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """The best placement of micro-batches of equal cp_size, or planned cp_sizes."""
+    cut = segments_of_ranks(problem, placement) if problem.plans_segments and apart else None
+    if cut is not None and not problem.plans_cp_sizes:
+        floor_2SC = problem.costs.sample_ms(problem.budgets.allowed.floor_LS)
+        bound_ms = step_bounds(floor_2SC, problem.costs).bound_ms
+        if cut.makespan_ms < LEAST_GAIN * bound_ms * float(problem.costs.slowness_RP.min()):
+            return cut
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    if not problem.plans_cp_sizes:
-        return batching, equal, problem.of_groups.tuned(placement)
-    where, tuned = best_cp_sizes(problem, equal)
-    return batching if where is equal else "makespan", where, tuned
+    if problem.plans_cp_sizes:
+        whole = best_cp_sizes(problem, equal, batching)
+    else:
+        whole = Candidate.of(problem, equal, problem.of_groups.tuned(placement), batching)
+    if cut is not None and cut.makespan_ms < rounded_ms(LEAST_GAIN * whole.makespan_ms):
+        return cut
+    return whole
 
 
-def _or_arrival(
-    problem: StepProblem, batching: Batching, where: Arrangement, tuned: TunedBudgets
-) -> tuple[Batching, Arrangement, TunedBudgets]:
+def _or_arrival(plan: Candidate) -> Candidate:
     """The plan, or order of arrival where that takes less for as much of the wanted coverage.
 
     The placement was chosen at the budgets expected after tuning, and tuning may have ended
     elsewhere.
     """
-    pricing, budgets = problem.pricing, problem.budgets
+    problem, pricing, budgets = plan.problem, plan.problem.pricing, plan.problem.budgets
     if (
         pricing is None
         or problem.placement is not None
         or problem.plan_settings.batching != "makespan"
     ):
-        return batching, where, tuned
+        return plan
     try:
         placement = _placement("arrival", problem.of_groups)
     except PlanError:
-        return batching, where, tuned
-    arrival_where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    plan_ms = step_ms(problem, where, tuned.budgets_LS)
-    if step_ms(problem, arrival_where, budgets.allowed.base_LS) >= plan_ms:
-        return batching, where, tuned
-    arrival_tuned = problem.of_groups.tuned(placement)
-    wanted = min(pricing.wanted_coverage, budgets.covered(tuned.budgets_LS))
-    shorter = step_ms(problem, arrival_where, arrival_tuned.budgets_LS) < plan_ms
-    if shorter and budgets.covers(arrival_tuned.budgets_LS, wanted):
-        return "arrival", arrival_where, arrival_tuned
-    return batching, where, tuned
+        return plan
+    where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+    if step_ms(problem, where, budgets.allowed.base_LS) >= plan.makespan_ms:
+        return plan
+    arrived = Candidate.of(problem, where, problem.of_groups.tuned(placement), "arrival")
+    wanted = min(pricing.wanted_coverage, budgets.covered(plan.tuned.budgets_LS))
+    shorter = arrived.makespan_ms < plan.makespan_ms
+    return arrived if shorter and budgets.covers(arrived.tuned.budgets_LS, wanted) else plan
 
 
-def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:
+def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
     """A placement that the caller has made, with budgets for it.
 
     Raises:
@@ -201,8 +181,8 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
-    arrangement = Arrangement.of_groups(placement, job.context_parallel_size)
-    return arrangement, problem.of_groups.tuned(placement)
+    where = Arrangement.of_groups(placement, job.context_parallel_size)
+    return Candidate.of(problem, where, problem.of_groups.tuned(placement), "arrival")
 
 
 def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.placement.test_lockstep import arguments
 from plan.plan_cases import planned
+from plan.search.test_lockstep_order import arguments
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.plan.settings import PlanSettings

@@ -22,7 +22,7 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.placement.balance import arrival
+from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 

@@ -11,8 +11,8 @@ from plan.plan_cases import cost_model, job_shape, random_lengths
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.search.annealing import searched
+from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.search_effort import OPERATIONS_PER_MS, SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 

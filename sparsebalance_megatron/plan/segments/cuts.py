@@ -22,12 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.plan.pipeline import simulator as pipeline
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-LEAST_GAIN = 0.99
-"""Segments are used where the step takes less than this share of its time in one piece."""
 _PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
 _LEAST_PLACES = 32
@@ -119,25 +115,6 @@ def pieces(
     return ms_2UX, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
 
 
-def makespans_ms(candidates: Sequence[Sequence[Cut]], slowness_RP: np.ndarray) -> np.ndarray:
-    """[R] ms until the last operation of each candidate ends.
-
-    Args:
-        candidates: micro-batches of a rank, in the order in which they run.
-        slowness_RP: of the devices that run each candidate.
-    """
-    segments_RM = [[len(cut.tokens_U) for cut in cuts] for cuts in candidates]
-    cuts = list(chain.from_iterable(candidates))
-    ms_2UP = np.stack(
-        [
-            np.concatenate([cut.forward_UP for cut in cuts]),
-            np.concatenate([cut.backward_UP for cut in cuts]),
-        ]
-    )
-    ms_2UP *= np.repeat(slowness_RP, list(map(sum, segments_RM)), axis=0)
-    return pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP))
-
-
 def _prefix(
     costs: StepCosts,
     columns: Columns,
@@ -203,25 +180,6 @@ class Places:
     def work_S(self) -> np.ndarray:
         """[S] ms of every sample on all stages, forward and backward."""
         return self.work_SX[:, -1]
-
-    def cuts(
-        self, micro_batches: Sequence[MicroBatch], segments: Sequence[int], least_tokens: int
-    ) -> list[Cut]:
-        """Micro-batches in at most so many segments of at least so many tokens, as equal in ms as
-        the places allow."""
-        first_blocks = self.first_blocks(micro_batches, segments)
-        cuts = cut_at(self.costs, self.budgets_LS, micro_batches, first_blocks)
-        short = [
-            number
-            for number, cut in enumerate(cuts)
-            if len(cut.tokens_U) > 1 and cut.tokens_U.min() < least_tokens
-        ]
-        if short:
-            fewer = [len(cuts[number].tokens_U) - 1 for number in short]
-            again = self.cuts([micro_batches[number] for number in short], fewer, least_tokens)
-            for number, cut in zip(short, again, strict=True):
-                cuts[number] = cut
-        return cuts
 
     def first_blocks(
         self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]

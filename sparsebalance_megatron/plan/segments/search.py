@@ -1,46 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches placements and cuts, so that pipelines of segments end early.
+"""Searches orders, cuts and places, so that pipelines of segments end early.
 
-Samples are balanced over ranks by predicted ms first. How many segments a rank has in all decides
-all cuts: micro-batches are cut into pieces of nearly equal ms. A few such numbers are tried with a
-few orders of every rank; then micro-batches of the slowest rank change places, and samples are
-traded with other ranks. Every search is limited by a count, so that all ranks find the same.
+A group are the ranks that begin every layer together, or one rank where none waits for another. Its
+rows are the micro-batches of its members at one position, all in equally many segments. A group is
+one pipeline, and the step ends with the last group.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages, X
-candidates, O orders.
+1. *State.* For every group an order of its rows, and a number of segments for each row. The number
+   decides the cuts: pieces of nearly equal ms (:mod:`.cuts`).
+2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
+   group five orders, in which rows have numbers in proportion to their work. Every group takes the
+   start that ends first.
+3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
+   Where no rank waits for another, a sample is exchanged for a shorter one of a faster rank.
+4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
+   the limit.
+5. *Stop.* A round of moves makes the step no shorter, or there were ``_MAX_ROUNDS``. Everything is
+   limited by a count, so that all ranks find the same.
+
+Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, U segments, X
+candidates.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places, makespans_ms
+from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places
+from sparsebalance_megatron.plan.segments.segmented_times import (
+    Row,
+    makespans_ms,
+    row_cuts,
+    rows_of,
+)
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
-_SEGMENTS_PER_RANK = (12, 20, 32, 48)
-"""Numbers of segments of a rank that are tried."""
-_MAX_ROUNDS = 8
-"""Rounds of swaps and trades after the best of these is known."""
+_SEGMENTS_PER_GROUP = (8, 12, 20, 32, 48)
+"""Numbers of segments of a group that are tried first."""
+_MAX_ROUNDS = 64
 _MAX_SWAPS = 64
-"""Orders of the slowest rank that are tried in a round."""
+"""Pairs of rows of the slowest group that change places in a round."""
 _PARTNERS = 3
 """Other ranks, the fastest first, with which the slowest one trades samples."""
 _TRADES = 6
 """Trades with each of them, those first that come nearest to equal work."""
-_GAIN = 1.0 - 1e-9
-"""A round counts where the step becomes shorter than this share of it."""
 
-_ORDERS = 4
-"""Orders of a rank's micro-batches that are tried together."""
+_Order = tuple[tuple[Row, int], ...]
+"""Rows of a group in order, and the segments of each."""
 
-_Rank = tuple[float, list[MicroBatch]]
-"""Ms of a rank, and its micro-batches in order."""
+
+@dataclass(frozen=True, kw_only=True)
+class _RowCut:
+    """A row in segments: what they take, and where each member's begin."""
+
+    times: Cut
+    first_blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """A group's order, and the ms until its pipeline ends: infinite where it holds too much."""
+
+    ms: float
+    order: _Order
 
 
 class SegmentSearch:
@@ -49,162 +77,233 @@ class SegmentSearch:
     Args:
         problem: of a pipeline of several stages with one chunk each, whose ranks share nothing.
         budgets_LS: to place and cut by.
-        most_tokens: that may be in flight on the first stage of any rank.
     """
 
-    def __init__(self, problem: StepProblem, budgets_LS: np.ndarray, most_tokens: int) -> None:
-        self._problem, self._most_tokens = problem, most_tokens
-        self._places = Places.at(problem.costs, budgets_LS, problem.plan_settings.max_segments)
+    def __init__(self, problem: StepProblem, budgets_LS: np.ndarray) -> None:
+        self._problem, self._settings = problem, problem.plan_settings
+        self._places = Places.at(problem.costs, budgets_LS, self._settings.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
-        self._total_ms = sum(self._work_of)
-        self._cut_by_segment_ms(self._total_ms)
+        self._tokens_of = problem.lengths_tokens
+        self._blocks_of: list[int] = problem.costs.blocks_S.tolist()
+        self._cuts: dict[tuple[int, Row, int], _RowCut] = {}
 
-    def _cut_by_segment_ms(self, segment_ms: float) -> None:
-        """Have all micro-batches cut into segments of about so much work."""
-        self._segment_ms = segment_ms
-        self._cut_of: dict[MicroBatch, Cut] = {}
+    def best(self, start: Placement, most_tokens: int) -> tuple[Arrangement, float]:
+        """The shortest step that is found from a placement, and its ms: infinite where all hold too
+        many tokens.
 
-    def best(self, start: Placement) -> tuple[Arrangement, float]:
-        """The shortest step that is found from a placement that balances work, and its ms: infinite
-        where all hold too many tokens."""
-        numbers = range(len(start))
-        found = []
-        for segments in _SEGMENTS_PER_RANK:
-            self._cut_by_segment_ms(self._total_ms / (len(start) * segments))
-            ranks = self._best_orders(numbers, start)
-            found.append((rounded_ms(max(ms for ms, _ in ranks)), self._segment_ms, ranks))
-        _, segment_ms, ranks = min(found, key=lambda each: each[0])
-        self._cut_by_segment_ms(segment_ms)
+        Args:
+            most_tokens: that may be in flight on the first stage of a group.
+        """
+        self._most_tokens = most_tokens
+        rows = rows_of(start, self._problem.job.lockstep_ranks)
+        found = self._shortest(
+            [(group, self._starts(of_group)) for group, of_group in enumerate(rows)]
+        )
         for _ in range(_MAX_ROUNDS):
-            before_ms = max(ms for ms, _ in ranks)
-            slowest = max(numbers, key=lambda number: (ranks[number][0], -number))
-            ranks[slowest] = self._swapped(slowest, ranks[slowest][1])
-            self._trade(ranks)
-            if not max(ms for ms, _ in ranks) < before_ms * _GAIN:
+            before_ms = rounded_ms(_slowest(found)[1])
+            slowest, _ = _slowest(found)
+            (found[slowest],) = self._shortest([(slowest, self._moved(found[slowest].order))])
+            if self._problem.job.lockstep_ranks == 1:
+                self._trade(found)
+            if not rounded_ms(_slowest(found)[1]) < before_ms:
                 break
-        return self._arranged([order for _, order in ranks]), max(ms for ms, _ in ranks)
+        return self._arranged(found), _slowest(found)[1]
 
-    def _work_ms(self, samples: MicroBatch) -> float:
-        return sum(self._work_of[sample] for sample in samples)
+    def _work_ms(self, row: Row) -> float:
+        """Of the member that has most."""
+        return max(sum(self._work_of[sample] for sample in samples) for samples in row)
 
     def _tokens(self, samples: MicroBatch) -> int:
-        return sum(self._problem.lengths_tokens[sample] for sample in samples)
+        return sum(self._tokens_of[sample] for sample in samples)
 
-    def _cuts(self, orders: Sequence[Sequence[MicroBatch]]) -> list[list[Cut]]:
-        """Micro-batches in the number of segments that their share of the work asks for."""
-        plan_settings = self._problem.plan_settings
-        every = dict.fromkeys(itertools.chain.from_iterable(orders))
-        new = [samples for samples in every if samples not in self._cut_of]
-        if new:
-            segments = [
-                max(
-                    1,
-                    min(
-                        round(self._work_ms(samples) / self._segment_ms),
-                        plan_settings.max_segments,
-                        self._tokens(samples) // plan_settings.segment_tokens,
-                    ),
-                )
-                for samples in new
+    def _most_segments(self, row: Row) -> int:
+        """In how many a row may be cut: every member has a block in each, one member enough
+        tokens."""
+        return max(
+            1,
+            min(
+                self._settings.max_segments,
+                max(map(self._tokens, row)) // self._settings.segment_tokens,
+                min(sum(self._blocks_of[sample] for sample in samples) for samples in row),
+            ),
+        )
+
+    def _starts(self, rows: Sequence[Row]) -> list[_Order]:
+        """Rows as they are, in one piece; and in segments."""
+        return [tuple((row, 1) for row in rows), *self._cut_starts(rows, _SEGMENTS_PER_GROUP)]
+
+    def _cut_starts(self, rows: Sequence[Row], segments_of_group: Iterable[int]) -> list[_Order]:
+        """Rows as they are, by work rising, falling, least at both ends and most at both, in
+        segments by their shares of the work."""
+        work_of = {row: self._work_ms(row) for row in rows}
+        limit_of = {row: self._most_segments(row) for row in rows}
+        whole_ms = sum(work_of.values())
+        up = sorted(rows, key=lambda row: (work_of[row], row))
+        down = up[::-1]
+        ends = up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]
+        starts: dict[_Order, None] = {}
+        for segments in segments_of_group:
+            number_of = {
+                row: max(1, min(round(segments * work_of[row] / whole_ms), limit_of[row]))
+                for row in rows
+            }
+            for order in (rows, up, down, *ends):
+                starts[tuple((row, number_of[row]) for row in order)] = None
+        return list(starts)
+
+    def _moved(self, order: _Order) -> list[_Order]:
+        """The order itself, and what one move makes of it."""
+        moved = [order]
+        for place, (row, segments) in enumerate(order):
+            moved += [
+                (*order[:place], (row, number), *order[place + 1 :])
+                for number in (segments - 1, segments + 1)
+                if 1 <= number <= self._most_segments(row)
             ]
-            cuts = self._places.cuts(new, segments, plan_settings.segment_tokens)
-            self._cut_of.update(zip(new, cuts, strict=True))
-        return [[self._cut_of[samples] for samples in order] for order in orders]
-
-    def _best_orders(
-        self, numbers: Sequence[int], ranks: Sequence[Sequence[MicroBatch]]
-    ) -> list[_Rank]:
-        """The best of four orders of each rank: by work rising, falling, least at both ends, most
-        at both."""
-        orders = []
-        for micro_batches in ranks:
-            up = sorted(micro_batches, key=lambda samples: (self._work_ms(samples), samples))
-            down = up[::-1]
-            orders += [up, down, up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]]
-        found = self._ms(np.repeat(numbers, _ORDERS), orders)
-        return [
-            self._shortest(found[first : first + _ORDERS])
-            for first in range(0, len(found), _ORDERS)
-        ]
-
-    def _ms(
-        self, numbers: np.ndarray, orders: list[list[MicroBatch]]
-    ) -> list[tuple[float, list[MicroBatch], list[Cut]]]:
-        """Makespans of ranks with these micro-batches."""
-        cuts = self._cuts(orders)
-        ms_X = makespans_ms(cuts, self._problem.costs.slowness_RP[numbers])
-        return list(zip(ms_X.tolist(), orders, cuts, strict=True))
-
-    def _shortest(self, found: Sequence[tuple[float, list[MicroBatch], list[Cut]]]) -> _Rank:
-        """The shortest order within the limit of tokens; where there is none, the first one, in
-        infinite time."""
-        stages = self._problem.job.pipeline_stages
-        for ms, order, cuts in sorted(found, key=lambda each: each[0]):
-            held = most_tokens_in_flight([cut.tokens_U for cut in cuts], stages)
-            if held <= self._most_tokens:
-                return ms, order
-        return np.inf, found[0][1]
-
-    def _swapped(self, number: int, order: list[MicroBatch]) -> _Rank:
-        """The best order with two micro-batches in each other's place, or the order itself."""
-        pairs = itertools.islice(itertools.combinations(range(len(order)), 2), _MAX_SWAPS)
-        orders = [order]
-        for one, other in pairs:
+        pairs = itertools.combinations(range(len(order)), 2)
+        for one, other in itertools.islice(pairs, _MAX_SWAPS):
             swapped = list(order)
             swapped[one], swapped[other] = swapped[other], swapped[one]
-            orders.append(swapped)
-        return self._shortest(self._ms(np.full(len(orders), number), orders))
+            moved.append(tuple(swapped))
+        return moved
 
-    def _trade(self, ranks: list[_Rank]) -> None:
+    def _shortest(self, candidates: Sequence[tuple[int, Sequence[_Order]]]) -> list[_Group]:
+        """For each group, the order that ends first within the limit of tokens; where there is
+        none, the first one, in infinite time."""
+        self._cut(
+            (group, *each) for group, orders in candidates for each in itertools.chain(*orders)
+        )
+        times = [
+            [self._cuts[group, row, segments].times for row, segments in order]
+            for group, orders in candidates
+            for order in orders
+        ]
+        ms_X, stages = makespans_ms(times), self._problem.job.pipeline_stages
+        found, first = [], 0
+        for _, orders in candidates:
+            group = _Group(ms=np.inf, order=orders[0])
+            for number in np.argsort(ms_X[first : first + len(orders)], kind="stable").tolist():
+                tokens = [cut.tokens_U for cut in times[first + number]]
+                if most_tokens_in_flight(tokens, stages) <= self._most_tokens:
+                    group = _Group(ms=float(ms_X[first + number]), order=orders[number])
+                    break
+            found.append(group)
+            first += len(orders)
+        return found
+
+    def _cut(self, wanted: Iterable[tuple[int, Row, int]]) -> None:
+        """Have rows of groups cut into so many segments, or fewer where those are too short."""
+        new = [key for key in dict.fromkeys(wanted) if key not in self._cuts]
+        if not new:
+            return
+        first_blocks = self._first_blocks(new)
+        cuts = row_cuts(
+            self._problem.costs,
+            self._places.budgets_LS,
+            [row for _, row, _ in new],
+            first_blocks,
+            [group for group, _, _ in new],
+        )
+        short = []
+        for key, cut, blocks in zip(new, cuts, first_blocks, strict=True):
+            self._cuts[key] = _RowCut(times=cut, first_blocks=blocks)
+            if len(cut.tokens_U) > 1 and cut.tokens_U.min() < self._settings.segment_tokens:
+                group, row, _ = key
+                short.append((key, (group, row, len(cut.tokens_U) - 1)))
+        self._cut(fewer for _, fewer in short)
+        for key, fewer in short:
+            self._cuts[key] = self._cuts[fewer]
+
+    def _first_blocks(
+        self, keys: Sequence[tuple[int, Row, int]]
+    ) -> list[tuple[tuple[int, ...], ...]]:
+        """Where segments begin, by member. Places may serve for fewer segments of one member than
+        of another; then each member is cut into pieces of equally many blocks."""
+        members = self._problem.job.lockstep_ranks
+        found = self._places.first_blocks(
+            [samples for _, row, _ in keys for samples in row],
+            [segments for *_, segments in keys for _ in range(members)],
+        )
+        first_blocks = []
+        for (_, row, segments), blocks in zip(keys, itertools.batched(found, members), strict=True):
+            if len(set(map(len, blocks))) > 1:
+                ends = [sum(self._blocks_of[sample] for sample in samples) for samples in row]
+                blocks = tuple(
+                    tuple(end * segment // segments for segment in range(segments)) for end in ends
+                )
+            first_blocks.append(blocks)
+        return first_blocks
+
+    def _trade(self, found: list[_Group]) -> None:
         """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
-        by_ms = sorted(range(len(ranks)), key=lambda number: (ranks[number][0], number))
+        by_ms = sorted(range(len(found)), key=lambda number: (found[number].ms, number))
         slowest = by_ms[-1]
         for partner in by_ms[:-1][:_PARTNERS]:
-            trades = self._trades(ranks[slowest][1], ranks[partner][1])
+            groups = slowest, partner
+            trades = self._trades(*([row for row, _ in found[each].order] for each in groups))
             if not trades:
                 continue
-            after = self._best_orders(
-                [slowest, partner] * len(trades), [rank for trade in trades for rank in trade]
+            segments = [sum(number for _, number in found[each].order) for each in groups]
+            after = self._shortest(
+                [
+                    (group, self._cut_starts(rows, [number]))
+                    for trade in trades
+                    for group, rows, number in zip(groups, trade, segments, strict=True)
+                ]
             )
             one, other = min(
-                itertools.batched(after, 2), key=lambda pair: max(ms for ms, _ in pair)
+                itertools.batched(after, 2), key=lambda pair: max(each.ms for each in pair)
             )
-            if max(one[0], other[0]) < ranks[slowest][0] * _GAIN:
-                ranks[slowest], ranks[partner] = one, other
+            if rounded_ms(max(one.ms, other.ms)) < rounded_ms(found[slowest].ms):
+                found[slowest], found[partner] = one, other
                 return
 
     def _trades(
-        self, own: list[MicroBatch], others: list[MicroBatch]
-    ) -> list[tuple[list[MicroBatch], list[MicroBatch]]]:
+        self, own: Sequence[Row], others: Sequence[Row]
+    ) -> list[tuple[list[Row], list[Row]]]:
         """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
         work_of = self._work_of
         wanted_ms = (sum(map(self._work_ms, own)) - sum(map(self._work_ms, others))) / 2
         pairs = [
             (abs(work_of[give] - work_of[take] - wanted_ms), i, give, j, take)
-            for i, mine in enumerate(own)
+            for i, (mine,) in enumerate(own)
             for give in mine
-            for j, theirs in enumerate(others)
+            for j, (theirs,) in enumerate(others)
             for take in theirs
             if work_of[give] > work_of[take]
         ]
         found = []
         for _, i, give, j, take in sorted(pairs)[:_TRADES]:
-            mine, theirs = _replaced(own[i], give, take), _replaced(others[j], take, give)
+            mine, theirs = _replaced(own[i][0], give, take), _replaced(others[j][0], take, give)
             if max(self._tokens(mine), self._tokens(theirs)) <= self._problem.cap_tokens:
                 found.append(
-                    ([*own[:i], mine, *own[i + 1 :]], [*others[:j], theirs, *others[j + 1 :]])
+                    (
+                        [*own[:i], (mine,), *own[i + 1 :]],
+                        [*others[:j], (theirs,), *others[j + 1 :]],
+                    )
                 )
         return found
 
-    def _arranged(self, orders: Sequence[Sequence[MicroBatch]]) -> Arrangement:
-        placement = tuple(tuple(order) for order in orders)
+    def _arranged(self, found: Sequence[_Group]) -> Arrangement:
+        samples: list[tuple[MicroBatch, ...]] = []
+        first_blocks: list[tuple[tuple[int, ...], ...]] = []
+        for number, group in enumerate(found):
+            samples += zip(*(row for row, _ in group.order), strict=True)
+            first_blocks += zip(
+                *(self._cuts[number, *each].first_blocks for each in group.order), strict=True
+            )
+        placement = tuple(samples)
         return Arrangement(
             samples=placement,
             cp_sizes_RM=Arrangement.of_groups(placement).cp_sizes_RM,
-            first_blocks=tuple(
-                tuple(cut.first_blocks for cut in cuts) for cuts in self._cuts(orders)
-            ),
+            first_blocks=tuple(first_blocks),
         )
+
+
+def _slowest(found: Sequence[_Group]) -> tuple[int, float]:
+    """The group that ends last, the first of several, and its ms."""
+    number = max(range(len(found)), key=lambda number: (found[number].ms, -number))
+    return number, found[number].ms
 
 
 def _replaced(samples: MicroBatch, old: int, new: int) -> MicroBatch:

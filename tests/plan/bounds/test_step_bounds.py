@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.placement.test_lockstep import arguments
 from plan.plan_cases import (
     cost_model,
     costs_without_constants,
@@ -20,6 +19,7 @@ from plan.plan_cases import (
     planned,
     random_lengths,
 )
+from plan.search.test_lockstep_order import arguments
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Part

@@ -16,8 +16,8 @@ from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal, searched
+from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs

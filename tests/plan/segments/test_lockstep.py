@@ -26,9 +26,11 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.segments.cuts import makespans_ms
-from sparsebalance_megatron.plan.segments.lockstep import group_cuts
-from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
+from sparsebalance_megatron.plan.segments.segmented_times import (
+    makespans_ms,
+    row_cuts,
+    segmented_times,
+)
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -177,8 +179,8 @@ def test_segments_of_a_group_add_up_and_wait_for_the_slowest(seed, segments):
     without.columns_2XF[:, len(costs.chunk_of_layer_L) + costs.chunks :] = 0.0
     rows = [tuple(where.samples[rank][0] for rank in (0, 1))]
     blocks = [tuple(where.first_blocks[rank][0] for rank in (0, 1))]
-    (row,) = group_cuts(replace(costs, layers=without), budgets_LS, rows, blocks, [0])
-    (both,) = group_cuts(costs, budgets_LS, rows, blocks, [0])
+    (row,) = row_cuts(replace(costs, layers=without), budgets_LS, rows, blocks, [0])
+    (both,) = row_cuts(costs, budgets_LS, rows, blocks, [0])
     assert (both.forward_UP > row.forward_UP).all()
     assert own_2RPVM.shape == (2, 4, STAGES, 1, 3)
 
@@ -199,8 +201,8 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
                 tuple(tuple(int(blocks_S[s]) * u // many for u in range(many)) for (s,) in row)
                 for row, many in zip(rows, numbers, strict=True)
             ]
-            cuts = group_cuts(problem.costs, base_LS, rows, blocks, [0, 0])
-            least = min(least, makespans_ms([cuts], np.ones((1, STAGES))).max())
+            cuts = row_cuts(problem.costs, base_LS, rows, blocks, [0, 0])
+            least = min(least, makespans_ms([cuts]).max())
     assert 0.4 * least < segmented_bound_ms(problem) <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least
 

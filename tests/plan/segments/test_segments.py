@@ -28,7 +28,8 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import planned_segments
-from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at, makespans_ms
+from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
+from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -55,18 +56,17 @@ SEGMENTS_M = st.lists(st.integers(1, 6), min_size=1, max_size=7)
 @given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
 def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, seed):
     cuts = random_cuts(segments_M, stages, seed)
-    slowness_P = np.random.default_rng(seed + 1).uniform(1.0, 2.0, stages)
     graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
     ms_2UP = np.array(
         [
-            np.concatenate([cut.forward_UP for cut in cuts]) * slowness_P,
-            np.concatenate([cut.backward_UP for cut in cuts]) * slowness_P,
+            np.concatenate([cut.forward_UP for cut in cuts]),
+            np.concatenate([cut.backward_UP for cut in cuts]),
         ]
     )
     ms_OR = ms_2UP.swapaxes(1, 2).reshape(-1, 1)
     times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
     other = random_cuts([1, 2], stages, seed)
-    found = makespans_ms([other, cuts], np.stack([np.ones(stages), slowness_P]))
+    found = makespans_ms([other, cuts])
     assert found[1] == pytest.approx(simulated_ms(times)[0], rel=1e-12)
 
 
@@ -84,7 +84,9 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
     samples = tuple(range(len(lengths)))
     # Cut together with another micro-batch, as plans cut them.
-    _, cut = Places.at(costs, budgets_LS, 9).cuts([samples[:1], samples], [2, segments], 1)
+    both = [samples[:1], samples]
+    first_blocks = Places.at(costs, budgets_LS, 9).first_blocks(both, [2, segments])
+    _, cut = cut_at(costs, budgets_LS, both, first_blocks)
     blocks = int(costs.blocks_S.sum())
     assert len(cut.first_blocks) <= min(segments, blocks)
     bounds = [*cut.first_blocks, blocks]
@@ -192,7 +194,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
 def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
     given_ = inputs([2**17, *[3000] * 7])
     whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
-    monkeypatch.setattr(planned_segments, "_tokens_of_one_piece", lambda problem, placement: 1)
+    monkeypatch.setattr(planned_segments, "_most_tokens", lambda problem, placement: 1)
     assert planned(**given_).digest() == whole.digest()
 
 
@@ -203,13 +205,16 @@ def test_the_bound_holds_for_every_placement_and_cut():
     base_LS = problem.budgets.allowed.base_LS
     alone = [(sample,) for sample in range(4)]
     places = Places.at(problem.costs, base_LS, 3)
-    cut_of = {many: places.cuts(alone, [many] * 4, 1) for many in (1, 2, 3)}
+    cut_of = {
+        many: cut_at(problem.costs, base_LS, alone, places.first_blocks(alone, [many] * 4))
+        for many in (1, 2, 3)
+    }
     least = np.inf
     for order in itertools.permutations(range(4)):
         for segments in itertools.product((1, 2, 3), repeat=4):
             chosen = [cut_of[segments[sample]][sample] for sample in order]
             ranks = [chosen[:2], chosen[2:]]
-            least = min(least, makespans_ms(ranks, np.ones((2, STAGES))).max())
+            least = min(least, makespans_ms(ranks).max())
     bound_ms = segmented_bound_ms(problem)
     assert 0.6 * least < bound_ms <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.balance import _pack, arrival, balanced
+from sparsebalance_megatron.plan.search.balance import _pack, arrival, balanced
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 NO_CAP = 1 << 40

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.plan.placement.rows import packed_rows
+from sparsebalance_megatron.plan.search.rows import packed_rows
 
 SEEDS = st.integers(0, 2**32 - 1)
 

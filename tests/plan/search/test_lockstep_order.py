@@ -30,7 +30,7 @@ from plan.plan_cases import (
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.lockstep import falling_order_RM, in_lockstep_order
+from sparsebalance_megatron.plan.search.lockstep_order import falling_order_RM, in_lockstep_order
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)

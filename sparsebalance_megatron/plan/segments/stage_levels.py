@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets of placed and cut micro-batches: one price level for a rank on each stage.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
+Q price levels, J = R x M micro-batches, Z sizes of samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.units import unit_growth_JCQ
+from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
+from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+_BALANCING_ROUNDS = 3
+"""Rounds in which budgets follow from what pipelines take beside their busiest stage."""
+_TIME_HALVINGS = 20
+
+
+def balanced_over_stages(problem: StepProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
+    """Budgets [L, S] that make the step short at the wanted coverage, and makespans [R].
+
+    In a full pipeline a rank takes what its busiest stage does, and a little for filling and
+    emptying it. So all samples of a rank have one price level on each stage: the highest at which
+    the stage ends with the step. Which step time that takes follows from sums over stages, and what
+    filling and emptying take from simulating the budgets; both are repeated a few times.
+    """
+    pricing = problem.pricing or price(problem.budgets)
+    budgets, allowed, costs = problem.budgets, problem.budgets.allowed, problem.costs
+    if (allowed.floor_LS == allowed.top_LS).all():
+        return allowed.base_LS, segmented_times(costs, where, allowed.base_LS)[1]
+    stages = _StageLevels.of(problem, where, pricing)
+    wanted = min(pricing.wanted_coverage, budgets.covered(pricing.expected_LS))
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    tuned_LS = pricing.expected_LS
+    for _ in range(_BALANCING_ROUNDS):
+        times_2RPVM, ms_R, _ = segmented_times(costs, where, tuned_LS)
+        found.append((tuned_LS, ms_R))
+        beside_R = ms_R - stage_busy_ms(times_2RPVM).max(axis=1)
+        tuned_LS = stages.budgets_LS(beside_R, wanted)
+    found.append((allowed.base_LS, segmented_times(costs, where, allowed.base_LS)[1]))
+    covering = [each for each in found if budgets.covers(each[0], wanted)]
+    return min(covering or found[:1], key=lambda each: rounded_ms(each[1].max()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageLevels:
+    """Price levels of ranks and stages, with what they take and cover.
+
+    ``busy_RPQ``: ms of a rank's work on a stage; ``covered_RPQ``: coverage by weight, summed over
+    layers and samples.
+    """
+
+    pricing: Pricing
+    stage_of_L: np.ndarray
+    rank_of_S: np.ndarray
+    busy_RPQ: np.ndarray
+    covered_RPQ: np.ndarray
+
+    @classmethod
+    def of(cls, problem: StepProblem, where: Arrangement, pricing: Pricing) -> _StageLevels:
+        costs, budgets, job = problem.costs, problem.budgets, problem.job
+        ladder, stages = pricing.ladder, job.pipeline_stages
+        micro_batch_of_S = where.micro_batch_of_S
+        rank_of_S = micro_batch_of_S // job.micro_batches
+        growth_JPQ = unit_growth_JCQ(costs, ladder, micro_batch_of_S)
+        floor_2RPVM, _, _ = segmented_times(costs, where, ladder.common_LS(0))
+        growth_RPQ = growth_JPQ.reshape(job.data_parallel_size, -1, *growth_JPQ.shape[1:]).sum(1)
+        pair_ms_RP = costs.pair_ms_C * costs.segments.slowness * costs.slowness_RP
+        covered_RPQ = np.zeros_like(growth_RPQ)
+        weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
+        np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
+        for stage in range(stages):
+            of_stage_ZQ = ladder.coverage_ZLQ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
+            covered_RPQ[:, stage] = (weight_RZ[..., None] * of_stage_ZQ).sum(axis=1)
+        return cls(
+            pricing=pricing,
+            stage_of_L=costs.chunk_of_layer_L,
+            rank_of_S=rank_of_S,
+            busy_RPQ=stage_busy_ms(floor_2RPVM)[..., None] + growth_RPQ * pair_ms_RP[..., None],
+            covered_RPQ=covered_RPQ,
+        )
+
+    def budgets_LS(self, beside_R: np.ndarray, wanted_coverage: float) -> np.ndarray:
+        """The budgets of the shortest step that covers what is wanted, and not much more: stages
+        that are less busy let a pipeline end earlier. Where nothing is wanted, the most coverage in
+        the time that the floors take.
+
+        Args:
+            beside_R: ms that a rank takes beside its busiest stage.
+        """
+        end_RPQ = self.busy_RPQ + beside_R[:, None, None]
+        least_RP = end_RPQ[..., 0]
+        low_ms = float(least_RP.min() if np.isfinite(wanted_coverage) else least_RP.max())
+        high_ms = float(end_RPQ.max())
+
+        def levels_RP(end_ms: float) -> np.ndarray:
+            return np.maximum((end_RPQ <= end_ms).sum(axis=2) - 1, 0)
+
+        def covers(end_ms: float) -> bool:
+            level_RP1 = levels_RP(end_ms)[..., None]
+            covered = np.take_along_axis(self.covered_RPQ, level_RP1, axis=2).sum()
+            return bool(covered >= wanted_coverage)
+
+        if covers(low_ms):
+            high_ms = low_ms
+        for _ in range(_TIME_HALVINGS if high_ms > low_ms else 0):
+            middle_ms = (low_ms + high_ms) / 2
+            low_ms, high_ms = (low_ms, middle_ms) if covers(middle_ms) else (middle_ms, high_ms)
+        level_RL = levels_RP(high_ms)[:, self.stage_of_L]
+        return self.pricing.ladder.budgets_LS(level_RL[self.rank_of_S].T)
