@@ -297,7 +297,7 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
     monkeypatch.setattr(planned_cp_sizes, "_is_near_bound", lambda *_: False)
     monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: free)
     monkeypatch.setattr(planned_cp_sizes, "anneal", lambda where, *_, **__: where)
-    found, _ = planned_cp_sizes.best_cp_sizes(problem, equal)
+    found = planned_cp_sizes.best_cp_sizes(problem, equal).arrangement
     assert found is even
 
 

@@ -100,17 +100,16 @@ class SegmentSearch:
             [(group, self._starts(of_group)) for group, of_group in enumerate(rows)]
         )
         for _ in range(_MAX_ROUNDS):
-            before_ms = rounded_ms(_slowest(found)[1])
-            slowest, _ = _slowest(found)
+            slowest, before_ms = _slowest(found)
             (found[slowest],) = self._shortest([(slowest, self._moved(found[slowest].order))])
             if self._problem.job.lockstep_ranks == 1:
                 self._trade(found)
-            if not rounded_ms(_slowest(found)[1]) < before_ms:
+            if not rounded_ms(_slowest(found)[1]) < rounded_ms(before_ms):
                 break
         return self._arranged(found), _slowest(found)[1]
 
     def _work_ms(self, row: Row) -> float:
-        """Of the member that has most."""
+        """The work of the member that has most."""
         return max(sum(self._work_of[sample] for sample in samples) for samples in row)
 
     def _tokens(self, samples: MicroBatch) -> int:

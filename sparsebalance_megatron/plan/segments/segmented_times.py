@@ -6,9 +6,9 @@ segment together. So a segment takes the sum over layers of its slowest member, 
 rank of the pipeline.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates, P pipeline
-stages, C = P chunks, M micro-batches, J = R x M micro-batches, W ranks of a group, U segments,
-V segments of all members, X columns: L layers, then C embeddings and heads, then C experts; a
-leading 2: forward and backward.
+stages, C = P chunks, M micro-batches, J = R x M micro-batches, W ranks of a group, U segments, of a
+member or of all, X columns: L layers, then C embeddings and heads, then C experts; a leading 2:
+forward and backward.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def row_cuts(
     layers, members = len(costs.chunk_of_layer_L), costs.job.lockstep_ranks
     _, sequence_2X, token_2X, pair_2X, visible_2X = np.moveaxis(costs.layers.columns_2XF, 2, 0)
     columns = Columns(sequence_2X, token_2X, visible_2X, pair_2X, np.arange(layers))
-    ms_2VX, tokens_V = pieces(
+    ms_2UX, tokens_U = pieces(
         costs,
         columns,
         budgets_LS,
@@ -120,7 +120,7 @@ def row_cuts(
         segments = len(blocks[0])
         part = slice(first, first + members * segments)
         first = part.stop
-        ms_2WUX = ms_2VX[:, part].reshape(2, members, segments, -1)
+        ms_2WUX = ms_2UX[:, part].reshape(2, members, segments, -1)
         slowest_2UX = (ms_2WUX * slowness_EWX[group][:, None]).max(axis=1)
         slowest_device_C = slowness_EWX[group, :, together:].max(axis=0)
         slowest_2UX[..., together:] = ms_2WUX[..., together:].mean(axis=1) * slowest_device_C
@@ -128,7 +128,7 @@ def row_cuts(
         ms_2UC = np.repeat(constant_2C[:, None], segments, axis=1)
         for column, chunk in enumerate(chunk_of_X.tolist()):
             ms_2UC[..., chunk] += slowest_2UX[..., column]
-        tokens_WU = tokens_V[part].reshape(members, segments)
+        tokens_WU = tokens_U[part].reshape(members, segments)
         cuts.append(Cut(tuple(blocks[0]), ms_2UC[0], ms_2UC[1], tokens_WU.max(axis=0)))
     return cuts
 
