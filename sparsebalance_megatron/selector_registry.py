@@ -72,8 +72,8 @@ def flag_help() -> str:
     """The help of the flag, with every selection of this package."""
     each = "; ".join(f"{name}: {entry.summary}" for name, entry in BUILT_IN.items())
     return (
-        "Who selects the blocks that a token reads; docs/TUNING.md says which one when. "
-        f"{each}. Other packages bring further names (docs/EXTENDING.md)."
+        f"Who selects the blocks that a token reads (docs/TUNING.md). {each}. Packages add further "
+        "names (docs/EXTENDING.md)."
     )
 
 
