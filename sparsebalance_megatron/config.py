@@ -194,7 +194,7 @@ class SparseBalanceConfig:
 
     counted_device: CountedDevice = DEFAULT_COUNTED_DEVICE
     """Device at whose rates operations are counted where there is no cost table. Name the one that
-    you train on; `plan`, `simulate` and `advise` have the same flag and default."""
+    you train on."""
 
     gigabytes_per_second: float | None = None
     """Rate at which ranks that share a micro-batch receive keys and values; default: that of the
