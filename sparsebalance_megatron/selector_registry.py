@@ -61,8 +61,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "vertical-slash-last-queries": BuiltIn(
         selector="attention.select.vertical_slash:LAST_QUERIES",
         work_model="cost.work_model:VERTICAL_SLASH",
-        summary="those that a document's last queries attend to, as MTraining does, which lets a "
-        "token's choice depend on later tokens",
+        summary="those that a document's last queries attend to, as in MTraining; looks ahead",
     ),
 }
 """Value of the flag -> selection."""

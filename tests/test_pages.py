@@ -249,7 +249,7 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         run(block)
     example("check_selector")
     monkeypatch.setitem(BUDGET_POLICIES, "floor", None)
-    outcomes = example("FloorPolicy")["outcomes"]
+    outcomes = extension("floor_policy")["outcomes"]
     assert outcomes["floor"].speedup > 1.0 == outcomes["fixed"].speedup
     assert outcomes["fixed"].coverage_mean - 0.1 <= outcomes["floor"].coverage_mean
     capsys.readouterr()
