@@ -48,9 +48,10 @@ def _section(name: str, line: str) -> str:
     importlib.import_module(module).add_flags(parser)
     rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(parser))
     titles = {group.title for group in parser._action_groups}
-    more = " See also the flags of every prediction, at the end." * (EVERY_PREDICTION in titles)
-    text = f"{line[0].upper()}{line[1:]}.{more}"
-    return f"\n## {name}\n\n{text}\n\n| Argument | Meaning |\n|---|---|\n{rows}"
+    more = " It also takes the [shared flags](#flags-of-every-prediction)."
+    text = f"{line[0].upper()}{line[1:]}.{more * (EVERY_PREDICTION in titles)}"
+    table = f"\n| Argument | Meaning |\n|---|---|\n{rows}" * bool(rows)
+    return f"\n## {name}\n\n{text}\n{table}"
 
 
 def _rows(

@@ -18,10 +18,9 @@ PAGE = ROOT / "docs" / "FLAGS.md"
 _HEAD = """\
 # Flags
 
-Made from [`SparseBalanceConfig`](../sparsebalance_megatron/config.py) by
-`python scripts/generate_flags.py`; a test compares. `--help` and `sparse-balance flags` show the
-same three groups. Which one to turn when: [TUNING.md](TUNING.md). The command line wins over the
-file of `--sparse-balance-config`, the file over `--sparse-balance-mode`.
+`--help` and `sparse-balance flags` show the same (made by `python scripts/generate_flags.py`).
+When to change which: [TUNING.md](TUNING.md). The command line wins over the file of
+`--sparse-balance-config`, the file over `--sparse-balance-mode`.
 """
 _TABLE = """
 ## {title}

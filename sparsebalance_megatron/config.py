@@ -80,7 +80,7 @@ class SparseBalanceConfig:
 
     enabled: bool = False
     """Replace core attention by budgeted block-sparse attention and plan every step. Without it
-    Megatron trains as it would without the plugin."""
+    Megatron trains unchanged."""
 
     block_size: int = 256
     """Tokens in a KV block; blocks start anew at every document. Smaller blocks select more finely
@@ -194,7 +194,7 @@ class SparseBalanceConfig:
 
     counted_device: CountedDevice = DEFAULT_COUNTED_DEVICE
     """Device at whose rates operations are counted where there is no cost table. Name the one that
-    you train on; `plan`, `simulate` and `advise` have the same flag and default."""
+    you train on."""
 
     gigabytes_per_second: float | None = None
     """Rate at which ranks that share a micro-batch receive keys and values; default: that of the
@@ -202,7 +202,7 @@ class SparseBalanceConfig:
 
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length. Split loses nothing; choose
-    truncate or drop where pieces of a document must not train."""
+    truncate, which keeps the beginning, or drop where pieces of a document must not train."""
 
     missing_loss_mask: MissingLossMask = "refuse"
     """Sources of a blend without loss masks where others have them: refused, or trained on with all
@@ -221,8 +221,7 @@ class SparseBalanceConfig:
     try a run beside a GPU in use."""
 
     log_dir: str | None = None
-    """Directory for the logs, JSON lines: steps.jsonl by rank 0, ranks/ with a file of every rank.
-    Set it to use summary, report, watch and trace."""
+    """Directory for the logs that summary, report, watch and trace read."""
 
     log_megabytes: int = 64
     """Most megabytes of a log file and its predecessor together; the oldest lines go. Raise it to

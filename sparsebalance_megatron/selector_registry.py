@@ -61,8 +61,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "vertical-slash-last-queries": BuiltIn(
         selector="attention.select.vertical_slash:LAST_QUERIES",
         work_model="cost.work_model:VERTICAL_SLASH",
-        summary="those that a document's last queries attend to, as MTraining does, which lets a "
-        "token's choice depend on later tokens",
+        summary="those that a document's last queries attend to, as in MTraining; looks ahead",
     ),
 }
 """Value of the flag -> selection."""
@@ -72,8 +71,8 @@ def flag_help() -> str:
     """The help of the flag, with every selection of this package."""
     each = "; ".join(f"{name}: {entry.summary}" for name, entry in BUILT_IN.items())
     return (
-        "Who selects the blocks that a token reads; docs/TUNING.md says which one when. "
-        f"{each}. Other packages bring further names (docs/EXTENDING.md)."
+        f"Who selects the blocks that a token reads (docs/TUNING.md). {each}. Packages add further "
+        "names (docs/EXTENDING.md)."
     )
 
 

@@ -229,6 +229,11 @@ def run(block: str) -> dict[str, Any]:
     return names
 
 
+def extension(name: str) -> dict[str, Any]:
+    """The names that a program of examples/extending leaves."""
+    return run((ROOT / f"examples/extending/{name}.py").read_text("utf-8"))
+
+
 def example(name: str) -> dict[str, Any]:
     """The block of EXTENDING.md that defines a name, run."""
     found = blocks((ROOT / "docs/EXTENDING.md").read_text("utf-8"), "python")
@@ -237,20 +242,20 @@ def example(name: str) -> dict[str, Any]:
 
 
 def test_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of EXTENDING.md and PYTHON.md, as they stand there."""
+    """Those of EXTENDING.md, of examples/extending and of PYTHON.md, as they stand there."""
     from sparsebalance_megatron.attention.api import budgeted_attention
 
     for block in blocks((ROOT / "docs/PYTHON.md").read_text("utf-8"), "python"):
         run(block)
     example("check_selector")
     monkeypatch.setitem(BUDGET_POLICIES, "floor", None)
-    outcomes = example("FloorPolicy")["outcomes"]
+    outcomes = extension("floor_policy")["outcomes"]
     assert outcomes["floor"].speedup > 1.0 == outcomes["fixed"].speedup
     assert outcomes["fixed"].coverage_mean - 0.1 <= outcomes["floor"].coverage_mean
     capsys.readouterr()
-    example("gpipe")
+    extension("gpipe")
     assert capsys.readouterr().out.split("\n")[:2] == [str(np.array([22.0]))] * 2
-    names = example("CountingExchange")
+    names = extension("counting_exchange")
     alone = budgeted_attention(
         *(names["q"], names["k"], names["v"], [0, 100, 300], 4),
         block_size=16,

@@ -112,7 +112,7 @@ def add_prediction_flags(command: ArgumentParser, *, lengths_required: bool = Tr
     parser.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
     parser.add_argument("--layers", type=int, help="needed with --cost-table and no --model")
     for flag in _EXPERT_FLAGS:
-        parser.add_argument(flag, type=int, help="in place of the model's, as Megatron's flag")
+        parser.add_argument(flag, type=int, help="in place of the model's")
     parser.add_argument(
         "--recompute", choices=get_args(Recompute), default="none", help="in backward"
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with the trainers of docs/INTEGRATION.md on gloo ranks; results go to a JSON file.
+"""Trains with the trainer and the host of docs/INTEGRATION.md; results go to a JSON file.
 
-Usage: trainer_loops.py trainer|host BLOCK.py OUTPUT_DIRECTORY [DATA_PREFIX]. BLOCK.py holds a code
-block of the document as it stands. ``trainer`` owns its loop: one rank trains without the plugin,
-to compare with, and makes mistakes; two train data-parallel and then as a pipeline. ``host`` owns
-its data as well: two ranks run their micro-batches alone and make mistakes, four share them; one
-rank is what both are compared with.
+Usage: trainer_loops.py trainer|host CODE.py OUTPUT_DIRECTORY [DATA_PREFIX]. CODE.py holds the code
+block of the document, or is examples/hosts/own_data.py. ``trainer`` owns its loop: one rank trains
+without the plugin, to compare with, and makes mistakes; two train data-parallel and then as a
+pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make mistakes,
+four share them; one rank is what both are compared with.
 """
 
 from __future__ import annotations
