@@ -175,7 +175,7 @@ def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     commands = script_calls(folder, "quickstart.sh", argument, count, "1")
     tools = [command[1] for command in commands if command[0] == "sparse-balance"]
     assert tools == ["prepare-data", "profile", "summary"]
-    assert [command[0] for command in commands].count("torchrun") == 2
+    assert [command[0] for command in commands].count("torchrun") == 4
     return commands
 
 
