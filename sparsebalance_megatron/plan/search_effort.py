@@ -20,6 +20,13 @@ for one another are simulated together, few candidates at a time."""
 SHARE_OF_STEP_FOR_FILLING = 0.05
 """Share of a step's time that filling ranks with attention may take, over all step times tried."""
 
+SHARE_OF_STEP_FOR_SEGMENTS = 0.03
+"""Share of a step's time that searching cuts may take."""
+
+SEGMENT_COST = 16
+"""Cost of a simulated operation of a segment over one of a micro-batch: it is cut, too, and
+candidates differ in their operations."""
+
 WAITING_COST = 4
 """Cost of a simulated operation where ranks wait for one another, over one where none wait."""
 

@@ -8,14 +8,14 @@ one pipeline, and the step ends with the last group.
 1. *State.* For every group an order of its rows, and a number of segments for each row. The number
    decides the cuts: pieces of nearly equal ms (:mod:`.cuts`).
 2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
-   group five orders, in which rows have numbers in proportion to their work. Every group takes the
-   start that ends first.
+   group up to five orders, in which rows have numbers in proportion to their work. Every group
+   takes the start that ends first.
 3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
    Where no rank waits for another, a sample is exchanged for a shorter one of a faster rank.
 4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
    the limit.
-5. *Stop.* A round of moves makes the step no shorter, or there were ``_MAX_ROUNDS``. Everything is
-   limited by a count, so that all ranks find the same.
+5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
+   operations as it may (:mod:`..search_effort`), so that all ranks find the same.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, U segments, X
 candidates.
@@ -32,6 +32,11 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.search_effort import (
+    SEGMENT_COST,
+    SHARE_OF_STEP_FOR_SEGMENTS,
+    SearchEffort,
+)
 from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places
 from sparsebalance_megatron.plan.segments.segmented_times import (
     Row,
@@ -43,7 +48,6 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _SEGMENTS_PER_GROUP = (8, 12, 20, 32, 48)
 """Numbers of segments of a group that are tried first."""
-_MAX_ROUNDS = 64
 _MAX_SWAPS = 64
 """Pairs of rows of the slowest group that change places in a round."""
 _PARTNERS = 3
@@ -85,6 +89,7 @@ class SegmentSearch:
         self._work_of: list[float] = self._places.work_S.tolist()
         self._tokens_of = problem.lengths_tokens
         self._blocks_of: list[int] = problem.costs.blocks_S.tolist()
+        self._row_limits: dict[Row, tuple[float, int]] = {}
         self._cuts: dict[tuple[int, Row, int], _RowCut] = {}
 
     def best(self, start: Placement, most_tokens: int) -> tuple[Arrangement, float]:
@@ -95,11 +100,12 @@ class SegmentSearch:
             most_tokens: that may be in flight on the first stage of a group.
         """
         self._most_tokens = most_tokens
+        whole = Arrangement.of_groups(start)
+        plan_ms = self._problem.search_ms(whole, SHARE_OF_STEP_FOR_SEGMENTS)
+        self._effort = SearchEffort(plan_ms)
         rows = rows_of(start, self._problem.job.lockstep_ranks)
-        found = self._shortest(
-            [(group, self._starts(of_group)) for group, of_group in enumerate(rows)]
-        )
-        for _ in range(_MAX_ROUNDS):
+        found = self._shortest(list(enumerate(self._starts(rows))))
+        while self._effort.left:
             slowest, before_ms = _slowest(found)
             (found[slowest],) = self._shortest([(slowest, self._moved(found[slowest].order))])
             if self._problem.job.lockstep_ranks == 1:
@@ -108,47 +114,55 @@ class SegmentSearch:
                 break
         return self._arranged(found), _slowest(found)[1]
 
-    def _work_ms(self, row: Row) -> float:
-        """The work of the member that has most."""
-        return max(sum(self._work_of[sample] for sample in samples) for samples in row)
-
     def _tokens(self, samples: MicroBatch) -> int:
         return sum(self._tokens_of[sample] for sample in samples)
 
-    def _most_segments(self, row: Row) -> int:
-        """In how many a row may be cut: every member has a block in each, one member enough
-        tokens."""
-        return max(
-            1,
-            min(
+    def _work_and_limit(self, row: Row) -> tuple[float, int]:
+        """Ms of the member that has most work, and in how many segments a row may be cut: every
+        member has a block in each, one member enough tokens."""
+        if row not in self._row_limits:
+            most = min(
                 self._settings.max_segments,
                 max(map(self._tokens, row)) // self._settings.segment_tokens,
                 min(sum(self._blocks_of[sample] for sample in samples) for samples in row),
-            ),
+            )
+            work_ms = max(sum(self._work_of[sample] for sample in samples) for samples in row)
+            self._row_limits[row] = work_ms, max(1, most)
+        return self._row_limits[row]
+
+    def _work_ms(self, row: Row) -> float:
+        return self._work_and_limit(row)[0]
+
+    def _starts(self, rows_of_groups: Sequence[Sequence[Row]]) -> list[list[_Order]]:
+        """Starts of every group: its rows as they are in one piece, and with least work at both
+        ends in each number of segments. Half the effort may go to further orders: most work at
+        both ends, as they are, work falling, work rising."""
+        groups = len(rows_of_groups)
+        each = _operations(
+            self._problem, groups * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
         )
+        most = max(1 + len(_SEGMENTS_PER_GROUP), self._effort.affordable(2 * each))
+        return [self._starts_of(rows)[:most] for rows in rows_of_groups]
 
-    def _starts(self, rows: Sequence[Row]) -> list[_Order]:
-        """Rows as they are, in one piece; and in segments."""
-        return [tuple((row, 1) for row in rows), *self._cut_starts(rows, _SEGMENTS_PER_GROUP)]
-
-    def _cut_starts(self, rows: Sequence[Row], segments_of_group: Iterable[int]) -> list[_Order]:
-        """Rows as they are, by work rising, falling, least at both ends and most at both, in
-        segments by their shares of the work."""
-        work_of = {row: self._work_ms(row) for row in rows}
-        limit_of = {row: self._most_segments(row) for row in rows}
-        whole_ms = sum(work_of.values())
-        up = sorted(rows, key=lambda row: (work_of[row], row))
+    def _starts_of(self, rows: Sequence[Row]) -> list[_Order]:
+        up = sorted(rows, key=lambda row: (self._work_ms(row), row))
         down = up[::-1]
         ends = up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]
-        starts: dict[_Order, None] = {}
-        for segments in segments_of_group:
-            number_of = {
-                row: max(1, min(round(segments * work_of[row] / whole_ms), limit_of[row]))
-                for row in rows
-            }
-            for order in (rows, up, down, *ends):
-                starts[tuple((row, number_of[row]) for row in order)] = None
-        return list(starts)
+        starts = dict.fromkeys(
+            self._in_segments(order, segments)
+            for order in (*ends, rows, down, up)
+            for segments in _SEGMENTS_PER_GROUP
+        )
+        return [tuple((row, 1) for row in rows), *starts]
+
+    def _in_segments(self, order: Sequence[Row], segments: int) -> _Order:
+        """Rows with their shares of the segments of a group, by work."""
+        work_and_limit = list(map(self._work_and_limit, order))
+        each = segments / sum(work_ms for work_ms, _ in work_and_limit)
+        return tuple(
+            (row, max(1, min(round(each * work_ms), limit)))
+            for row, (work_ms, limit) in zip(order, work_and_limit, strict=True)
+        )
 
     def _moved(self, order: _Order) -> list[_Order]:
         """The order itself, and what one move makes of it."""
@@ -157,7 +171,7 @@ class SegmentSearch:
             moved += [
                 (*order[:place], (row, number), *order[place + 1 :])
                 for number in (segments - 1, segments + 1)
-                if 1 <= number <= self._most_segments(row)
+                if 1 <= number <= self._work_and_limit(row)[1]
             ]
         pairs = itertools.combinations(range(len(order)), 2)
         for one, other in itertools.islice(pairs, _MAX_SWAPS):
@@ -178,6 +192,8 @@ class SegmentSearch:
             for order in orders
         ]
         ms_X, stages = makespans_ms(times), self._problem.job.pipeline_stages
+        segments = sum(len(cut.tokens_U) for cuts in times for cut in cuts)
+        self._effort.spend(_operations(self._problem, segments))
         found, first = [], 0
         for _, orders in candidates:
             group = _Group(ms=np.inf, order=orders[0])
@@ -245,7 +261,7 @@ class SegmentSearch:
             segments = [sum(number for _, number in found[each].order) for each in groups]
             after = self._shortest(
                 [
-                    (group, self._cut_starts(rows, [number]))
+                    (group, [self._in_segments(rows, number)])
                     for trade in trades
                     for group, rows, number in zip(groups, trade, segments, strict=True)
                 ]
@@ -297,6 +313,11 @@ class SegmentSearch:
             cp_sizes_RM=Arrangement.of_groups(placement).cp_sizes_RM,
             first_blocks=tuple(first_blocks),
         )
+
+
+def _operations(problem: StepProblem, segments: int) -> int:
+    """Operations of so many segments, in those that effort is counted in."""
+    return SEGMENT_COST * 2 * problem.job.pipeline_stages * segments
 
 
 def _slowest(found: Sequence[_Group]) -> tuple[int, float]:
