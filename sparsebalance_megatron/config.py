@@ -28,7 +28,7 @@ EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
-CoverageMeanOver = Literal["samples", "tokens"]
+CoverageMeanOver = Literal["samples", "tokens", "length-buckets"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
@@ -160,8 +160,9 @@ class SparseBalanceConfig:
     steps with one long sample wait for coverage."""
 
     coverage_mean_over: CoverageMeanOver = "samples"
-    """What coverage target base takes the mean over: samples, or tokens. Choose tokens where long
-    samples must not lose coverage to short ones."""
+    """What coverage target base takes the mean over: samples, tokens, or samples of about a length,
+    each length by itself (length-buckets). Choose tokens where long samples must not lose coverage
+    to short ones, length-buckets where no length may to another."""
 
     max_tokens_per_micro_batch: int | None = None
     """Most tokens of a micro-batch on one rank; default: micro-batch size x sequence length /

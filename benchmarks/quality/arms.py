@@ -158,6 +158,12 @@ ARMS: Mapping[str, Arm] = {
             coverage_mean_over="tokens",
         ),
         Arm(
+            name="ours-buckets",
+            title="ours, coverage held in every length bucket",
+            tuning="makespan",
+            coverage_mean_over="length-buckets",
+        ),
+        Arm(
             name="raise-only",
             title="ours, p = 0: only what costs no time",
             tuning="makespan",

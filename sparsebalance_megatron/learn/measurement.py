@@ -102,6 +102,7 @@ class CoverageTotals:
         grown: pairs whose budget the guard raised.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
         tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
+        lengths_3U: executed coverage, that of base budgets, and pairs by length bucket.
     """
 
     sums_LUK: np.ndarray
@@ -116,6 +117,7 @@ class CoverageTotals:
     unobserved: int = 0
     tokens: float = 0.0
     lost_tokens: float = 0.0
+    lengths_3U: np.ndarray = field(default_factory=lambda: np.zeros((3, 1)))
 
     @property
     def executed_mean(self) -> float:

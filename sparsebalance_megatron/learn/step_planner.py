@@ -26,7 +26,7 @@ from sparsebalance_megatron.learn.coverage_account import CoverageAccount
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.coverage import CoverageCurves, mean_of_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -45,14 +45,14 @@ class Knowledge:
 
     coverage: CoverageCurves
     scales: StageScales
-    coverage_deficit: float
+    coverage_deficit: np.ndarray
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types. Device speeds are left out: a restart may run on other devices."""
         return {
             "coverage": self.coverage.state_dict(),
             "scales_2PV": self.scales.scales_2PV.tolist(),
-            "coverage_deficit": self.coverage_deficit,
+            "coverage_deficit": self.coverage_deficit.tolist(),
         }
 
     def restored(self, state: Mapping[str, Any]) -> Knowledge:
@@ -62,7 +62,7 @@ class Knowledge:
         return Knowledge(
             coverage=coverage,
             scales=StageScales.of(np.array(state["scales_2PV"])),
-            coverage_deficit=float(state["coverage_deficit"]),
+            coverage_deficit=np.atleast_1d(state["coverage_deficit"]),
         )
 
 
@@ -103,6 +103,7 @@ class StepPlanner:
             plan_settings.coverage_mean_over,
             plan_settings.coverage_slack,
             horizon_steps,
+            mean_of_bucket(plan_settings, coverage.buckets),
         )
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _EXACT_UNTIL_BLOCKS = 8
@@ -36,6 +37,17 @@ def budget_grid(max_blocks: int) -> tuple[int, ...]:
 def length_bucket(blocks: np.ndarray | int) -> np.ndarray:
     """Index of the length bucket of documents of ``blocks`` >= 1 blocks: floor(log2(blocks))."""
     return np.frexp(np.asarray(blocks, dtype=np.float64))[1] - 1
+
+
+def mean_of_bucket(plan_settings: PlanSettings, buckets: int) -> np.ndarray:
+    """[U] which of the means that are held the samples of each length bucket belong to.
+
+    All to one, or below two base budgets to the first and from there each bucket to its own:
+    samples within a base budget can only lose coverage, so they share one with longer ones.
+    """
+    if plan_settings.coverage_mean_over != "length-buckets":
+        return np.zeros(buckets, dtype=np.int64)
+    return np.maximum(np.arange(buckets) - length_bucket(plan_settings.base_budget), 0)
 
 
 class CoverageCurves:

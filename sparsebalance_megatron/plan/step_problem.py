@@ -47,9 +47,9 @@ class PlanInputs:
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
     exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
     below it by as much if that is negative. A sample counts 1 there, or its tokens if the policy's
-    mean is over tokens. This step's share follows from one price for all
-    (:mod:`.budgets.price`), and is paid as far as these samples and the later ones together have
-    the time at base budgets.
+    mean is over tokens; where lengths hold means of their own, it is so for each, with a deficit
+    each. This step's share follows from one price for all (:mod:`.budgets.price`), and is paid as
+    far as these samples and the later ones together have the time at base budgets.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -58,7 +58,7 @@ class PlanInputs:
     cost: CostModel
     scales: StageScales
     coverage: CoverageCurves
-    coverage_deficit: float = 0.0
+    coverage_deficit: np.ndarray | float = 0.0
     later_lengths_tokens: tuple[int, ...] = ()
     placement: Placement | None = None
     pinned_LS: np.ndarray | None = None
@@ -107,7 +107,7 @@ class StepProblem:
         dense_L = plan_settings.dense_L(job.layers)
         costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_L)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
-        horizon = budget_problem(plan_settings, costs, coverage, pinned_LS)
+        horizon = budget_problem(plan_settings, costs, coverage, pinned_LS, inputs.coverage_deficit)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=horizon.of(own),

@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.arrangement import Placement
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -161,6 +161,12 @@ class Workload:
                 grown=0.0,
                 tokens=float(tokens_LS.sum()),
                 lost_tokens=float(((wanted_LS - executed_LS) * tokens_LS).sum()),
+                lengths_3U=np.array(
+                    [
+                        np.bincount(length_bucket(blocks_S), of_LS.sum(axis=0), curves.buckets)
+                        for of_LS in (executed_LS, wanted_LS, known_LS)
+                    ]
+                ),
             ),
             lm_loss=math.nan,
             tokens=sum(batch),

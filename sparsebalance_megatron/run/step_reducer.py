@@ -261,6 +261,7 @@ class StepReducer:
                 tokens=float(extra_LC[:, TOKENS].sum()),
                 lost_tokens=float(extra_LC[:, LOST_TOKENS].sum()),
                 unobserved=int(part["unobserved"][0]),
+                lengths_3U=sums_LUC[..., [EXECUTED, BASE, ONE]].sum(axis=0).T,
             ),
             lm_loss=float(loss / tokens) if tokens else math.nan,
             tokens=int(tokens),

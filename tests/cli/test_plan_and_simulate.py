@@ -85,6 +85,15 @@ def test_layers_with_budgets_of_their_own(lengths, capsys):
     assert "--layer-budgets dense:99: names layer 99" in capsys.readouterr().err
 
 
+def test_means_of_coverage_are_held_over_what_the_flag_names(lengths, capsys):
+    found = {}
+    few = ("--json", "--steps", "5", "--base-budget", "4")
+    for mean_over in ("samples", "tokens", "length-buckets"):
+        assert plan(lengths, *few, "--coverage-mean-over", mean_over) == 0
+        found[mean_over] = json.loads(capsys.readouterr().out)["variants"]["ours, base coverage"]
+    assert len({outcome["makespan_ms"] for outcome in found.values()}) == 3
+
+
 def test_selections_are_counted_at_their_own_rates(lengths, capsys):
     found = {}
     for name in ("token-query-head", "previous-block"):

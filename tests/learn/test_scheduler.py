@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
     curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
+    buckets = schedule.coverage.buckets
+    lost_U = 0.02 * np.cos(rise + np.arange(buckets))
     return step_measurement(
         expectation.times_2RPVM * slow_P11,
         sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
@@ -51,6 +54,7 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
         executed_sum=1.0,
         base_sum=1.0,
         count=1.0,
+        lengths_3U=np.array([1.0 - lost_U, np.ones(buckets), np.ones(buckets)]) / buckets,
     )
 
 
@@ -131,16 +135,34 @@ def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Ex
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
+@pytest.mark.parametrize("mean_over", ["samples", "length-buckets"])
 def test_a_restored_scheduler_goes_on_as_if_never_stopped(
-    index: SampleIndex, worker: Executor, planned_ahead: bool
+    index: SampleIndex, worker: Executor, planned_ahead: bool, mean_over: str
 ) -> None:
-    whole = run(scheduler(index, worker if planned_ahead else None), range(STEPS))
+    def make() -> Scheduler:
+        choices = {"coverage_target": "base", "coverage_mean_over": mean_over}
+        return scheduler(index, worker if planned_ahead else None, **choices)
+
+    whole = run(make(), range(STEPS))
     for stop in range(1, STEPS):
-        first = scheduler(index, worker if planned_ahead else None)
+        first, second = make(), make()
         begun = run(first, range(stop))
-        second = scheduler(index, worker if planned_ahead else None)
-        second.load_state_dict(first.state_dict())
+        assert second.load_state_dict(json.loads(json.dumps(first.state_dict()))) == ()
         assert begun + run(second, range(stop, STEPS)) == whole
+
+
+def test_an_account_of_another_number_of_means_starts_afresh(index: SampleIndex) -> None:
+    """Nothing else does, and the next plan is made anew."""
+    first = scheduler(index, LateExecutor(), coverage_target="base")
+    run(first, range(3))
+    by_length = {"coverage_target": "base", "coverage_mean_over": "length-buckets"}
+    second = scheduler(index, LateExecutor(), **by_length)
+    (afresh,) = second.load_state_dict(first.state_dict())
+    assert afresh.startswith("coverage_balance starts afresh: the checkpoint holds 1 means")
+    assert second.state_dict()["next_plan"] is None
+    assert second.state_dict()["coverage"] == first.state_dict()["coverage"]
+    assert not any(second.state_dict()["coverage_balance"]["deficit"])
+    second.planned(3)
 
 
 def test_state_of_planning_ahead_loads_on_demand_and_back(
@@ -193,7 +215,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
             keep_account(schedule, step, executed=-short if step == 0 else 0.0)
             means.append(schedule.planned(step).plan.expectation.coverage_mean)
         assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(
-            short * global_batch_size
+            [short * global_batch_size]
         )
         expected.append(np.mean(means[STEPS:]))
     repaid = lost / max(2, steps_per_horizon)
@@ -213,7 +235,9 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)
-        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(-savings * 128)
+        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(
+            [-savings * 128]
+        )
         expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
     assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
 

@@ -63,6 +63,10 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     assert coverage.minimum == pytest.approx(0.5)
     assert coverage.tokens == 4 * (5 + 64)
     assert coverage.lost_tokens == pytest.approx(4 * 0.05 * 64)
+    executed_U, base_U, count_U = coverage.lengths_3U
+    np.testing.assert_array_equal(count_U, [4, 0, 4])
+    np.testing.assert_allclose(executed_U, [4, 0, 0.5 + 0.6 + 0.51 + 0.61], rtol=1e-6)
+    np.testing.assert_allclose(base_U - executed_U, [0, 0, 4 * 0.05], atol=1e-6)
     assert coverage.grown == 2
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor, Tuning
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.fill import Filling
-from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price
+from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price, worth_of_means
 from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
@@ -27,7 +27,7 @@ from sparsebalance_megatron.plan.budgets.problem import (
     feasible_range,
 )
 from sparsebalance_megatron.plan.budgets.units import units_of
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket, mean_of_bucket
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -81,7 +81,7 @@ class BudgetPolicy:
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def pricing(
-        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
+        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: np.ndarray | float
     ) -> Pricing | None:
         """Price of coverage in a step, for policies that trade by a price."""
         return None
@@ -166,7 +166,7 @@ class MakespanPolicy(BudgetPolicy):
         return feasible_range(costs, coverage, plan_settings)
 
     def pricing(
-        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
+        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: np.ndarray | float
     ) -> Pricing | None:
         return price(horizon, own_samples, coverage_deficit)
 
@@ -200,14 +200,14 @@ class MakespanPolicy(BudgetPolicy):
         def step_ms(budgets_LS: np.ndarray) -> float:
             return float(problem.makespans_ms(budgets_LS, where).max())
 
-        tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
+        tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_B
         if not problem.covers(tuned_LS, wanted):
             limit_LS, tuned_LS = pricing.limit_LS, pricing.expected_LS
             enough_ms, limit_ms = step_ms(tuned_LS), step_ms(limit_LS)
             if limit_ms < enough_ms:
                 # The most coverage in the time that the step may take.
                 enough_ms, tuned_LS = limit_ms, filled_LS(max(limit_ms, least_ms))
-                if not problem.covers(tuned_LS, min(problem.covered(limit_LS), wanted)):
+                if not problem.covers(tuned_LS, np.minimum(problem.covered_B(limit_LS), wanted)):
                     tuned_LS = limit_LS
                 if not problem.covers(tuned_LS, wanted):
                     least_ms = enough_ms
@@ -242,23 +242,33 @@ def budget_problem(
     costs: StepCosts,
     coverage: CoverageCurves,
     pinned_LS: np.ndarray | None = None,
+    coverage_deficit: np.ndarray | float = 0.0,
 ) -> BudgetProblem:
     """The problem whose limits are those of the policy.
 
     Args:
+        coverage_deficit: of every mean that is held.
         pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
     """
-    allowed = budget_policy(plan_settings).allowed(costs, coverage, plan_settings)
+    policy = budget_policy(plan_settings)
+    allowed = policy.allowed(costs, coverage, plan_settings)
     lengths_S = costs.lengths_tokens_S
     by_tokens = plan_settings.coverage_mean_over == "tokens"
-    return BudgetProblem(
+    mean_of_U = mean_of_bucket(plan_settings, coverage.buckets)
+    problem = BudgetProblem(
         plan_settings=plan_settings,
         costs=costs,
         coverage=coverage,
         allowed=allowed if pinned_LS is None else allowed.pinned(pinned_LS),
         weight_S=lengths_S.astype(np.float64) if by_tokens else np.ones(len(lengths_S)),
+        mean_S=mean_of_U[length_bucket(costs.blocks_S)],
+        worth_B=np.ones(mean_of_U[-1] + 1),
         pinned_S=np.zeros(len(lengths_S), bool) if pinned_LS is None else pinned_LS[0] > 0,
     )
+    if len(problem.worth_B) > 1 and policy.looks_ahead(plan_settings):
+        worth_B = worth_of_means(problem, coverage_deficit)
+        problem = replace(problem, worth_B=worth_B, weight_S=worth_B[problem.mean_S])
+    return problem
 
 
 def tune(

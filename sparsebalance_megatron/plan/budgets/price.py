@@ -11,7 +11,7 @@ samples of several steps holds their mean coverage with the least work, so each 
 own samples take at that price. Large global batches are a horizon by themselves.
 
 Shape legend: S samples of the horizon, L layers, K budgets of the grid, Z sizes (samples of as many
-blocks), Q price levels, I sequences of steps (of a layer and sample or size).
+blocks), Q price levels, I sequences of steps (of a layer and sample or size), B means held.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ together, and a chunk's budgets could not fill what is left of a step."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _LEAST_MS = 1e-30
 _NO_TIME = 1e-14
+_LEAST_OF_BEST = 0.01
+"""Share of a length's best slope below which its last coverage sets no price: it may be noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,20 @@ class Pricing:
     """The price of coverage for the own samples of a step.
 
     ``ladder``: their budgets by price level. ``expected_LS``: budgets to place them by, before
-    tuning ``makespan`` knows their places. ``wanted_coverage``: that tuned budgets reach, by
+    tuning ``makespan`` knows their places. ``wanted_B``: coverage that tuned budgets reach, by
     weight, summed over the layers and samples whose curves are known; -inf where none is wanted.
     ``limit_LS``: budgets whose time the step may take, whatever is wanted.
     """
 
     ladder: Ladder
     expected_LS: np.ndarray
-    wanted_coverage: float
+    wanted_B: np.ndarray
     limit_LS: np.ndarray
+
+    @property
+    def wanted_coverage(self) -> float:
+        """The sum of what is wanted."""
+        return float(self.wanted_B.sum())
 
 
 def horizon_steps(global_batch_size: int) -> int:
@@ -61,26 +68,45 @@ def horizon_steps(global_batch_size: int) -> int:
 def price(
     problem: BudgetProblem,
     own_samples: slice = slice(None),
-    coverage_deficit: float = 0.0,
+    coverage_deficit: np.ndarray | float = 0.0,
 ) -> Pricing:
     """The price of a step whose samples are those of the horizon in ``own_samples``.
 
     Without a coverage target the slowest rank ends at its floors, and those are expected. With
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
     budgets less the policy's slack, and ``coverage_deficit``, by weight, above it; or below, where
-    that is negative.
+    that is negative. Where every length holds its own mean, each does so at a level of its own.
 
     A step that is a horizon by itself may take the time of base budgets. The steps of a longer
     horizon may take it together: their work at base budgets is shared out at one price.
     """
     ladder = price_ladder(problem)
-    own = ladder.of(own_samples)
-    base_LS = problem.allowed.base_LS
+    floor_LS, base_LS = problem.allowed.floor_LS, problem.allowed.base_LS
+    found = Pricing(
+        ladder=ladder.of(own_samples),
+        expected_LS=floor_LS[:, own_samples].copy(),
+        wanted_B=np.full(len(problem.worth_B), -np.inf),
+        limit_LS=base_LS[:, own_samples].copy(),
+    )
     if problem.plan_settings.coverage_target != "base":
-        floor_LS = problem.allowed.floor_LS[:, own_samples]
-        limit_LS = base_LS[:, own_samples]
-        return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf, limit_LS=limit_LS)
+        return found
+    found.wanted_B[:] = 0.0
+    owed_B = np.broadcast_to(coverage_deficit, len(problem.worth_B)) * problem.worth_B
+    for mean in np.unique(problem.mean_S):
+        of_mean_S = problem.mean_S == mean
+        part = replace(problem, weight_S=np.where(of_mean_S, problem.weight_S, 0.0))
+        own_S = of_mean_S[own_samples]
+        expected_LS, found.wanted_B[mean], limit_LS = _held(part, ladder, own_samples, owed_B[mean])
+        found.expected_LS[:, own_S] = expected_LS[:, own_S]
+        found.limit_LS[:, own_S] = limit_LS[:, own_S]
+    return found
 
+
+def _held(
+    problem: BudgetProblem, ladder: Ladder, own_samples: slice, coverage_deficit: float
+) -> tuple[np.ndarray, float, np.ndarray]:
+    """What :class:`Pricing` says of the samples whose weight is not 0, where they hold a mean."""
+    own, base_LS = ladder.of(own_samples), problem.allowed.base_LS
     blocks_Z, weight_Z = ladder.blocks_Z, ladder.sum_Z(problem.weight_S)
 
     def coverage_Z(budgets_LZ: np.ndarray) -> np.ndarray:
@@ -104,19 +130,33 @@ def price(
         at_base = float((np.nansum(base_LZ, axis=0) * weight_Z).sum())
         holds = _least_level(lambda level: sum_at(level) * ROUNDING >= at_base)
         limit_LS = own.common_LS(max(_level_of_base_work(problem, ladder), holds))
-    return Pricing(
-        ladder=own,
-        expected_LS=own.common_LS(high),
-        wanted_coverage=float((wanted_Z * own.sum_Z(problem.weight_S[own_samples])).sum()),
-        limit_LS=limit_LS,
-    )
+    wanted = float((wanted_Z * own.sum_Z(problem.weight_S[own_samples])).sum())
+    return own.common_LS(high), wanted, limit_LS
+
+
+def worth_of_means(problem: BudgetProblem, coverage_deficit: np.ndarray | float) -> np.ndarray:
+    """[B] ms for which the last coverage is bought where each mean is held.
+
+    With coverage worth so much, one price holds them all.
+    """
+    pricing = price(problem, coverage_deficit=coverage_deficit)
+    first_Z, steps = pricing.ladder.first_Z, pricing.ladder.steps
+    taken_LZK = steps.points_LSK <= pricing.expected_LS[:, first_Z, None]
+    worth_B = np.ones(len(problem.worth_B))
+    for mean in np.unique(problem.mean_S):
+        gains_LZK = (steps.slope_LSK > 0) & (problem.mean_S[first_Z] == mean)[:, None]
+        if gains_LZK.any():
+            best = steps.slope_LSK[gains_LZK].max()
+            last = steps.slope_LSK[gains_LZK & taken_LZK].min(initial=best)
+            worth_B[mean] = 1.0 / max(last, _LEAST_OF_BEST * best)
+    return worth_B
 
 
 def _level_of_base_work(problem: BudgetProblem, ladder: Ladder) -> int:
-    """The highest price level, below LEVELS, at which all samples take no more than at base
-    budgets."""
+    """The highest price level, below LEVELS, at which all samples that count take no more than at
+    base budgets."""
     whole = _of_whole_blocks(problem.costs, ladder.first_Z)
-    samples_Z = np.bincount(ladder.size_S)
+    samples_Z = ladder.sum_Z(problem.weight_S > 0.0)
 
     def work_ms(budgets_LZ: np.ndarray) -> float:
         return float((whole.block_pairs(budgets_LZ) * samples_Z * whole.pair_ms_L[:, None]).sum())
@@ -146,12 +186,13 @@ class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
     ``size_S``: the size of every sample. ``first_Z``: a sample of each size, among those that the
-    ladder was priced for, and ``blocks_Z`` its blocks. ``curves``: of coverage.
+    ladder was priced for, ``blocks_Z`` its blocks, ``steps`` its prices. ``curves``: of coverage.
     """
 
     size_S: np.ndarray
     first_Z: np.ndarray
     blocks_Z: np.ndarray
+    steps: BudgetSteps
     budgets_QLZ: np.ndarray
     curves: CoverageCurves
 
@@ -183,7 +224,8 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     """The ladder of a problem's samples.
 
     Prices are those of whole blocks; a ragged last block makes no difference to the ranking. Where
-    tokens count, coverage gained in a long sample is worth more.
+    tokens count, coverage gained in a long sample is worth more; where every length holds its own
+    mean, as much as it costs there.
     """
     costs, allowed = problem.costs, problem.allowed
     _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
@@ -193,10 +235,14 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
     if problem.plan_settings.coverage_mean_over == "tokens":
         steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
+    elif len(problem.worth_B) > 1:
+        worth_Z = problem.worth_B[problem.mean_S[first_Z]]
+        steps = replace(steps, slope_LSK=steps.slope_LSK * worth_Z[:, None])
     return Ladder(
         size_S=size_S.reshape(-1),
         first_Z=first_Z,
         blocks_Z=blocks_Z,
+        steps=steps,
         budgets_QLZ=budgets_by_level(steps),
         curves=problem.coverage,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a choice of budgets, and the budgets that the coverage threshold allows.
 
-Shape legend: S samples, L layers, Z sizes (samples of as many blocks).
+Shape legend: S samples, L layers, Z sizes (samples of as many blocks), B means that are held.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def base_budgets_LS(
 class BudgetProblem:
     """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits.
 
-    ``weight_S``: what a sample's coverage counts in sums: 1, or its tokens.
+    ``weight_S``: what a sample's coverage counts in sums: 1, its tokens, or the worth of its mean.
+    ``mean_S``: which mean it belongs to. ``worth_B``: of coverage in each.
     ``pinned_S``: whose budgets are given and not to be chosen.
     """
 
@@ -85,6 +86,8 @@ class BudgetProblem:
     coverage: CoverageCurves
     allowed: BudgetRange
     weight_S: np.ndarray
+    mean_S: np.ndarray
+    worth_B: np.ndarray
     pinned_S: np.ndarray
 
     def of(self, samples: slice) -> BudgetProblem:
@@ -94,6 +97,7 @@ class BudgetProblem:
             costs=self.costs.of(samples),
             allowed=self.allowed.of(samples),
             weight_S=self.weight_S[samples],
+            mean_S=self.mean_S[samples],
             pinned_S=self.pinned_S[samples],
         )
 
@@ -114,9 +118,15 @@ class BudgetProblem:
         """Coverage by weight, summed where curves are known."""
         return float(np.nansum(self.coverage_LS(budgets_LS) * self.weight_S))
 
-    def covers(self, budgets_LS: np.ndarray, wanted_coverage: float) -> bool:
-        """Whether :meth:`covered` is at least what is wanted."""
-        return self.covered(budgets_LS) * ROUNDING >= wanted_coverage
+    def covered_B(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """:meth:`covered` by the samples of every mean."""
+        covered_S = np.nansum(self.coverage_LS(budgets_LS) * self.weight_S, axis=0)
+        return np.bincount(self.mean_S, covered_S, len(self.worth_B))
+
+    def covers(self, budgets_LS: np.ndarray, wanted_coverage: float | np.ndarray) -> bool:
+        """Whether :meth:`covered` is at least what is wanted, or :meth:`covered_B` that of each."""
+        covered = self.covered_B if np.ndim(wanted_coverage) else self.covered
+        return bool(np.all(covered(budgets_LS) * ROUNDING >= wanted_coverage))
 
     def stuck_S(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Whether all layers that have a choice lie at their floors, [S]."""

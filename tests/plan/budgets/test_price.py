@@ -100,6 +100,67 @@ def test_what_the_steps_of_a_horizon_want_adds_up_to_what_it_owes(seed, sizes, o
         assert expected >= step.pricing.wanted_coverage - tolerance
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.floats(-0.05, 0.05),
+    st.sampled_from([0.0, 0.01]),
+)
+def test_every_length_holds_its_own_mean_over_a_horizon(seed, sizes, owed, slack):
+    """What the steps want of a length adds up to what it owes, as far as there is coverage."""
+    chosen = replace(POLICY, coverage_mean_over="length-buckets", coverage_slack=slack)
+    coverage = coverage_curves(JOB.layers, 400, seed=seed)
+    lengths = random_lengths(sum(sizes), seed, longest=20000)
+    ends = np.cumsum(sizes)
+    steps = [lengths[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    found, deficit_B = [], owed * np.arange(6)
+    for step in steps:
+        others = [n for other in steps if other is not step for n in other]
+        costs = step_costs([*others, *step], JOB, COST, SCALES)
+        problem = budget_problem(chosen, costs, coverage, coverage_deficit=deficit_B)
+        own = slice(len(others), None)
+        found.append((problem, own, price(problem, own, deficit_B)))
+    whole = budget_problem(chosen, step_costs(lengths, JOB, COST, SCALES), coverage)
+    base_B, least_B, most_B = (
+        covered_by_mean(whole, budgets_LS)
+        for budgets_LS in (whole.allowed.base_LS, whole.allowed.floor_LS, whole.allowed.top_LS)
+    )
+    samples_B = np.bincount(whole.mean_S, minlength=len(base_B))
+    goal_B = base_B + JOB.layers * (deficit_B * (samples_B > 0) - slack * samples_B)
+    wanted_B = sum(pricing.wanted_B / problem.worth_B for problem, _, pricing in found)
+    expected_B, limit_B = (
+        sum(
+            covered_by_mean(problem.of(own), getattr(pricing, name))
+            for problem, own, pricing in found
+        )
+        for name in ("expected_LS", "limit_LS")
+    )
+    tolerance = 1e-8 * len(lengths)
+    assert wanted_B == pytest.approx(np.clip(goal_B, least_B, most_B), abs=tolerance)
+    assert (expected_B >= wanted_B - tolerance).all()
+    assert (limit_B >= base_B - tolerance).all()
+
+
+def covered_by_mean(problem, budgets_LS):
+    """Coverage of every mean, summed over its samples and their layers."""
+    covered_S = problem.coverage_LS(budgets_LS).sum(axis=0)
+    return np.bincount(problem.mean_S, covered_S, len(problem.worth_B))
+
+
+def test_a_deficit_of_one_length_raises_its_price_alone():
+    chosen = replace(POLICY, coverage_mean_over="length-buckets")
+    costs = step_costs([3000] * 8 + [12000] * 8, JOB, COST, SCALES)
+    curves = coverage_curves(JOB.layers, 400, seed=3)
+    level, owing = (
+        budget_problem(chosen, costs, curves, coverage_deficit=np.array(deficit_B))
+        for deficit_B in ([0.0] * 6, [0.0, 0.0, 0.0, 0.0, 0.5, 0.0])
+    )
+    short, long = level.mean_S[0], level.mean_S[-1]
+    assert (short, long) == (2, 4)
+    assert owing.worth_B[long] > 1.2 * level.worth_B[long]
+    assert owing.worth_B[short] == level.worth_B[short]
+
+
 def test_a_step_gives_up_what_another_regains_for_less():
     coverage = spread_evenly()
     of_long, of_short = horizon([LONG, SHORT], coverage)
