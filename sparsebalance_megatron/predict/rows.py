@@ -58,8 +58,8 @@ class Variant(NamedTuple):
 
 
 def without_sharing(job: Job) -> Job:
-    """The job whose ranks share no micro-batch."""
-    micro_batches = job.micro_batches // job.context_parallel_size
+    """The job whose ranks share no micro-batch, with at least one on each."""
+    micro_batches = max(1, job.micro_batches // job.context_parallel_size)
     return replace(job, context_parallel_size=1, micro_batches=micro_batches)
 
 

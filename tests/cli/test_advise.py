@@ -138,3 +138,14 @@ def test_a_cost_table_brings_its_times_and_its_block_size(
         command = ("advise", "--lengths", str(lengths), *JOB, *one, "--cost-table", str(table))
         assert cli.main([*command, *other]) == 2
         assert found in capsys.readouterr().err
+
+
+def test_fewer_micro_batches_than_ranks_share(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks that share every sample, and one micro-batch: alone, none would have half of it."""
+    job = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--cp", "2", "--global-batch", "8")
+    words = ["advise", "--lengths", str(lengths), *job, "--micro-batches", "1", *ONE, "--json"]
+    assert cli.main(words) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["choices"]
+    assert choice["choice"]["micro_batches"] == 1 and choice["makespan_ms"] > 0
