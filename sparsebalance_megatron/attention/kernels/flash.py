@@ -15,16 +15,17 @@ All places of a list are in one round, so that nothing is carried from one round
 A block of queries that selects is taken as its tokens.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim of keys, F of values, which here are padded to one D, N blocks, B tokens of a block, Q rows
-and C heads that select, K places of a list. Of some KV heads: W their blocks (N for each head), X
-their lists (a token's side by side), E query heads of a list, Z rounds, U entries of a round, the
-last of which is never present, A segments.
+head dim of keys, F of values, which here are padded to one D, N blocks, I places of all blocks, Q
+rows and C heads that select, K places of a list. Of some KV heads: W their blocks (N for each head)
+and one more, X lists (a token's side by side), E query heads of a list, Y what belongs to one of
+them, side by side, Z rounds, U entries of a round and one that is never present, A segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from sparsebalance_megatron.attention.selection import Selection
 
 _ROWS_AT_ONCE = 1 << 20
 _ENTRIES_AT_ONCE = 1 << 24
-"""Entries of lists that are sorted at once."""
+"""Rows that are gathered for lists that are sorted at once."""
 _SEGMENT_ROWS = 2048
 _ABSENT_LSE = -1e30
 """Log-sum-exp of an entry that is not there: finite, so that a query without any has no NaN."""
@@ -187,50 +188,43 @@ def _past_blocks(
 ) -> Iterator[_PastBlocks]:
     """All KV heads: as many at once as the bounds allow."""
     count, layout, lists_TCK = k_TGD.shape[1], own.selection.kv_layout, own.selection.indices_QCK
-    queries, blocks, tokens = q_THD.shape[1] // count, layout.blocks, layout.block_tokens
-    most_blocks = _most_blocks(q_THD.shape[1] // lists_TCK.shape[1])
-    most = min(_ENTRIES_AT_ONCE * count // lists_TCK.numel(), most_blocks // blocks)
+    blocks, (tokens, query_heads, head_dim) = layout.blocks, q_THD.shape
+    most = min(
+        _ENTRIES_AT_ONCE * count // (tokens * query_heads * lists_TCK.shape[2]),
+        _ROWS_AT_ONCE * count // (tokens * query_heads),
+        _most_blocks(query_heads // lists_TCK.shape[1]) // blocks,
+    )
     at_once = min(max(1, most), count)
     # Blocks lie behind one another, those of a KV head together, and one more that nobody reads.
     # Nor is what lies behind a short block's end: that is its document's last block.
-    keys_WY = k_TGD.new_empty(count * blocks + 1, tokens * 2 * k_TGD.shape[2])
-    keys_G2D = keys_WY[:-1].view(count, blocks * tokens, 2, -1)
-    keys_G2D.index_copy_(1, layout.place_T, torch.stack((k_TGD, v_TGD), 2).transpose(0, 1))
+    keys_WY = k_TGD.new_empty(count * blocks + 1, layout.block_tokens * 2 * head_dim)
+    keys_GI2D = keys_WY[:-1].view(count, blocks * layout.block_tokens, 2, -1)
+    keys_GI2D.index_copy_(1, layout.place_T, torch.stack((k_TGD, v_TGD), 2).transpose(0, 1))
     for first in range(0, count, at_once):
         heads = slice(first, min(first + at_once, count))
         some_WY = keys_WY[heads.start * blocks : heads.stop * blocks + 1]
-        yield _PastBlocks(heads, count, queries, some_WY, own, rows_at_once)
+        yield _PastBlocks(heads, query_heads // count, some_WY, own, rows_at_once)
 
 
 class _PastBlocks:
     """Some KV heads, the past blocks that their lists name, and who reads them."""
 
     def __init__(
-        self,
-        kv_heads: slice,
-        all_heads: int,
-        queries_per_head: int,
-        keys_WY: Tensor,
-        own: _OwnBlocks,
-        rows_at_once: int,
+        self, kv_heads: slice, queries: int, keys_WY: Tensor, own: _OwnBlocks, rows_at_once: int
     ) -> None:
         tokens, all_lists, self._places = own.selection.indices_QCK.shape
-        self._heads, per_head = kv_heads.stop - kv_heads.start, all_lists // all_heads
-        self._count, self._group = self._heads * queries_per_head, queries_per_head // per_head
-        self._per_token, self._kv_heads = self._heads * per_head, kv_heads
+        heads, lists = kv_heads.stop - kv_heads.start, all_lists // own.k_TGD.shape[1]
+        self._heads, self._count, self._per_token = heads, heads * queries, heads * lists
+        self._group, self._kv_heads = queries // lists, kv_heads
         self._lists, self._query_heads = (
-            slice(kv_heads.start * each, kv_heads.stop * each)
-            for each in (per_head, queries_per_head)
+            slice(kv_heads.start * each, kv_heads.stop * each) for each in (lists, queries)
         )
         self._own, self._layout, self._keys_WY = own, own.selection.kv_layout, keys_WY
         most = max(1, rows_at_once // (self._count * self._places))
-        self._tokens = -(-tokens // -(-tokens // most))
-        self._rounds = [
-            slice(first, min(first + self._tokens, tokens))
-            for first in range(0, tokens, self._tokens)
-        ]
-        rows = self._count * (self._tokens * (self._places + 1) + 1)
-        longest = max(rows, self._per_token * tokens, len(keys_WY))
+        self._tokens = size = -(-tokens // -(-tokens // most))
+        self._rounds = [slice(x, min(x + size, tokens)) for x in range(0, tokens, size)]
+        rows = self._count * (size * (self._places + 1) + 1)
+        longest = max(rows, self._per_token * tokens) + len(keys_WY)
         self._number = torch.arange(longest, dtype=torch.int32, device=keys_WY.device)
 
     def forward(self, q_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> None:
@@ -239,7 +233,7 @@ class _PastBlocks:
         row_ZXEK1 = self._rows_with_own(entries.row_ZXK)
         absent_1HD = torch.zeros_like(out_THD[:1, self._query_heads], dtype=lse_TH.dtype)
         absent_1H = torch.full_like(lse_TH[:1, self._query_heads], _ABSENT_LSE)
-        first_B = self._firsts(row_ZXEK1[0])
+        first_X = self._firsts(row_ZXEK1[0])
         for each, tokens in enumerate(self._rounds):
             part, lse = varlen.attend(
                 self._rows(q_XY.index_select(0, entries.list_ZU[each])), *self._keys(entries, each)
@@ -249,10 +243,10 @@ class _PastBlocks:
             lse = torch.cat((self._by_token(lse[0]), absent_1H, own_lse)).flatten()
             row_XEK1 = row_ZXEK1[each, : len(own_lse) * self._per_token]
             lse_XEK1 = lse.index_select(0, row_XEK1.flatten()).view(row_XEK1.shape)
-            weights = lse_XEK1.softmax(-1)
+            weights = lse_XEK1.softmax(-1).flatten()
             torch.logsumexp(lse_XEK1.view(*own_lse.shape, -1), 2, out=own_lse)
             part = torch.cat((self._by_token(part[:, 0]), absent_1HD, out)).flatten(0, 1)
-            out.copy_(_sums(part, row_XEK1, first_B, weights=weights).view(out.shape))
+            out.copy_(_sums(part, row_XEK1, first_X, weights, None).view(out.shape))
             del part
 
     def backward(
@@ -274,16 +268,13 @@ class _PastBlocks:
             dq = dq_THD[tokens, self._query_heads]
             row_XK = entries.row_ZXK[each, : len(dq) * self._per_token]
             part = part.reshape(absent + 1, -1)
-            dq.add_(_sums(part, row_XK, first_X, absent=absent).view(dq.shape))
+            dq.add_(_sums(part, row_XK, first_X, None, absent).view(dq.shape))
             wide = torch.empty_like(k.expand(-1, 2, -1), dtype=sum_WY.dtype)
             part_AY = torch.cat(dkv, 1, out=wide).view(-1, sum_WY.shape[1])
             sum_WY.index_add_(0, entries.block_ZA[each], part_AY)
             del dout, q, out, part
-        sum_GT2D = (
-            sum_WY[:-1]
-            .view(self._heads, -1, 2, dq_THD.shape[2])
-            .index_select(1, self._layout.place_T)
-        )
+        sum_GI2D = sum_WY[:-1].view(self._heads, -1, 2, dq_THD.shape[2])
+        sum_GT2D = sum_GI2D.index_select(1, self._layout.place_T)
         for place, whole in enumerate((dk_TGD, dv_TGD)):
             whole[:, self._kv_heads].add_(sum_GT2D[:, :, place].transpose(0, 1))
 
@@ -353,15 +344,12 @@ class _PastBlocks:
         lists = self._tokens * self._per_token
         list_ZU = entry_ZU.floor_divide_(self._places)
         list_ZU += number[: rounds * lists : lists, None]
-        tokens, keys = self._layout.block_tokens, block_ZA.shape[1]
         return _Entries(
             list_ZU=list_ZU.clamp_(max=self._rounds[-1].stop * self._per_token - 1),
             row_ZXK=row_ZU[:, :-1].unflatten(1, (-1, self._places)),
             block_ZA=block_ZA,
             bounds_ZA1=torch.mul(bound_ZA1, self._group, out=bounds_ZA1),
-            keys_A1=torch.arange(
-                *(0, keys * tokens + 1, tokens), device=number.device, dtype=torch.int32
-            ),
+            keys_A1=number[: block_ZA.shape[1] + 1] * self._layout.block_tokens,
         )
 
     def _named_blocks(self) -> Tensor:
@@ -378,16 +366,8 @@ class _PastBlocks:
 
 
 def _sums(
-    table: Tensor,
-    rows: Tensor,
-    firsts: Tensor,
-    *,
-    weights: Tensor | None = None,
-    absent: int | None = None,
+    table: Tensor, rows: Tensor, firsts: Tensor, weights: Tensor | None, absent: int | None
 ) -> Tensor:
     """Weighted sums over the last dimension of ``rows`` of the table's rows, but for ``absent``."""
-    flat, firsts = rows.flatten(), firsts[: rows.shape[:-1].numel()]
-    weights = None if weights is None else weights.flatten()
-    return embedding_bag(
-        flat, table, firsts, mode="sum", per_sample_weights=weights, padding_idx=absent
-    )
+    how: dict[str, Any] = {"mode": "sum", "per_sample_weights": weights, "padding_idx": absent}
+    return embedding_bag(rows.flatten(), table, firsts[: rows.shape[:-1].numel()], **how)
