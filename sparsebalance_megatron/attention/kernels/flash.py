@@ -10,8 +10,8 @@
    their log-sum-exp.
 4. The backward pass of every call takes the merged output and log-sum-exp, so gradients add up.
 
-At most ``_ROWS_AT_ONCE`` rows are gathered at once, so that memory does not grow with the budget.
-All places of a list are in one round, so that nothing is carried from one round to the next.
+At most ``_ROWS_AT_ONCE`` rows are gathered at once, forward twice as many, so that memory does not
+grow with the budget. All places of a list are in one round, so that nothing is carried to the next.
 A block of queries that selects is taken as its tokens.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
@@ -65,7 +65,8 @@ def forward(
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`.contract.Kernel`.
 
-    Deterministic where ``torch.use_deterministic_algorithms`` asks for it.
+    Deterministic where ``torch.use_deterministic_algorithms`` asks for it. What the places of a
+    list add to dq is rounded to the inputs' dtype; what rounds add to dk and dv is not.
     """
     head_dim, value_dim = saved.k_TGD.shape[2], saved.v_TGF.shape[2]
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
