@@ -22,10 +22,9 @@ class ColumnLists:
 
     Attributes:
         tokens_NGK: int32 numbers of tokens in the keys' sequence without repetition, one list for
-        each
-            query block and KV head. All lie in past blocks of the query block's document, so that
-            every query of the block may read them, and in none that its list of blocks holds, so
-            that no key is read twice. Undefined past the list's end.
+            each query block and KV head. All lie in past blocks of the query block's document, so
+            that every query of the block may read them, and in none that its list of blocks holds,
+            so that no key is read twice. Undefined past the list's end.
         counts_NG: int32 lengths of the lists.
     """
 

@@ -6,7 +6,8 @@
 trains as one of RANKS data-parallel ranks, on a process group that sends nothing, and writes to
 RESULT: what the host waited for, what was copied, by whom, and what Triton launched. Its launches
 are compiled for each of CAPABILITIES (as ``90,100``). Everything outside of the model and the step
-runs on the CPU, by the CPU adapter.
+runs on the CPU, by the CPU adapter. How many tokens experts get has no number here: where Megatron
+waits for it, the host is told that all get equally many.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from megatron.core.distributed.distributed_data_parallel import (  # noqa: E402
 )
 from megatron.core.optimizer import optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 from megatron.training import training  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
@@ -58,6 +60,8 @@ from sparsebalance_megatron.run import session  # noqa: E402
 
 setattr(torch.cuda, cpu._INSTALLED, False)
 MODE = FakeCuda(allow_non_fake_inputs=True)
+WAITS: Counter[str] = Counter()
+"""How often the host waited for the device, by who asked."""
 
 
 def owner() -> str:
@@ -71,12 +75,16 @@ def owner() -> str:
     return "unknown"
 
 
+def count_wait(*_: Any) -> None:
+    """``synchronize`` of the device, a stream or an event."""
+    WAITS[owner()] += 1
+
+
 class Watch(TorchDispatchMode):
     """Counts waits and copies by who asks, and flash kernels; a number that is waited for is 1."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.flash: Counter[str] = Counter()
 
@@ -86,7 +94,7 @@ class Watch(TorchDispatchMode):
         keywords = keywords or {}
         name = function._schema.name
         if name == "aten::_local_scalar_dense" and arguments[0].device.type == "cuda":
-            self.waits[owner()] += 1
+            count_wait()
             return 1.0
         result = function(*arguments, **keywords)
         if "flash" in name:
@@ -194,6 +202,7 @@ def on_cuda() -> Iterator[None]:
         "get_device_capability": lambda *_: HOPPER,
         "device": lambda _: contextlib.nullcontext(),
         "device_of": lambda _: contextlib.nullcontext(),
+        "synchronize": count_wait,
     }
     saved = {name: getattr(torch.cuda, name) for name in answers}
     for name, answer in answers.items():
@@ -204,6 +213,29 @@ def on_cuda() -> Iterator[None]:
         setattr(torch.cuda, name, answer)
 
 
+def with_even_counts(
+    self: Any,
+    point: str,
+    tokens_per_expert: Any = None,
+    inner: Any = token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize,
+) -> Any:
+    """The dispatcher's copy of counts to the host and its wait, then counts of even routing."""
+    tokens_per_expert = inner(self, point, tokens_per_expert)
+    if point != self.cuda_sync_point:
+        return tokens_per_expert
+    ranks, own = self.ep_size, self.num_local_experts
+    sent_RE = (self.num_out_tokens + np.arange(self.num_experts).reshape(ranks, own)) // (
+        self.num_experts
+    )
+    received_RE = np.tile(sent_RE[dist.get_rank(self.ep_group)], (ranks, 1))
+    self.input_splits, self.output_splits = sent_RE.sum(1), received_RE.sum(1)
+    self.num_global_tokens_per_local_expert = received_RE
+    chunks = np.arange(self.num_experts)
+    self.sort_input_by_local_experts = chunks.reshape(ranks, own).T.ravel()
+    self.restore_output_by_local_experts = chunks.reshape(own, ranks).T.ravel()
+    return received_RE.sum(0)
+
+
 def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **keywords: Any) -> Any:
     with on_cuda():
         return inner(*arguments, **keywords)
@@ -211,13 +243,16 @@ def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **ke
 
 def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any) -> None:
     watch, launched = Watch(), Launched()
+    WAITS.clear()
+    # Megatron made it before the model, where the device was still the CPU.
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     real_run = triton.runtime.JITFunction.run
     triton.runtime.JITFunction.run = launched.record()
     with on_cuda(), watch:
         inner(*arguments, **keywords)
     triton.runtime.JITFunction.run = real_run
     found = {
-        "waits": watch.waits,
+        "waits": WAITS,
         "copies": watch.copies,
         "flash": watch.flash,
         "launches": Counter(kernel.fn.__name__ for kernel, *_ in launched.seen),
@@ -258,6 +293,10 @@ def main() -> None:
     param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext(waited)
     # Without apex, Megatron puts the norms of all gradients into a list of the host.
     optimizer.get_grad_norm_fp32 = lambda *_, **__: 1.0
+    cpu._Event.synchronize = cpu._Stream.synchronize = count_wait
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher._maybe_dtoh_and_synchronize = with_even_counts
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     integration.training_hooks = hooks
     session.check_kernels = lambda *_: "kernels are not run"
@@ -269,6 +308,7 @@ def main() -> None:
     Variable._execution_engine = Engine()
     Tensor.numpy, Tensor.type = of_ones, cuda_type
     Tensor.pin_memory = lambda x, *_: x
+    Tensor.record_stream = lambda *_: None
     pretrain_gpt._train("cuda")
 
 

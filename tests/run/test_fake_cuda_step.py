@@ -36,7 +36,14 @@ FLAGS = (
 )
 FLASH = ("--sparse-balance-attention", "flash")
 STATIC = ("--sparse-balance-context-parallel", "static")
+EXPERTS = (
+    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
+    *("--moe-ffn-hidden-size", "1024", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-aux-loss-coeff", "0"),
+)
 WAITS = {
+    # Once a step, behind its last operation: the times of events.
+    "sparsebalance_megatron.profile.cells.elapsed_ms",
     # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
     "megatron.training.utils.common_utils.logical_and_across_model_parallel_group",
     "megatron.training.utils.common_utils.reduce_max_stat_across_model_parallel_group",
@@ -45,8 +52,9 @@ COPIES = {
     "to cuda: sparsebalance_megatron.attention.host_copy.copied_to",
     # Once a step: what was measured.
     "to cpu: sparsebalance_megatron.run.step_reducer._sum",
-    *(f"to cuda: {name}" for name in WAITS),
+    *(f"to cuda: {name}" for name in WAITS if name.startswith("megatron.")),
 }
+OF_EXPERTS = "megatron.core.transformer.moe"
 
 
 def _step(folder: Path, *flags: str, ranks: int = 1, capabilities: str = "") -> dict[str, Any]:
@@ -59,7 +67,12 @@ def _step(folder: Path, *flags: str, ranks: int = 1, capabilities: str = "") -> 
     return found
 
 
-def check_waits_and_copies(found: dict[str, Any]) -> None:
+def check_waits_and_copies(found: dict[str, Any], flags: tuple[str, ...] = ()) -> None:
+    # Megatron waits for the device after every exchange of pipeline stages (batch_p2p_sync).
+    exchanges = found["waits"].pop(
+        "megatron.core.pipeline_parallel.p2p_communication._communicate", 0
+    )
+    assert bool(exchanges) == ("--pipeline-model-parallel-size" in flags)
     assert set(found["waits"]) == WAITS
     assert set(found["copies"]) == COPIES
     assert found["copies"]["to cpu: sparsebalance_megatron.run.step_reducer._sum"] == 1
@@ -98,9 +111,21 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
     flags: tuple[str, ...], calls: int, tmp_path: Path
 ) -> None:
     found = _step(tmp_path, *flags, ranks=2)
-    check_waits_and_copies(found)
+    check_waits_and_copies(found, flags)
     # Once for each backward of attention.
     assert found["launches"]["_delta_kernel"] == calls
+
+
+@pytest.mark.process
+def test_ranks_of_an_expert_group_wait_nowhere_else(tmp_path: Path) -> None:
+    """Megatron alone waits more: in each layer of experts once, for how many tokens they get."""
+    found = _step(tmp_path, *EXPERTS, ranks=2)
+    layers = found["launches"]["_delta_kernel"]
+    waits = found["waits"].pop(f"{OF_EXPERTS}.token_dispatcher._maybe_dtoh_and_synchronize")
+    copies = found["copies"].pop(f"to cpu: {OF_EXPERTS}.moe_utils.maybe_move_tensor_to_cpu")
+    # Of this rank's experts, to and from other ranks, of tensor-parallel ranks, of each expert.
+    assert (waits, copies) == (layers, 5 * layers)
+    check_waits_and_copies(found)
 
 
 @pytest.mark.process
@@ -123,7 +148,7 @@ def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
 ) -> None:
     """The router's kernels are Triton's."""
     found = _step(tmp_path, *flags, *FLASH, ranks=2 if flags else 1)
-    check_waits_and_copies(found)
+    check_waits_and_copies(found, flags)
     assert "_delta_kernel" not in found["launches"]
     assert found["flash"]["aten::_flash_attention_forward"] > 0
     assert found["flash"]["aten::_flash_attention_backward"] > 0

@@ -70,7 +70,7 @@ def attend(
     q_THD: Tensor, k_UGD: Tensor, v_UGF: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
     """out_THF, and the natural log-sum-exp lse_HT of the scaled scores in float32."""
-    q, k, v = _fitting(q_THD, k_UGD, v_UGF)
+    q, k, v = fitting(q_THD, k_UGD, v_UGF)
     out_THW, lse_HT, *_ = _aten()._flash_attention_forward(
         query=q, key=k, value=v, return_debug_mask=False, **segments.arguments()
     )
@@ -91,7 +91,7 @@ def attend_backward(
     A query whose log-sum-exp is +inf has probabilities of 0. A segment without queries gives its
     keys gradients of 0.
     """
-    dout, q, k, v, out = _fitting(dout_THF, q_THD, k_UGD, v_UGF, out_THF)
+    dout, q, k, v, out = fitting(dout_THF, q_THD, k_UGD, v_UGF, out_THF)
     dq, dk, dv = _aten()._flash_attention_backward(
         grad_out=dout,
         query=q,
@@ -145,7 +145,7 @@ def _aten() -> Any:
     return torch.ops.aten
 
 
-def _fitting(*xs_THD: Tensor) -> list[Tensor]:
+def fitting(*xs_THD: Tensor) -> list[Tensor]:
     """The tensors at one head dim that the kernels have, zeros behind, aligned as they must be."""
     width = max(x.shape[2] for x in xs_THD)
     width = -(-width // 8) * 8 if width <= _UNEVEN_HEAD_DIM else _MOST_HEAD_DIM
