@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    segment_slice,
-)
+from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.data.packing import (
@@ -34,6 +32,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -116,6 +115,7 @@ class SequencePacking:
                 micro_batch.first_blocks,
                 segment,
                 block_size=self.block_size,
+                alone=None if self.groups is None else self.groups.by_size[1].alone,
                 pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for segment in range(micro_batch.segments)
@@ -131,6 +131,14 @@ class SequencePacking:
             whole if held is None else whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
             for held in self.slices(micro_batch)
         ]
+
+    def computed_tokens(self, micro_batch: MicroBatchPlan) -> list[int]:
+        """Tokens that this rank computes of a micro-batch, segment by segment, with padding."""
+        if micro_batch.cp_size == 1:
+            tokens_U = micro_batch.segment_tokens(self.block_size).tolist()
+        else:
+            tokens_U = [len(self.held(micro_batch).tokens_T)]
+        return [tokens + padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U]
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
@@ -211,16 +219,14 @@ class MicroBatchIterator:
 
     def segment_tokens(self) -> list[list[int]] | None:
         """See :meth:`.PlannedIterator.segment_tokens`."""
-        planned, packing = self._scheduler.planned(self._step), self._packing
+        planned = self._scheduler.planned(self._step)
         if not planned.in_segments:
             return None
-        return [
-            [
-                tokens + padding_tokens(tokens, packing.pad_to_multiple_of)
-                for tokens in plan.segment_tokens(packing.block_size).tolist()
-            ]
-            for plan in self._micro_batches(planned)
-        ]
+        return [self._packing.computed_tokens(each) for each in self._micro_batches(planned)]
+
+    def segment_schedule(self) -> SegmentedSchedule:
+        """See :meth:`.PlannedIterator.segment_schedule`."""
+        return self._scheduler.planned(self._step).plan.schedule_of(self._data_parallel_rank)
 
     def __next__(self) -> LocalMicroBatch:
         if not self._segments:

@@ -240,6 +240,10 @@ CUTS = {
     "segments-vertical-slash": ("vertical-slash", 2, ""),
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
+    "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
+    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-exchange ring"),
+    "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
+    "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
@@ -248,7 +252,7 @@ SEGMENTS = {
     name: Layout(model, ranks, f"{CUT} {flags}", DRAWN_SEGMENTS)
     for name, (model, ranks, flags) in CUTS.items()
 }
-"""Micro-batches pass the pipeline in segments drawn by lot."""
+"""Micro-batches pass the pipeline in segments drawn by lot; where some are shared, so are those."""
 
 EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_WIDTHS}"
 POSITIONS = {
@@ -402,6 +406,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
         )
     else:
         _assert_runs_in_segments(run, in_lockstep="--expert-model-parallel-size" in layout.flags)
+        assert any(step["cp_sizes"] for step in run.steps) == ("wide" in name)
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:

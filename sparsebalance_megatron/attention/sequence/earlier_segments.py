@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.layout import block_grid
@@ -33,6 +34,7 @@ def segment_slice(
     segment: int,
     *,
     block_size: int,
+    alone: ProcessGroup | None = None,
     pad_to_multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> SequenceSlice:
@@ -45,6 +47,7 @@ def segment_slice(
         cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
         first_blocks: the first block of every segment, from 0, strictly increasing.
         segment: which segment.
+        alone: see :class:`.slice.SequenceGroup`.
         block_size, pad_to_multiple_of, device: see :class:`.slice.SequenceSlice`.
 
     Raises:
@@ -65,7 +68,7 @@ def segment_slice(
         cu_seqlens=(*begun, int(end)),
         block_size=block_size,
         owner_N=np.repeat(np.arange(segment + 1), np.diff(bounds)[: segment + 1]),
-        group=SequenceGroup(member=segment, members=segment + 1),
+        group=SequenceGroup(member=segment, members=segment + 1, alone=alone),
         pad_to_multiple_of=pad_to_multiple_of,
         device=device,
     )
