@@ -245,10 +245,10 @@ def _defect(
         return "empty"
     blocks = sum(-(-length // plan_settings.block_size) for length in micro_batch.lengths_tokens)
     bounds = (*micro_batch.first_blocks, blocks)
-    if bounds[0] != 0 or any(end <= first for first, end in pairwise(bounds)):
-        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks}"
-    if micro_batch.segments > 1 and cp_size > 1:
-        return f"{micro_batch.segments} segments on {cp_size} ranks, must be shared or cut"
+    # A whole micro-batch with too few blocks for its ranks is padded.
+    least = cp_size if micro_batch.segments > 1 else 1
+    if bounds[0] != 0 or any(end - first < least for first, end in pairwise(bounds)):
+        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks} on {cp_size} ranks"
     if micro_batch.segments > plan_settings.max_segments:
         return f"{micro_batch.segments} segments, at most {plan_settings.max_segments}"
     if micro_batch.tokens > cap_tokens:

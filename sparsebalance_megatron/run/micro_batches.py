@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
+from sparsebalance_megatron.attention.layout import block_grid
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -93,29 +95,28 @@ class SequencePacking:
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
         """
-        group = SequenceGroup() if self.groups is None else self.groups.sharing(micro_batch)
-        return self._slice(micro_batch, group)
-
-    def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
         return SequenceSlice.dealt(
             self.cu_seqlens(micro_batch),
-            group,
+            self._group(micro_batch),
             block_size=self.block_size,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
+
+    def _group(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
+        return SequenceGroup() if self.groups is None else self.groups.sharing(micro_batch)
 
     def slices(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice | None]:
         """What this rank runs of a micro-batch, segment by segment; None is all of it."""
         if micro_batch.segments == 1:
             return [None if self.groups is None else self.held(micro_batch)]
-        cu_seqlens = self.cu_seqlens(micro_batch)
+        cu_seqlens, group = self.cu_seqlens(micro_batch), self._group(micro_batch)
         return [
             segment_slice(
                 cu_seqlens,
                 micro_batch.first_blocks,
                 segment,
                 block_size=self.block_size,
-                alone=None if self.groups is None else self.groups.by_size[1].alone,
+                ranks=group,
                 pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for segment in range(micro_batch.segments)
@@ -134,22 +135,25 @@ class SequencePacking:
 
     def computed_tokens(self, micro_batch: MicroBatchPlan) -> list[int]:
         """Tokens that this rank computes of a micro-batch, segment by segment, with padding."""
-        if micro_batch.cp_size == 1:
-            tokens_U = micro_batch.segment_tokens(self.block_size).tolist()
-        else:
-            tokens_U = [len(self.held(micro_batch).tokens_T)]
+        tokens_U = self._tokens_of_ranks(micro_batch)[:, self._group(micro_batch).member].tolist()
         return [tokens + padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U]
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
+        tokens = self._tokens_of_ranks(micro_batch).ravel().tolist()
+        padding = sum(padding_tokens(each, self.pad_to_multiple_of) for each in tokens)
+        return sum(tokens) - micro_batch.tokens + padding
+
+    def _tokens_of_ranks(self, micro_batch: MicroBatchPlan) -> np.ndarray:
+        """[segments, ranks] tokens that each rank holds of each segment, before padding."""
         if micro_batch.cp_size == 1:
-            tokens_U = micro_batch.segment_tokens(self.block_size).tolist()
-            return sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U)
-        held = self._slice(micro_batch, SequenceGroup(members=micro_batch.cp_size))
-        padding = held.cu_seqlens[-1] - micro_batch.tokens
-        return padding + sum(
-            padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
-        )
+            return micro_batch.segment_tokens(self.block_size)[:, None]
+        length_N = block_grid(self.cu_seqlens(micro_batch), self.block_size).length_N
+        block_N, segments = np.arange(len(length_N)), micro_batch.segments
+        segment_N = np.searchsorted(micro_batch.first_blocks, block_N, side="right") - 1
+        piece_N = segment_N * micro_batch.cp_size + block_N % micro_batch.cp_size
+        tokens = np.bincount(piece_N, length_N, segments * micro_batch.cp_size)
+        return tokens.astype(np.int64).reshape(segments, -1)
 
     def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
         """Divisor of the whole packed sequence's tokens, and its padding documents."""

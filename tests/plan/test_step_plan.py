@@ -142,6 +142,15 @@ def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
         found.validate(LENGTHS, replace(JOB, lockstep_ranks=2), policy)
 
 
+def test_every_segment_has_a_block_for_each_of_its_ranks(wide):
+    policy = replace(POLICY, max_segments=3)
+    blocks = sum(-(-tokens // POLICY.block_size) for tokens in wide.micro_batches[0].lengths_tokens)
+    with_first(wide, first_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
+    for first_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
+        with pytest.raises(PlanError, match=f"segments begin at .* of {blocks} on 2 ranks"):
+            with_first(wide, first_blocks=first_blocks).validate(LENGTHS, JOB, policy)
+
+
 def test_the_cap_is_that_of_a_rank(wide):
     tight = replace(POLICY, max_tokens_per_micro_batch=wide.micro_batches[0].tokens // 2 - 1)
     with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_micro_batch}"):

@@ -2,10 +2,11 @@
 """The entry point with cuts drawn by lot.
 
 A plan is made as ever, or with cp_sizes drawn as in shared_micro_batches.py where ranks may share.
-Then micro-batches of one rank are cut at any blocks, by a generator that all ranks seed with the
-step; the first one always is cut. Ranks of a lockstep group cut a position into equally many
-segments, as many as its shortest member has blocks at most. Start with
-``--sparse-balance-device cpu``. Layer norms are those of sequence_parallel.py.
+Then micro-batches are cut at any blocks, by a generator that all ranks seed with the step; the
+first one that has the blocks always is cut. Every segment has a block for each rank that shares it.
+Ranks of a lockstep group cut a position into equally many segments, as many as its shortest member
+has blocks at most. Start with ``--sparse-balance-device cpu``. Layer norms are those of
+sequence_parallel.py.
 
 With ``LISTS`` in the environment, every rank leaves the lists of its first step in that folder:
 ``rank0.pickle`` has (layer, sample, row of its document, head) -> blocks of the document. A row is
@@ -59,7 +60,8 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     for _, group in groupby(by_row, key=lambda each: row_of(each, members)):
         row = list(group)
         blocks = [blocks_of(each, plan_settings.block_size) for each in row]
-        most = min(most_segments, *blocks) if all(each.cp_size == 1 for each in row) else 1
+        per_rank = [own // each.cp_size for each, own in zip(row, blocks, strict=True)]
+        most = max(1, min(most_segments, *per_rank))
         first = all(each.segments == 1 for each in micro_batches)
         segments = min(2, most) if first else int(generator.integers(1, most + 1))
         micro_batches += [
@@ -82,8 +84,10 @@ def cut(
     micro_batch: MicroBatchPlan, segments: int, blocks: int, generator: np.random.Generator
 ) -> MicroBatchPlan:
     """Cut at drawn blocks."""
-    inner = generator.choice(np.arange(1, blocks), segments - 1, replace=False)
-    return replace(micro_batch, first_blocks=(0, *sorted(inner.tolist())))
+    spare = micro_batch.cp_size - 1
+    inner = generator.choice(np.arange(1, blocks - segments * spare), segments - 1, replace=False)
+    inner = np.sort(inner) + spare * np.arange(1, segments)
+    return replace(micro_batch, first_blocks=(0, *inner.tolist()))
 
 
 def kept_lists() -> dict[tuple[int, int, int, int], list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,6 +243,15 @@ CUTS = {
     "segments-layers": ("layers", 2, ""),
     "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
     "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-exchange ring"),
+    "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
+    "segments-wide-hierarchical": (
+        *("llama", 8),
+        f"{WIDER} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+    ),
+    "segments-wide-experts": (
+        *("experts unbalanced", 8),
+        f"{WIDER} --expert-model-parallel-size 2",
+    ),
     "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
     "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
     "segments-experts": ("experts unbalanced", 4, ""),
@@ -405,7 +415,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
             max(row["cp_size"] for log in logs for step in log for row in step["micro_batches"]) > 1
         )
     else:
-        _assert_runs_in_segments(run, in_lockstep="--expert-model-parallel-size" in layout.flags)
+        _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
         assert any(step["cp_sizes"] for step in run.steps) == ("wide" in name)
 
 
@@ -418,7 +428,7 @@ def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
         assert (measured_ms(step) > 0.0).all()
 
 
-def _assert_runs_in_segments(run: TrainingRun, *, in_lockstep: bool) -> None:
+def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
     """Ranks run different numbers of segments unless they wait for one another in every layer, and
     the log has times of what ran."""
     for step in run.steps:
@@ -426,7 +436,9 @@ def _assert_runs_in_segments(run: TrainingRun, *, in_lockstep: bool) -> None:
     segments_RM = [step["segments"] for step in run.steps]
     assert max(map(max, segments_RM[0])) > 1
     unequal = any(len(set(map(sum, each_RM))) > 1 for each_RM in segments_RM)
-    assert unequal == (len(segments_RM[0]) > 1 and not in_lockstep)
+    assert unequal == (len(segments_RM[0]) > lockstep_ranks)
+    for each_RM in segments_RM:
+        assert all(len(set(map(tuple, group))) == 1 for group in batched(each_RM, lockstep_ranks))
 
 
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:

@@ -182,14 +182,15 @@ class SegmentedSchedule:
     1. The forward that is number u of that whole order has, on stage p, the time 2u - w + p, and
        the backward that is number u has 2(u + P) - 1 + w - p. No two on a stage are equal, and a
        stage runs its operations by rising time, whichever are left out.
-    2. The time of an operation is one more than that of the one that makes its input, on the stage
-       before or after. The transfer happens half-way between. Whatever its two stages do first,
-       their operations and, of one direction, the transfers of operations at least two earlier,
-       has an earlier time; whatever waits for it has a later one.
+    2. The input of an operation comes from the neighbouring stage's operation one unit earlier, and
+       travels half-way between the two. A send is posted when its operation ends. A receive is
+       posted when the operation before its own ends, and where both are of one direction, when the
+       output of the former has left. On a stage operations of one direction are at least two units
+       apart, so a transfer waits only for what is earlier, and what waits for it is later.
     3. Where ranks meet, the operation has the same time on all of them: their orders have the same
        numbers, and what they share has equally many segments.
-
-    So everything waits only for what has an earlier time.
+    4. All ranks may meet in the first operations of a stage, to gather parameters. Those wait for
+       nothing but first operations of other stages.
 
     ``segments_M``: segments of each micro-batch, at least 1. ``most_segments_M``: of each position,
     the most segments on a rank that this one meets, directly or through others
