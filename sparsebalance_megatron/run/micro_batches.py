@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.layout import block_grid
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -148,12 +147,14 @@ class SequencePacking:
         """[segments, ranks] tokens that each rank holds of each segment, before padding."""
         if micro_batch.cp_size == 1:
             return micro_batch.segment_tokens(self.block_size)[:, None]
-        length_N = block_grid(self.cu_seqlens(micro_batch), self.block_size).length_N
-        block_N, segments = np.arange(len(length_N)), micro_batch.segments
-        segment_N = np.searchsorted(micro_batch.first_blocks, block_N, side="right") - 1
-        piece_N = segment_N * micro_batch.cp_size + block_N % micro_batch.cp_size
-        tokens = np.bincount(piece_N, length_N, segments * micro_batch.cp_size)
-        return tokens.astype(np.int64).reshape(segments, -1)
+        last = segment_slice(
+            self.cu_seqlens(micro_batch),
+            micro_batch.first_blocks,
+            micro_batch.segments - 1,
+            block_size=self.block_size,
+            ranks=SequenceGroup(members=micro_batch.cp_size),
+        )
+        return np.reshape(last.tokens_per_member, (micro_batch.segments, -1))
 
     def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
         """Divisor of the whole packed sequence's tokens, and its padding documents."""

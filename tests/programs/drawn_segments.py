@@ -41,7 +41,7 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan  # no
 from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
 
 PLANS: dict[int, StepPlan] = {}
-"""By step."""
+"""Plans that were made, by step."""
 
 
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:

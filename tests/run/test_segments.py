@@ -20,7 +20,7 @@ FEW_LOGGED_DIGITS_MS = 4e-6
 FEW_ROUNDINGS = 1e-5
 """Relative; weights follow sums of float32 in another order for four steps."""
 LAST_PRINTED_DIGIT = 1e-3
-"""Of gradient norms."""
+"""One unit in the last printed digit of gradient norms."""
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 

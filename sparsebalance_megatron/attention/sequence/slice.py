@@ -135,9 +135,10 @@ class SequenceSlice:
         owner_T = np.repeat(self.owner_N, self._grid.length_N)
         return tuple(np.flatnonzero(owner_T == m) for m in range(self.group.members))
 
-    @property
+    @cached_property
     def tokens_per_member(self) -> tuple[int, ...]:
-        return tuple(map(len, self.tokens_W))
+        tokens_W = np.bincount(self.owner_N, self._grid.length_N, self.group.members)
+        return tuple(tokens_W.astype(np.int64).tolist())
 
     @property
     def segment(self) -> int:
