@@ -123,22 +123,22 @@ class LocalMicroBatch:
     @property
     def segment(self) -> int:
         """Number of the micro-batch's segment that runs; 0 where it has one."""
-        return 0 if self.segments is None or self.sequence is None else self.sequence.group.member
+        return 0 if self.sequence is None else self.sequence.segment
 
     @property
     def counts(self) -> bool:
         """Whether what is known of the documents is counted here: by the first of the ranks that
-        share the sequence, or in its last segment, which has seen all of it."""
+        share the sequence, and in its last segment, which has seen all of it."""
         if self.sequence is None:
             return True
-        if self.segments is not None:
-            return self.segment == self.segments.count - 1
-        return self.sequence.group.member == 0
+        ranks = self.sequence.ranks or self.sequence.group
+        is_last = self.segments is None or self.segment == self.segments.count - 1
+        return is_last and ranks.member == 0
 
     def exchange(self, layer: int) -> SequenceExchange | None:
         """Exchange that brings other keys and values to a layer of a slice."""
         if self.segments is not None:
-            return self.segments.by_layer[layer]
+            return self.segments.of_layer(layer)
         return None if self.sequence is None else self.sequence.group.exchange
 
     def params(self, max_seqlen_tokens: int) -> BudgetedPackedSeqParams:
@@ -203,7 +203,9 @@ def local_micro_batches(
     on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
     budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
-    segments = MicroBatchSegments(count=len(slices)) if len(slices) > 1 else None
+    segments, ranks = None, slices[0].ranks if slices[0] is not None else None
+    if ranks is not None:
+        segments = MicroBatchSegments(count=len(slices), exchange=ranks.exchange)
     max_budgets = tuple(int(k) for k in plan.budgets_LS.max(axis=1))
     made = []
     for number, held in enumerate(slices):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sparsebalance_megatron.megatron.segmented_schedule import run_segments
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's function of keywords that runs all forwards and backwards of a step."""
@@ -29,6 +30,9 @@ class PlannedIterator(Protocol):
     def segment_tokens(self) -> Sequence[Sequence[int]] | None:
         """Tokens of each segment of each micro-batch of this rank's next step, padding included;
         None where no rank has segments."""
+
+    def segment_schedule(self) -> SegmentedSchedule:
+        """Order of this rank's segments in the next step, where it has some."""
 
     def __next__(self) -> Any:
         """The next segment, in the order of the sequence."""
@@ -64,6 +68,7 @@ def as_planned(megatrons: ForwardBackward, *, segments: bool) -> ForwardBackward
             return _run(megatrons, planned.micro_batches(), keywords)
         (model,) = keywords["model"] if isinstance(keywords["model"], list) else [keywords["model"]]
         return run_segments(
+            planned.segment_schedule(),
             segment_tokens,
             forward_step_func=keywords["forward_step_func"],
             data_iterator=iterator,

@@ -33,6 +33,7 @@ from sparsebalance_megatron.plan.pipeline.orders import Operation, SegmentedSche
 
 
 def run_segments(
+    schedule: SegmentedSchedule,
     segment_tokens: Sequence[Sequence[int]],
     *,
     forward_step_func: Callable[..., Any],
@@ -43,6 +44,8 @@ def run_segments(
     """Run the forwards and backwards of one step on this stage, and reduce gradients.
 
     Args:
+        schedule: of this data-parallel rank, equal on all stages. It says why nobody waits for
+            ever, although ranks that share a micro-batch exchange keys and values in its layers.
         segment_tokens: tokens of each segment of each micro-batch, equal on all stages.
         forward_step_func: Megatron's forward step, called once per segment in the order of the
             sequence; its loss function returns a sum, a count of tokens and a report.
@@ -57,7 +60,7 @@ def run_segments(
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    stage = _Stage(segment_tokens, forward_step_func, data_iterator, model, config)
+    stage = _Stage(schedule, segment_tokens, forward_step_func, data_iterator, model, config)
     # Gradients are reduced as the last backward makes them ready. With a grad_sync_func only the
     # first stage does so; others reduce all of them after it, in the pipeline's idle time.
     late = config.grad_sync_func is not None and not stage.is_first
@@ -82,6 +85,7 @@ class _Stage:
 
     def __init__(
         self,
+        schedule: SegmentedSchedule,
         segment_tokens: Sequence[Sequence[int]],
         forward_step_func: Callable[..., Any],
         data_iterator: Iterator[Any],
@@ -99,7 +103,6 @@ class _Stage:
             pp_group=parallel_state.get_pipeline_model_parallel_group(), config=known_shapes
         )
         self.is_first, self._is_last = self._ranks.is_pp_first_stage, self._ranks.is_pp_last_stage
-        schedule = SegmentedSchedule(tuple(map(len, segment_tokens)))
         order = schedule(self._ranks.total_stages, len(segment_tokens), 1)
         self._order = order.by_stage[self._ranks.current_stage]
         self._awaiting_backward: dict[tuple[int, ...], tuple[Any, Any]] = {}

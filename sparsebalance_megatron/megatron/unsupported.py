@@ -275,8 +275,7 @@ SEGMENTS = {
     "--num-layers-per-virtual-pipeline-stage": _ONE_CHUNK,
     "--num-virtual-stages-per-pipeline-rank": _ONE_CHUNK,
     "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
-    "--context-parallel-size": "a micro-batch is shared or cut; use 1",
-    "--sparse-balance-max-context-parallel": "a micro-batch is shared or cut; use 1",
+    "--context-parallel-size": "plans do not cut micro-batches that ranks share; use 1",
     "--sparse-balance-selection": (
         "its probes are the last queries of a sequence, which earlier segments have not seen; use "
         "vertical-slash"
@@ -296,7 +295,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
         get("pipeline_model_parallel_size", 1) == 1 and not get("use_mp_args_from_checkpoint_args")
     ),
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
-    "--sparse-balance-max-context-parallel": lambda get: (get.config.max_context_parallel or 1) > 1,
     "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),

@@ -30,6 +30,25 @@ def unshared(ranks: int, positions: int) -> np.ndarray:
     return np.ones((ranks, positions), dtype=np.int64)
 
 
+def most_segments(cp_sizes_RM: np.ndarray, segments_RM: np.ndarray) -> np.ndarray:
+    """The most segments at each position among the ranks that a rank meets, [R, M].
+
+    Ranks meet in micro-batches that they share, directly or through others. As micro-batches begin
+    at multiples of their size, these are the ranks of the largest one that a rank takes part in.
+    """
+    if segments_RM.max() == 1 or cp_sizes_RM.max() == 1:
+        return segments_RM
+    rank_R = np.arange(len(cp_sizes_RM))
+    largest_R = cp_sizes_RM.max(axis=1)
+    first_R = rank_R - rank_R % largest_R
+    return np.stack(
+        [
+            segments_RM[first : first + largest].max(axis=0)
+            for first, largest in zip(first_R, largest_R, strict=True)
+        ]
+    )
+
+
 class Members:
     """Groups of ranks that share each item, for arrays whose last axis is ranks.
 

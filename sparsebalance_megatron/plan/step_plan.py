@@ -19,8 +19,9 @@ from operator import attrgetter
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.context_groups import is_power_of_two, most_segments
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.settings import PlanSettings
 
@@ -124,6 +125,10 @@ class StepPlan:
         """Micro-batches of a data-parallel rank, position by position."""
         return self._rank_plans[rank]
 
+    def schedule_of(self, rank: int) -> SegmentedSchedule:
+        """The schedule of a data-parallel rank's stages in a step that has segments."""
+        return self._schedules[rank]
+
     def rank_tokens_RM(self) -> np.ndarray:
         """Tokens of every rank's share of its micro-batches, position by position, float64."""
         return np.array(
@@ -140,6 +145,18 @@ class StepPlan:
             for rank in range(micro_batch.rank, micro_batch.rank + micro_batch.cp_size):
                 of_rank[rank].append(micro_batch)
         return tuple(RankPlan(micro_batches=tuple(micro_batches)) for micro_batches in of_rank)
+
+    @cached_property
+    def _schedules(self) -> tuple[SegmentedSchedule, ...]:
+        cp_sizes_RM, segments_RM = (
+            np.array([[get(each) for each in rank.micro_batches] for rank in self._rank_plans])
+            for get in (attrgetter("cp_size"), attrgetter("segments"))
+        )
+        most_RM = most_segments(cp_sizes_RM, segments_RM)
+        return tuple(
+            SegmentedSchedule(tuple(own_M), tuple(most_M))
+            for own_M, most_M in zip(segments_RM.tolist(), most_RM.tolist(), strict=True)
+        )
 
     @cached_property
     def budgets_LS(self) -> np.ndarray:
@@ -194,15 +211,13 @@ class StepPlan:
                 f"step {self.step}, rank {rank}, micro-batch {position}: in "
                 f"{covered_RM[rank, position]} micro-batches, must be in exactly 1"
             )
-        segments_RM = [
-            [micro_batch.segments for micro_batch in rank.micro_batches]
-            for rank in self._rank_plans
-        ]
-        for group in batched(segments_RM, job.lockstep_ranks):
+        for group in batched(self._schedules, job.lockstep_ranks):
             if any(of_rank != group[0] for of_rank in group):
                 raise PlanError(
-                    f"step {self.step}: ranks of a lockstep group have {list(group)} segments by "
-                    "position, must have equally many"
+                    f"step {self.step}: ranks of a lockstep group have "
+                    f"{[of_rank.segments_M for of_rank in group]} segments by position, and ranks "
+                    f"that they meet at most {[of_rank.most_segments_M for of_rank in group]}, "
+                    "must have equally many"
                 )
         if seen != Counter(range(len(lengths_tokens))):
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
@@ -230,8 +245,10 @@ def _defect(
         return "empty"
     blocks = sum(-(-length // plan_settings.block_size) for length in micro_batch.lengths_tokens)
     bounds = (*micro_batch.first_blocks, blocks)
-    if bounds[0] != 0 or any(end <= first for first, end in pairwise(bounds)):
-        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks}"
+    # A whole micro-batch with too few blocks for its ranks is padded.
+    least = cp_size if micro_batch.segments > 1 else 1
+    if bounds[0] != 0 or any(end - first < least for first, end in pairwise(bounds)):
+        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks} on {cp_size} ranks"
     if micro_batch.segments > plan_settings.max_segments:
         return f"{micro_batch.segments} segments, at most {plan_settings.max_segments}"
     if micro_batch.tokens > cap_tokens:

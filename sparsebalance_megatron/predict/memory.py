@@ -94,7 +94,15 @@ def _tokens_held(
     if all(micro_batch.segments == 1 for micro_batch in plan.micro_batches):
         return tokens_RM, None
     of_ranks = [
-        [each.segment_tokens(block_size) for each in plan.for_rank(rank).micro_batches]
+        [
+            # Segments that only other ranks of the schedule have come first, and hold nothing here.
+            np.pad(each.segment_tokens(block_size) / each.cp_size, (most - each.segments, 0))
+            for each, most in zip(
+                plan.for_rank(rank).micro_batches,
+                plan.schedule_of(rank).most_segments_M,
+                strict=True,
+            )
+        ]
         for rank in range(plan.data_parallel_size)
     ]
     stages = job.pipeline_stages
@@ -104,5 +112,7 @@ def _tokens_held(
             for stage in range(stages)
         ),
         largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
-        longest=float(max(each.tokens for each in plan.micro_batches if each.segments > 1)),
+        longest=float(
+            max(each.tokens / each.cp_size for each in plan.micro_batches if each.segments > 1)
+        ),
     )

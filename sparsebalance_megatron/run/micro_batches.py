@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    segment_slice,
-)
+from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.data.packing import (
@@ -34,6 +33,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -94,28 +94,28 @@ class SequencePacking:
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
         """
-        group = SequenceGroup() if self.groups is None else self.groups.sharing(micro_batch)
-        return self._slice(micro_batch, group)
-
-    def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
         return SequenceSlice.dealt(
             self.cu_seqlens(micro_batch),
-            group,
+            self._group(micro_batch),
             block_size=self.block_size,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
+
+    def _group(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
+        return SequenceGroup() if self.groups is None else self.groups.sharing(micro_batch)
 
     def slices(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice | None]:
         """What this rank runs of a micro-batch, segment by segment; None is all of it."""
         if micro_batch.segments == 1:
             return [None if self.groups is None else self.held(micro_batch)]
-        cu_seqlens = self.cu_seqlens(micro_batch)
+        cu_seqlens, group = self.cu_seqlens(micro_batch), self._group(micro_batch)
         return [
             segment_slice(
                 cu_seqlens,
                 micro_batch.first_blocks,
                 segment,
                 block_size=self.block_size,
+                ranks=group,
                 pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for segment in range(micro_batch.segments)
@@ -132,16 +132,29 @@ class SequencePacking:
             for held in self.slices(micro_batch)
         ]
 
+    def computed_tokens(self, micro_batch: MicroBatchPlan) -> list[int]:
+        """Tokens that this rank computes of a micro-batch, segment by segment, with padding."""
+        tokens_U = self._tokens_of_ranks(micro_batch)[:, self._group(micro_batch).member].tolist()
+        return [tokens + padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U]
+
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
+        tokens = self._tokens_of_ranks(micro_batch).ravel().tolist()
+        padding = sum(padding_tokens(each, self.pad_to_multiple_of) for each in tokens)
+        return sum(tokens) - micro_batch.tokens + padding
+
+    def _tokens_of_ranks(self, micro_batch: MicroBatchPlan) -> np.ndarray:
+        """[segments, ranks] tokens that each rank holds of each segment, before padding."""
         if micro_batch.cp_size == 1:
-            tokens_U = micro_batch.segment_tokens(self.block_size).tolist()
-            return sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U)
-        held = self._slice(micro_batch, SequenceGroup(members=micro_batch.cp_size))
-        padding = held.cu_seqlens[-1] - micro_batch.tokens
-        return padding + sum(
-            padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
+            return micro_batch.segment_tokens(self.block_size)[:, None]
+        last = segment_slice(
+            self.cu_seqlens(micro_batch),
+            micro_batch.first_blocks,
+            micro_batch.segments - 1,
+            block_size=self.block_size,
+            ranks=SequenceGroup(members=micro_batch.cp_size),
         )
+        return np.reshape(last.tokens_per_member, (micro_batch.segments, -1))
 
     def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
         """Divisor of the whole packed sequence's tokens, and its padding documents."""
@@ -211,16 +224,14 @@ class MicroBatchIterator:
 
     def segment_tokens(self) -> list[list[int]] | None:
         """See :meth:`.PlannedIterator.segment_tokens`."""
-        planned, packing = self._scheduler.planned(self._step), self._packing
+        planned = self._scheduler.planned(self._step)
         if not planned.in_segments:
             return None
-        return [
-            [
-                tokens + padding_tokens(tokens, packing.pad_to_multiple_of)
-                for tokens in plan.segment_tokens(packing.block_size).tolist()
-            ]
-            for plan in self._micro_batches(planned)
-        ]
+        return [self._packing.computed_tokens(each) for each in self._micro_batches(planned)]
+
+    def segment_schedule(self) -> SegmentedSchedule:
+        """See :meth:`.PlannedIterator.segment_schedule`."""
+        return self._scheduler.planned(self._step).plan.schedule_of(self._data_parallel_rank)
 
     def __next__(self) -> LocalMicroBatch:
         if not self._segments:

@@ -188,7 +188,7 @@ class Run:
         first = self.running is None
         if first:
             self.running = planned
-            self._recorder.expect(self._segments_M(planned))
+            self._recorder.expect(self._schedule(planned))
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position, micro_batch.segment)
         self.seen.append(micro_batch)
         # The step's first micro-batch waited for the plan.
@@ -214,7 +214,7 @@ class Run:
         attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        forwards = sum(self._segments_M(running)) if running else self.job.micro_batches
+        forwards = sum(self._schedule(running).segments_M) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
             return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -246,7 +246,7 @@ class Run:
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_and_grown_O2 = self._reducer.reduce(
-                segments_M=self._segments_M(planned),
+                segments_M=self._schedule(planned).segments_M,
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
@@ -281,10 +281,9 @@ class Run:
         self.begin_step()
         return figures
 
-    def _segments_M(self, planned: PlannedStep) -> tuple[int, ...]:
-        """Segments of this rank's micro-batches."""
-        own = planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
-        return tuple(micro_batch.segments for micro_batch in own)
+    def _schedule(self, planned: PlannedStep) -> SegmentedSchedule:
+        """Segments of this rank's micro-batches, in the order in which they run."""
+        return planned.plan.schedule_of(self.place.data_parallel_rank)
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
@@ -329,10 +328,11 @@ def step_figures(
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 
-def backward_order(job: Job, stage: int, segments_M: tuple[int, ...]) -> list[Place]:
-    """Every backward of a pipeline stage, in the schedule's order."""
-    schedule = job.schedule if max(segments_M) == 1 else SegmentedSchedule(segments_M)
-    order = schedule(job.pipeline_stages, len(segments_M), job.virtual_stages)
+def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> list[Place]:
+    """Every backward of a pipeline stage, in the order of the schedule: Megatron's, which is the
+    same, where neither this rank nor one that it meets has segments."""
+    schedule = job.schedule if max(segments.most_segments_M) == 1 else segments
+    order = schedule(job.pipeline_stages, len(segments.segments_M), job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch, operation.segment)
         for operation in order.by_stage[stage]

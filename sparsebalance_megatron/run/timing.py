@@ -14,6 +14,7 @@ from typing import Any
 
 from sparsebalance_megatron.learn.measurement import CollectiveTime, Span, StepTimes
 from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, SCHEDULE_TIMER
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.profile.cells import Clock
 
 Place = tuple[int, int, int]
@@ -28,8 +29,8 @@ class MicroBatchRecorder:
 
     Args:
         clock: takes the marks.
-        backward_order: of a step whose micro-batches have so many segments, (chunk, micro-batch,
-            segment) of every backward of this pipeline stage, in order.
+        backward_order: of a step whose segments run in a schedule, (chunk, micro-batch, segment)
+            of every backward of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """
 
@@ -37,13 +38,13 @@ class MicroBatchRecorder:
         self,
         clock: Clock,
         *,
-        backward_order: Callable[[tuple[int, ...]], Sequence[Place]],
+        backward_order: Callable[[SegmentedSchedule], Sequence[Place]],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
         self._order_of = backward_order
-        self._segments_M: tuple[int, ...] = ()
+        self._expected: SegmentedSchedule | None = None
         self._backward_order: tuple[Place, ...] = ()
         self.begin_step()
 
@@ -58,11 +59,11 @@ class MicroBatchRecorder:
         self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
 
-    def expect(self, segments_M: tuple[int, ...]) -> None:
+    def expect(self, schedule: SegmentedSchedule) -> None:
         """Say what segments the step's micro-batches have, before its first forward is bound."""
-        if segments_M != self._segments_M:
-            self._segments_M = segments_M
-            self._backward_order = tuple(self._order_of(segments_M))
+        if schedule != self._expected:
+            self._expected = schedule
+            self._backward_order = tuple(self._order_of(schedule))
 
     def bind_forward(self, chunk: int, micro_batch: int, segment: int = 0) -> None:
         """Name the forward that is running."""

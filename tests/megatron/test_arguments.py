@@ -179,7 +179,6 @@ SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "--moe-paged-stash": {"moe_paged_stash": True},
 }
 SEGMENTS_REFUSED_HERE: dict[str, dict[str, Any]] = {
-    "--sparse-balance-max-context-parallel": {"max_context_parallel": 2},
     "--sparse-balance-selection": {"selection": "vertical-slash-last-queries"},
 }
 

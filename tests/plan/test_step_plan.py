@@ -10,6 +10,7 @@ import pytest
 from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, planned
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 LENGTHS = [500, 700, 900, 1100]
@@ -127,6 +128,27 @@ def test_broken_wide_micro_batches(wide, changes, words):
     policy_ = replace(POLICY, max_tokens_per_micro_batch=3000)
     with pytest.raises(PlanError, match=words):
         with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
+
+
+def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
+    """Both run a shared micro-batch, then rank 0 one of three segments and rank 1 one of one."""
+    joined, cut, whole = wide.micro_batches
+    found = replace(wide, micro_batches=(joined, replace(cut, first_blocks=(0, 2, 3)), whole))
+    policy = replace(POLICY, max_segments=3)
+    found.validate(LENGTHS, JOB, policy)
+    assert found.schedule_of(0) == SegmentedSchedule((1, 3), (1, 3))
+    assert found.schedule_of(1) == SegmentedSchedule((1, 1), (1, 3))
+    with pytest.raises(PlanError, match="lockstep group"):
+        found.validate(LENGTHS, replace(JOB, lockstep_ranks=2), policy)
+
+
+def test_every_segment_has_a_block_for_each_of_its_ranks(wide):
+    policy = replace(POLICY, max_segments=3)
+    blocks = sum(-(-tokens // POLICY.block_size) for tokens in wide.micro_batches[0].lengths_tokens)
+    with_first(wide, first_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
+    for first_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
+        with pytest.raises(PlanError, match=f"segments begin at .* of {blocks} on 2 ranks"):
+            with_first(wide, first_blocks=first_blocks).validate(LENGTHS, JOB, policy)
 
 
 def test_the_cap_is_that_of_a_rank(wide):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention.cases import NAMES, SCALE, Case, make_case
+from attention.sequence import segmented
 from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor
 
@@ -36,7 +37,11 @@ from sparsebalance_megatron.attention.api import kernel_named
 from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.ring import RingExchange
-from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import (
+    SequenceExchange,
+    SequenceGroup,
+    SequenceSlice,
+)
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
@@ -186,6 +191,34 @@ def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
     }
 
 
+def segments_report(exchange: SequenceExchange, name: str) -> dict[str, Any]:
+    """A layer that runs in segments, each shared by all members."""
+    ranks = SequenceGroup(member=RANK, members=MEMBERS, exchange=exchange)
+    first_blocks = list(range(0, segmented.BLOCKS - MEMBERS + 1, MEMBERS + 1))
+    case, selector = segmented.case_of(), segmented.CAUSAL[name]
+    whole, curves_SK = segmented.whole_of(case, selector, torch.float64)
+    run = segmented.Segmented(
+        case, selector, first_blocks, ranks=ranks, recompute=name == "vertical-slash"
+    )
+    found = run.run()
+    expected = [x[run.tokens_T] for x in whole.ours("reference", torch.float64)]
+    selections = run.selections.values()
+    rows = torch.cat([each.own_block_N for each in selections])
+    rows = run.tokens_T if whole.selection.by_token else rows
+    lists = segmented.read(whole.selection)
+    return {
+        "segments": len(first_blocks),
+        "lists": [row for each in selections for row in segmented.read(each)]
+        == [lists[row] for row in rows.tolist()],
+        "coverage": float((run.curves[len(first_blocks) - 1] - curves_SK).abs().max()),
+        "kept": [len(x) for x in vars(run.segments).values() if isinstance(x, list)],
+        "errors": {
+            result: float((a - b).abs().max())
+            for result, a, b in zip(NAMES, found, expected, strict=True)
+        },
+    }
+
+
 def summaries_report() -> dict[str, Any]:
     held, exchange = slice_of(5), RingExchange(dist.new_group())
     generator = torch.Generator().manual_seed(1)
@@ -241,6 +274,10 @@ if __name__ == "__main__":
     report = {
         "exchanges": {
             exchange: {name: report_of(name, existing[exchange]) for name in CASES}
+            for exchange in existing
+        },
+        "segments": {
+            exchange: {name: segments_report(existing[exchange], name) for name in segmented.CAUSAL}
             for exchange in existing
         },
         "summaries": summaries_report(),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.planned_schedule import as_planned
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 
 RANK, STAGES = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 HIDDEN = 3
@@ -98,6 +99,9 @@ class Segments:
 
     def segment_tokens(self) -> list[list[int]] | None:
         return None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
+
+    def segment_schedule(self) -> SegmentedSchedule:
+        return SegmentedSchedule(tuple(map(len, self._cuts)))
 
     def _all(self) -> Iterator[tuple[Tensor, Sequence[int], Earlier]]:
         generator = torch.Generator().manual_seed(7)

@@ -17,13 +17,14 @@ CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
 
 def packed(
-    member: int | None, segment_count: int = 1, padding_documents: int = 0
+    member: int | None, segment_count: int = 1, segment: int = 0, padding_documents: int = 0
 ) -> SimpleNamespace:
-    """A micro-batch of a run that shares no sequences, or one member's part of a shared one.
-
-    With several segments, ``member`` is the segment.
-    """
-    sequence = None if member is None else SimpleNamespace(group=SimpleNamespace(member=member))
+    """A micro-batch of a run that shares no sequences, or one member's part of a shared one."""
+    ranks, sequence = SimpleNamespace(member=member), None
+    if segment_count > 1:
+        sequence = SimpleNamespace(ranks=ranks, segment=segment)
+    elif member is not None:
+        sequence = SimpleNamespace(ranks=None, group=ranks)
     segments = SimpleNamespace(count=segment_count) if segment_count > 1 else None
     micro_batch = LocalMicroBatch(
         **{"layout": None, "budgets_LS": None, "max_budgets": (), "observe": False},  # not read
@@ -61,8 +62,12 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ),
         # Of sequences of 3 and 7 tokens the second is padding.
         (None, 1, {"padding_documents": 1}, 3.0),
-        # With several segments, the member is the segment: the last one counts.
-        *((segment, 1, {"segment_count": 3}, 10.0 * (segment == 2)) for segment in range(3)),
+        # Of several segments the last one counts, on the first member.
+        *(
+            (member, 1, {"segment_count": 3, "segment": each}, 10.0 * (each == 2 and not member))
+            for each in range(3)
+            for member in range(2)
+        ),
     ],
 )
 def test_a_sequence_is_counted_as_often_as_megatron_divides(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,6 +241,19 @@ CUTS = {
     "segments-vertical-slash": ("vertical-slash", 2, ""),
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
+    "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
+    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-exchange ring"),
+    "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
+    "segments-wide-hierarchical": (
+        *("llama", 8),
+        f"{WIDER} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+    ),
+    "segments-wide-experts": (
+        *("experts unbalanced", 8),
+        f"{WIDER} --expert-model-parallel-size 2",
+    ),
+    "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
+    "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
@@ -248,7 +262,7 @@ SEGMENTS = {
     name: Layout(model, ranks, f"{CUT} {flags}", DRAWN_SEGMENTS)
     for name, (model, ranks, flags) in CUTS.items()
 }
-"""Micro-batches pass the pipeline in segments drawn by lot."""
+"""Micro-batches pass the pipeline in segments drawn by lot; where some are shared, so are those."""
 
 EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_WIDTHS}"
 POSITIONS = {
@@ -401,7 +415,8 @@ def test_layout_trains_to_the_losses_of_one_rank(
             max(row["cp_size"] for log in logs for step in log for row in step["micro_batches"]) > 1
         )
     else:
-        _assert_runs_in_segments(run, in_lockstep="--expert-model-parallel-size" in layout.flags)
+        _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
+        assert any(step["cp_sizes"] for step in run.steps) == ("wide" in name)
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
@@ -413,7 +428,7 @@ def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
         assert (measured_ms(step) > 0.0).all()
 
 
-def _assert_runs_in_segments(run: TrainingRun, *, in_lockstep: bool) -> None:
+def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
     """Ranks run different numbers of segments unless they wait for one another in every layer, and
     the log has times of what ran."""
     for step in run.steps:
@@ -421,7 +436,9 @@ def _assert_runs_in_segments(run: TrainingRun, *, in_lockstep: bool) -> None:
     segments_RM = [step["segments"] for step in run.steps]
     assert max(map(max, segments_RM[0])) > 1
     unequal = any(len(set(map(sum, each_RM))) > 1 for each_RM in segments_RM)
-    assert unequal == (len(segments_RM[0]) > 1 and not in_lockstep)
+    assert unequal == (len(segments_RM[0]) > lockstep_ranks)
+    for each_RM in segments_RM:
+        assert all(len(set(map(tuple, group))) == 1 for group in batched(each_RM, lockstep_ranks))
 
 
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:

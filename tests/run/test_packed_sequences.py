@@ -32,7 +32,9 @@ def groups(rank: int, widest: int) -> SequenceGroups:
     )
 
 
-def micro_batch(lengths: list[int], rank: int = 0, cp_size: int = 1) -> MicroBatchPlan:
+def micro_batch(
+    lengths: list[int], rank: int = 0, cp_size: int = 1, first_blocks: tuple[int, ...] = (0,)
+) -> MicroBatchPlan:
     return MicroBatchPlan(
         samples=tuple(range(len(lengths))),
         lengths_tokens=tuple(lengths),
@@ -40,6 +42,7 @@ def micro_batch(lengths: list[int], rank: int = 0, cp_size: int = 1) -> MicroBat
         rank=rank,
         position=3,
         cp_size=cp_size,
+        first_blocks=first_blocks,
     )
 
 
@@ -54,15 +57,19 @@ def samples(lengths: list[int]) -> list[Sample]:
     ]
 
 
-def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, PackedSequence]]:
-    """Every member's slice and row, on ranks that begin at twice the cp_size."""
+def slices(
+    lengths: list[int], cp_size: int, multiple: int, first_blocks: tuple[int, ...] = (0,)
+) -> list[tuple[Any, PackedSequence]]:
+    """Every member's slices and rows, on ranks that begin at twice the cp_size."""
     found = []
     for rank in range(2 * cp_size, 3 * cp_size):
         packing = SequencePacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
-        plan = micro_batch(lengths, rank=2 * cp_size, cp_size=cp_size)
-        found += zip(packing.slices(plan), packing.packed(plan, samples(lengths)), strict=True)
+        plan = micro_batch(lengths, 2 * cp_size, cp_size, first_blocks)
+        rows = packing.packed(plan, samples(lengths))
+        assert packing.computed_tokens(plan) == [len(row.tokens) for row in rows]
+        found += zip(packing.slices(plan), rows, strict=True)
     return found
 
 
@@ -70,17 +77,22 @@ def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, P
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
     cp_size=st.sampled_from([1, 2, 4, 8]),
     multiple=st.sampled_from([1, 2, 4]),
+    further=st.lists(st.integers(0, 2), max_size=3),
 )
 def test_members_compute_the_row_once_and_padding_that_counts(
-    lengths: list[int], cp_size: int, multiple: int
+    lengths: list[int], cp_size: int, multiple: int, further: list[int]
 ) -> None:
+    """Also in segments, of as many blocks as there are members and some more."""
+    blocks = sum(-(-length // BLOCK_TOKENS) for length in lengths)
+    firsts = np.cumsum([0, *(cp_size + more for more in further)])
+    first_blocks = tuple(firsts[firsts + cp_size <= max(blocks, cp_size)].tolist())
     expected = {
         (1000 * (number + 1) + at, 1000 * (number + 1) + at + 1, at, float(at % 3 > 0))
         for number, length in enumerate(lengths)
         for at in range(length)
     }
     found, padded = [], 0
-    for held, row in slices(lengths, cp_size, multiple):
+    for held, row in slices(lengths, cp_size, multiple, first_blocks):
         assert len(row.tokens) % multiple == 0
         assert len(row.tokens) == len(held.tokens_T) + held.padding_tokens > 0
         assert row.position_ids.tolist() == held.positions_T.tolist()
@@ -95,7 +107,8 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     packing = SequencePacking(
         block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8)
     )
-    assert packing.padded_tokens(micro_batch(lengths, cp_size=cp_size)) == padded
+    plan = micro_batch(lengths, cp_size=cp_size, first_blocks=first_blocks)
+    assert packing.padded_tokens(plan) == padded
 
 
 def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:

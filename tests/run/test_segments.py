@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ FEW_LOGGED_DIGITS_MS = 4e-6
 """Rounding of a chain of segments, each logged in ms with six digits."""
 FEW_ROUNDINGS = 1e-5
 """Relative; weights follow sums of float32 in another order for four steps."""
+LAST_PRINTED_DIGIT = 1e-3
+"""One unit in the last printed digit of gradient norms."""
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
@@ -65,6 +68,49 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
             step.times_2RPVM("predicted")[:, 0, :, 0],
             atol=FEW_LOGGED_DIGITS_MS,
         )
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "ring"])
+def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
+    exchange: str, documents: Path, tmp_path: Path
+) -> None:
+    """Two ranks share some micro-batches, cut others, and some are both, by lot; the one rank has
+    two stages, too, on which initial weights depend."""
+    lists, runs = {}, {}
+    forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
+    mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-exchange", exchange)
+    mixed = (*mixed, "--sparse-balance-max-context-parallel", "2")
+    for ranks, flags in ((2, ()), (4, mixed)):
+        folder = tmp_path / f"lists{ranks}"
+        folder.mkdir()
+        runs[ranks] = train(
+            *(ranks, documents, *PIPELINE, *forced, *flags),
+            log_dir=tmp_path / f"log{ranks}",
+            program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
+            environment={"LISTS": str(folder)},
+        ).require_success()
+        lists[ranks] = [pickle.loads(path.read_bytes()) for path in folder.iterdir()]
+    expected, found = (
+        {name: blocks for of_rank in lists[ranks] for name, blocks in of_rank.items()}
+        for ranks in (2, 4)
+    )
+    assert found == expected
+    assert len(found) == sum(map(len, lists[4]))
+    one, four = runs[2], runs[4]
+    assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
+    norms, expected_norms = ([float(norm) for norm in run.grad_norms] for run in (four, one))
+    assert norms == pytest.approx(expected_norms, abs=2 * LAST_PRINTED_DIGIT)
+    forms = [
+        {
+            (cp_size > 1, segments > 1)
+            for of_rank in zip(step["cp_sizes"], step["segments"], strict=True)
+            for cp_size, segments in zip(*of_rank, strict=True)
+        }
+        for step in four.steps
+        if step["cp_sizes"] and "segments" in step
+    ]
+    assert max(map(len, forms)) >= 3, "shared, cut, or both"
+    assert any((True, True) in each for each in forms)
 
 
 @pytest.mark.parametrize("segments", ["1", "4"])

@@ -92,7 +92,7 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                     budgets_LS=torch.ones(1, 1, dtype=torch.int32),
                     max_budgets=(1,),
                     observe=True,
-                    sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
+                    sequence=SimpleNamespace(ranks=None, group=SimpleNamespace(member=member)),
                 )
             ]
         )

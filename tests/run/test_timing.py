@@ -11,7 +11,7 @@ import pytest
 
 from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, megatron_order
 from sparsebalance_megatron.run.run import backward_order
 from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder
 
@@ -49,7 +49,7 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
         backward_order=lambda _: [(c, m, 0) for kind, c, m in order if kind == "backward"],
         unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
     )
-    recorder.expect((1,) * micro_batches)
+    recorder.expect(SegmentedSchedule((1,) * micro_batches))
     return order, clock, recorder
 
 
@@ -126,13 +126,14 @@ def test_a_schedule_that_began_unseen_counts_from_its_first_span() -> None:
 
 
 def test_times_land_on_their_segment() -> None:
-    """Backwards of a micro-batch run in reverse order; each step has segments of its own."""
+    """Backwards of a micro-batch run in reverse order; each step has segments of its own, and ranks
+    that it meets have others."""
     clock = WoundClock()
     job = Job.even(layers=2, ranks=1, stages=2, micro_batches=2)
     recorder = MicroBatchRecorder(clock, backward_order=partial(backward_order, job, 0))
-    for segments_M in ((2, 1), (3,)):
+    for segments_M, most_M in (((2, 1), (2, 1)), ((3,), (3,)), ((2, 1, 1), (2, 3, 1))):
         recorder.begin_step()
-        recorder.expect(segments_M)
+        recorder.expect(SegmentedSchedule(segments_M, most_M))
         places = [(0, m, s) for m, segments in enumerate(segments_M) for s in range(segments)]
         for place in places:
             recorder.start(FORWARD_TIMER)

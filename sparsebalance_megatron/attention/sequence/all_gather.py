@@ -50,9 +50,9 @@ class AllGatherExchange(BetweenRanks):
                 kv_head=head,
             )
 
-    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _ScatteredHeads:
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _ScatteredHeads:
         """See :meth:`.slice.SequenceExchange.gradients`."""
-        return _ScatteredHeads(self._group, k_TGD.dtype, sequence)
+        return _ScatteredHeads(self._group, dtype, sequence)
 
     def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:
         (tokens, key_dim), (_, value_dim) = k_TD.shape, v_TF.shape

@@ -6,14 +6,16 @@ whole blocks, so that a segment may hold ends and beginnings of documents. Forwa
 backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
 a segment, which are all that its queries may read.
 
-Shape legend: T tokens of a segment or of the sequence so far, G KV heads, D head dim of keys, F of
-values, E both side by side, S documents that have begun, K budgets up to the most blocks of a
-document so far.
+Several ranks may share a micro-batch that has segments. Each then keeps what it holds of earlier
+segments, and an exchange between the ranks brings the rest, with every segment anew.
+
+Shape legend: T tokens of a segment or of the sequence so far, on this rank, G KV heads, D head dim
+of keys, F of values, E both side by side, S documents that have begun, K budgets up to the most
+blocks of a document so far.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,9 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebalance_megatron.attention.kernels.contract import wide_dtype
 from sparsebalance_megatron.attention.layout import block_grid
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.slice import Part, SequenceGroup, SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import (
+    GradientSum,
+    Part,
+    SequenceExchange,
+    SequenceGroup,
+    SequenceSlice,
+)
 
 
 def segment_slice(
@@ -33,24 +42,28 @@ def segment_slice(
     segment: int,
     *,
     block_size: int,
+    ranks: SequenceGroup | None = None,
     pad_to_multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> SequenceSlice:
-    """A segment as a slice of the sequence so far, whose members are the segments so far.
+    """What this rank holds of a segment, as a slice of the sequence so far.
 
     Its ``whole_layout`` is that of the sequence so far, and ends with the segment: budgets and
-    coverage are those of the documents that have begun.
+    coverage are those of the documents that have begun. Ranks that share the sequence hold its
+    blocks in turn, as in :meth:`.slice.SequenceSlice.dealt`.
 
     Args:
         cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
         first_blocks: the first block of every segment, from 0, strictly increasing.
         segment: which segment.
+        ranks: that share the sequence; None where this rank is alone.
         block_size, pad_to_multiple_of, device: see :class:`.slice.SequenceSlice`.
 
     Raises:
         ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or a segment would
-            have no block.
+            have no block for a rank.
     """
+    ranks = ranks or SequenceGroup()
     grid = block_grid(cu_seqlens, block_size)
     bounds = np.asarray([*first_blocks, len(grid.start_N)], dtype=np.int64)
     if bounds[0] != 0 or (np.diff(bounds) < 1).any():
@@ -61,11 +74,17 @@ def segment_slice(
     last_block = bounds[segment + 1] - 1
     end = grid.start_N[last_block] + grid.length_N[last_block]
     begun = grid.boundaries[grid.boundaries < end].tolist()
+    segment_N = np.repeat(np.arange(segment + 1), np.diff(bounds)[: segment + 1])
     return SequenceSlice(
         cu_seqlens=(*begun, int(end)),
         block_size=block_size,
-        owner_N=np.repeat(np.arange(segment + 1), np.diff(bounds)[: segment + 1]),
-        group=SequenceGroup(member=segment, members=segment + 1),
+        owner_N=segment_N * ranks.members + np.arange(len(segment_N)) % ranks.members,
+        group=SequenceGroup(
+            member=segment * ranks.members + ranks.member,
+            members=(segment + 1) * ranks.members,
+            alone=ranks.alone,
+        ),
+        ranks=ranks,
         pad_to_multiple_of=pad_to_multiple_of,
         device=device,
     )
@@ -79,21 +98,28 @@ class EarlierSegments:
     in float32 (float64 for float64 inputs), and sends those of earlier segments on; nothing is left
     after the backward of the first segment. A forward may be run again before its backward, as
     recomputation does.
+
+    Args:
+        exchange: between the ranks that share the micro-batch, to which all that this rank holds
+            of the sequence so far is one slice; None where it is alone.
     """
 
-    gives_whole_heads = True
-
-    def __init__(self) -> None:
+    def __init__(self, exchange: SequenceExchange | None = None) -> None:
+        self._exchange = exchange
         # By segment; each mass is the sum up to its segment.
         self._keys_and_values: list[list[Tensor]] = []
         self._summaries: list[list[Tensor]] = []
         self._masses: list[list[Tensor]] = []
         self._sent_TGE: Tensor | None = None
 
+    @property
+    def gives_whole_heads(self) -> bool:
+        return self._exchange is None or self._exchange.gives_whole_heads
+
     def parts(
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
-        """Give the keys and values of the sequence so far, in one part.
+        """Give the keys and values of the sequence so far, in the parts of the exchange.
 
         Raises:
             ValueError: an earlier segment has not run.
@@ -102,20 +128,29 @@ class EarlierSegments:
         # recomputed there is none, and they may be views of all that the layer projected.
         own = [x.detach() if x.requires_grad else x.clone() for x in (k_TGD, v_TGF)]
         k_all_TGD, v_all_TGF = _with_earlier(self._keys_and_values, own, sequence)
-        yield Part(k_TGD=k_all_TGD, v_TGF=v_all_TGF, selection=selection)
+        if self._exchange is None:
+            yield Part(k_TGD=k_all_TGD, v_TGF=v_all_TGF, selection=selection)
+        else:
+            yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
-    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SegmentGradient:
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SegmentGradient:
         """See :meth:`.slice.SequenceExchange.gradients`.
 
         Raises:
             ValueError: a later segment's backward has not run.
         """
-        if len(self._keys_and_values) > sequence.group.members:
+        if len(self._keys_and_values) > sequence.segment + 1:
             raise ValueError(
-                f"backward of segment {sequence.group.member} before that of segment "
+                f"backward of segment {sequence.segment} before that of segment "
                 f"{len(self._keys_and_values) - 1}: must run in reverse order"
             )
-        return _SegmentGradient(self, sequence)
+        # Sums go on from segment to segment, and stay wide.
+        own = (
+            _OnePart()
+            if self._exchange is None
+            else self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
+        )
+        return _SegmentGradient(self, own, sequence)
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
@@ -124,7 +159,8 @@ class EarlierSegments:
         Raises:
             ValueError: an earlier segment has not run.
         """
-        return _with_earlier(self._summaries, list(own), sequence)
+        held = _with_earlier(self._summaries, list(own), sequence)
+        return held if self._exchange is None else self._exchange.summaries(held, sequence.by_rank)
 
     @torch.no_grad()
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
@@ -133,8 +169,10 @@ class EarlierSegments:
         Raises:
             ValueError: an earlier segment has not run, or was not observed.
         """
-        segment = sequence.group.member
+        segment = sequence.segment
         _check_order(self._masses, segment)
+        if self._exchange is not None:
+            mass_SK = self._exchange.total_mass(mass_SK, sequence.by_rank)
         if segment:
             (before_SK,) = self._masses[segment - 1]
             missing = [have - had for have, had in zip(mass_SK.shape, before_SK.shape, strict=True)]
@@ -143,17 +181,18 @@ class EarlierSegments:
         return mass_SK
 
     def hand_over(self, dkv_TGE: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Take a segment's gradients of the sequence so far, and let go of what is kept of it.
+        """Take a segment's gradients of what this rank holds so far, and let go of what is kept of
+        the segment.
 
         Args:
             dkv_TGE: is written to.
 
         Returns:
-            The segment's rows, with what later segments have sent.
+            The segment's tokens, with what later segments have sent.
         """
         if self._sent_TGE is not None:
             dkv_TGE += self._sent_TGE
-        segment = sequence.group.member
+        segment = sequence.segment
         for kept in (self._keys_and_values, self._summaries, self._masses):
             del kept[segment:]
         tokens = len(sequence.tokens_T)
@@ -164,32 +203,46 @@ class EarlierSegments:
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSegments:
     """State that a stage keeps of one micro-batch of ``count`` segments: an exchange for each
-    layer."""
+    layer, over the one between the ranks that share the micro-batch."""
 
     count: int
-    by_layer: defaultdict[int, EarlierSegments] = field(
-        default_factory=lambda: defaultdict(EarlierSegments)
-    )
+    exchange: SequenceExchange | None = None
+    by_layer: dict[int, EarlierSegments] = field(default_factory=dict)
+
+    def of_layer(self, layer: int) -> EarlierSegments:
+        return self.by_layer.setdefault(layer, EarlierSegments(self.exchange))
 
 
-class _SegmentGradient:
+class _OnePart:
     """A ``GradientSum`` of one part."""
 
-    def __init__(self, segments: EarlierSegments, sequence: SequenceSlice) -> None:
-        self._segments, self._sequence = segments, sequence
-
     def add(self, dkv_TGE: Tensor) -> None:
-        self._own_TGE = self._segments.hand_over(dkv_TGE, self._sequence)
+        self._own_TGE = dkv_TGE
 
     def result(self) -> Tensor:
         return self._own_TGE
+
+
+class _SegmentGradient:
+    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments."""
+
+    def __init__(
+        self, segments: EarlierSegments, own: GradientSum, sequence: SequenceSlice
+    ) -> None:
+        self._segments, self._own, self._sequence = segments, own, sequence
+
+    def add(self, dkv_TGE: Tensor) -> None:
+        self._own.add(dkv_TGE)
+
+    def result(self) -> Tensor:
+        return self._segments.hand_over(self._own.result(), self._sequence)
 
 
 def _with_earlier(
     kept: list[list[Tensor]], own: list[Tensor], sequence: SequenceSlice
 ) -> list[Tensor]:
     """Keep a segment's tensors, and put them behind those of the earlier segments."""
-    segment = sequence.group.member
+    segment = sequence.segment
     _check_order(kept, segment)
     kept[segment:] = [own]
     return own if segment == 0 else [torch.cat(each) for each in zip(*kept, strict=True)]

@@ -129,7 +129,7 @@ class ExchangingKernel:
         dq_THD = torch.zeros_like(q_THD, dtype=wide if merges else q_THD.dtype)
         # The LSE carries no gradient: with the merged output and LSE, the gradients of the parts
         # add up to those of the whole.
-        gradients = self.exchange.gradients(k_TGD, self.sequence)
+        gradients = self.exchange.gradients(k_TGD.dtype, self.sequence)
         for part in self.exchange.parts(k_TGD, saved.v_TGF, saved.selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
             of_part = Saved(
@@ -177,14 +177,13 @@ def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selec
             most=layout.tokens,
         )
         columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
-    own_N = sequence.local_layout.number_N
     return replace(
         selection,
         indices_QCK=indices_QCK,
         counts_QC=counts_QC,
         columns=columns,
         kv_layout=layout,
-        own_block_N=own_N if member == sequence.group.member else torch.full_like(own_N, -1),
+        own_block_N=sequence.local_block_WX[member][selection.own_block_N].long(),
     )
 
 

@@ -74,7 +74,7 @@ class RingExchange(BetweenRanks):
                     selection=held_by(first + inner_rank, selection, sequence),
                 )
 
-    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SumOfSums:
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SumOfSums:
         """See :meth:`.slice.SequenceExchange.gradients`."""
         return _SumOfSums(self._inner, self._outer, sequence.tokens_per_member)
 

@@ -9,7 +9,7 @@ than there are blocks, or tokens).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -66,6 +66,9 @@ class SequenceSlice:
         block_size: tokens of a full block.
         owner_N: int64, the member that holds a block; each member holds at least one.
         group: the members.
+        ranks: of a segment (:mod:`.earlier_segments`), the ranks that share it. The sequence is
+            then the one so far, and its members are what each rank holds of each segment: segment
+            by segment, rank by rank.
         pad_to_multiple_of: tokens that what this rank computes must divide by.
         device: where tensors are made.
     """
@@ -74,6 +77,7 @@ class SequenceSlice:
     block_size: int
     owner_N: np.ndarray
     group: SequenceGroup
+    ranks: SequenceGroup | None = None
     pad_to_multiple_of: int = 1
     device: torch.device | str = "cpu"
 
@@ -131,15 +135,29 @@ class SequenceSlice:
         owner_T = np.repeat(self.owner_N, self._grid.length_N)
         return tuple(np.flatnonzero(owner_T == m) for m in range(self.group.members))
 
-    @property
+    @cached_property
     def tokens_per_member(self) -> tuple[int, ...]:
-        return tuple(map(len, self.tokens_W))
+        tokens_W = np.bincount(self.owner_N, self._grid.length_N, self.group.members)
+        return tuple(tokens_W.astype(np.int64).tolist())
 
     @property
+    def segment(self) -> int:
+        """Number of the segment that this is of; 0 where it is of none."""
+        return 0 if self.ranks is None else self.group.member // self.ranks.members
+
+    @cached_property
+    def by_rank(self) -> SequenceSlice:
+        """All that this rank holds of the sequence so far, where this is of a segment."""
+        assert self.ranks is not None
+        owner_N = self.owner_N % self.ranks.members
+        return replace(self, owner_N=owner_N, group=self.ranks, ranks=None)
+
+    @cached_property
     def tokens_T(self) -> np.ndarray:
         """The numbers in the sequence of this rank's tokens: what to cut out of tokens, labels,
         masks or positions."""
-        return self.tokens_W[self.group.member]
+        held_N = self.owner_N == self.group.member
+        return np.flatnonzero(np.repeat(held_N, self._grid.length_N))
 
     def cut(self, values_T: Tensor, padding: float = 0) -> Tensor:
         """This rank's part of a value per token, [T, ...], with ``padding`` behind it.
@@ -320,8 +338,12 @@ class SequenceExchange(Protocol):
             sequence: the slice.
         """
 
-    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> GradientSum:
-        """Begin to sum the gradients of what :meth:`parts` gives for the same arguments."""
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> GradientSum:
+        """Begin to sum the gradients of what :meth:`parts` gives of a slice.
+
+        Args:
+            dtype: that the sum needs at least; it is added up in a wide one.
+        """
 
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
         """Give the summaries of all blocks of the sequence, from those of the slice's blocks.

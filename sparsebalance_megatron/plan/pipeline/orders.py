@@ -170,10 +170,31 @@ class SegmentedSchedule:
     Forwards run in order. Backwards run in the same order of micro-batches, with the segments of
     each reversed, because a segment's keys and values collect gradients from later segments. A
     stage is w forwards further ahead than in 1F1B, where w is the most segments of a micro-batch
-    less one: these are the orders of the first P stages of 1F1B over P + w stages. So no stage
-    waits for ever where a send and a receive are posted together.
+    less one: these are the orders of the first P stages of 1F1B over P + w stages.
 
-    ``segments_M``: segments of each micro-batch, at least 1.
+    Data-parallel ranks that share a micro-batch, or run in lockstep, meet inside its operations, so
+    their orders must agree although they cut other micro-batches into other numbers of segments.
+    Such ranks all take the order of ``most_segments_M`` and leave out what they have not: a
+    micro-batch of fewer segments has the last forwards of its position, and so the first backwards.
+
+    Nobody waits for ever, even where a send waits for its receiver:
+
+    1. The forward that is number u of that whole order has, on stage p, the time 2u - w + p, and
+       the backward that is number u has 2(u + P) - 1 + w - p. No two on a stage are equal, and a
+       stage runs its operations by rising time, whichever are left out.
+    2. The input of an operation comes from the neighbouring stage's operation one unit earlier, and
+       travels half-way between the two. A send is posted when its operation ends. A receive is
+       posted when the operation before its own ends, and where both are of one direction, when the
+       output of the former has left. On a stage operations of one direction are at least two units
+       apart, so a transfer waits only for what is earlier, and what waits for it is later.
+    3. Where ranks meet, the operation has the same time on all of them: their orders have the same
+       numbers, and what they share has equally many segments.
+    4. All ranks may meet in the first operations of a stage, to gather parameters. Those wait for
+       nothing but first operations of other stages.
+
+    ``segments_M``: segments of each micro-batch, at least 1. ``most_segments_M``: of each position,
+    the most segments on a rank that this one meets, directly or through others
+    (:func:`..context_groups.most_segments`); ``segments_M`` where it is empty.
 
     >>> first_stage = SegmentedSchedule((1, 2))(1, 2, 1).by_stage[0]
     >>> [(o.direction.name[0], o.micro_batch, o.segment) for o in first_stage]
@@ -181,6 +202,7 @@ class SegmentedSchedule:
     """
 
     segments_M: tuple[int, ...]
+    most_segments_M: tuple[int, ...] = ()
 
     def __call__(self, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
         """The order of a pipeline of these sizes.
@@ -195,7 +217,35 @@ class SegmentedSchedule:
                 f"schedule segments: segments {self.segments_M} for {micro_batches} micro-batches; "
                 "give each at least 1"
             )
-        return segmented_order([self.segments_M], stages)
+        most_M = np.array(self.most_segments_M or self.segments_M)
+        if len(most_M) != micro_batches or (most_M < self.segments_M).any():
+            raise PlanError(
+                f"schedule segments: segments {self.segments_M}, of ranks that this one meets at "
+                f"most {self.most_segments_M}"
+            )
+        whole = segmented_order([most_M.tolist()], stages)
+        return _without_others(whole, np.array(self.segments_M), stages)
+
+
+def _without_others(whole: PipelineOrder, segments_M: np.ndarray, stages: int) -> PipelineOrder:
+    """The order with only the last of each micro-batch's segments, so many."""
+    if (whole.segments_M == segments_M).all():
+        return whole
+    units = int(whole.segments_M.sum())
+    end_U = np.repeat(np.cumsum(whole.segments_M), whole.segments_M)
+    kept_U = np.arange(units) >= end_U - np.repeat(segments_M, whole.segments_M)
+    assert whole.step_O is not None
+    kept_O = np.tile(kept_U, len(whole.step_O) // units)
+    number_O = np.cumsum(kept_O) - 1
+    on_stage = number_O[whole.on_stage_PO[kept_O[whole.on_stage_PO]]]
+    return PipelineOrder(
+        chunks=1,
+        segments_M=segments_M,
+        on_stage_PO=on_stage.reshape(stages, -1),
+        inputs=(_inputs_along_the_model(stages, 1, int(kept_U.sum())),),
+        step_O=whole.step_O[kept_O],
+        first_R=whole.first_R,
+    )
 
 
 def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> PipelineOrder:

@@ -98,7 +98,8 @@ def simulated_timeline(
     Segments take equal parts of a micro-batch where their own times are not known.
 
     Returns:
-        None where a time is missing or negative.
+        None where a time is missing or negative, or where ranks that share micro-batches run
+        segments.
     """
     try:
         events_R = _simulated(record, side, schedule)
@@ -127,10 +128,13 @@ def _waited_ms(record: StepRecord, side: str, places: Iterable[Place]) -> float:
 
 
 def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
-    """Events of every rank; raises PlanError where a time is missing or negative."""
+    """Events of every rank; raises PlanError where a time is missing or negative, or where ranks
+    would wait for one another between segments, which is not simulated."""
     times_2RPVM = record.passed_2RPVM(side)
     if not record.segments:
         return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
+    if record.cp_sizes is not None:
+        raise PlanError("a step with segments and with micro-batches that ranks share")
     events_R: list[Sequence[Event]] = []
     for rank, segments in enumerate(record.segments):
         graph = graph_of(SegmentedSchedule(segments), record.shape[1], 1, len(segments))

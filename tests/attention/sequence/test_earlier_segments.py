@@ -7,136 +7,30 @@ Shape legend: T tokens of the packed sequence, S documents, K budgets.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from attention.cases import (
-    SCALE,
-    SELECTORS,
-    Case,
-    assert_as_good_as_plain,
-    assert_exact,
-    example_selector,
-    make_case,
+from attention.cases import SCALE, SELECTORS, assert_as_good_as_plain, assert_exact, make_case
+from attention.sequence.segmented import (
+    BLOCK,
+    BLOCKS,
+    BUDGETS,
+    CAUSAL,
+    CU_SEQLENS,
+    Segmented,
+    case_of,
+    read,
+    whole_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
     segment_slice,
 )
-from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ranking import rank_slice
-
-CU_SEQLENS, BUDGETS, BLOCK, BLOCKS = [0, 1, 2, 30, 51, 190, 203], [1, 3, 2, 3, 4, 2], 8, 29
-CAUSAL = {
-    name: selector for name, selector in SELECTORS.items() if name != "vertical-slash-last-queries"
-} | {"quest": example_selector()}
-
-
-@dataclass
-class Segmented:
-    """One layer and micro-batch, run segment by segment on leaves that are cut out of a case."""
-
-    case: Case
-    selector: Any
-    first_blocks: list[int]
-    dtype: torch.dtype = torch.float64
-    implementation: str = "auto"
-    recompute: bool = False
-    segments: EarlierSegments = field(default_factory=EarlierSegments)
-    selections: dict[int, Selection] = field(default_factory=dict)
-    curves: dict[int, Tensor] = field(default_factory=dict)
-    results: list[tuple[slice, list[Tensor], Tensor, Tensor]] = field(default_factory=list)
-
-    def forward(self, segment: int) -> None:
-        held = segment_slice(CU_SEQLENS, self.first_blocks, segment, block_size=BLOCK)
-        tokens = slice(int(held.tokens_T[0]), int(held.tokens_T[-1]) + 1)
-        inputs = (x[tokens] for x in (self.case.q_THD, self.case.k_TGD, self.case.v_TGF))
-        leaves = [x.to(self.dtype, copy=True).requires_grad_() for x in inputs]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            ranking = rank_slice(
-                *(self.selector, q, k, held),
-                exchange=self.segments,
-                softmax_scale=SCALE,
-                max_budget=max(BUDGETS),
-                observe=True,
-            )
-            begun_S = torch.tensor(BUDGETS[: held.whole_layout.documents])
-            self.curves[segment] = self.selector.coverage(ranking)
-            self.selections[segment] = self.selector.select(ranking, begun_S)
-            return sequence_attention(
-                *(q, k, v, self.selections[segment], held),
-                exchange=self.segments,
-                softmax_scale=SCALE,
-                implementation=self.implementation,
-            )
-
-        out, lse = (
-            checkpoint(attend, *leaves, use_reentrant=False) if self.recompute else attend(*leaves)
-        )
-        self.results.append((tokens, leaves, out, lse))
-
-    def backward(self, segment: int) -> None:
-        tokens, _, out, _ = self.results[segment]
-        out.backward(self.case.dout_THF[tokens].to(self.dtype))
-
-    def run(self) -> tuple[Tensor, ...]:
-        """out, lse, dq, dk, dv of all segments one after the other."""
-        order = range(len(self.first_blocks))
-        for segment in order:
-            self.forward(segment)
-        for segment in reversed(order):
-            self.backward(segment)
-        every = [
-            (out.detach(), lse, *(leaf.grad for leaf in leaves))
-            for _, leaves, out, lse in self.results
-        ]
-        return tuple(torch.cat(each) for each in zip(*every, strict=True))
-
-
-def _case(kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Case:
-    heads = {"head_dim": 8, "value_dim": 4, "kv_heads": kv_heads}
-    return make_case(CU_SEQLENS, BUDGETS, block=BLOCK, dtype=dtype, **heads)
-
-
-def _whole(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]:
-    """The case with the selector's lists over the whole sequence, and their coverage."""
-    q, k = (x.to(dtype) for x in (case.q_THD, case.k_TGD))
-    ranking = rank_sequence(
-        *(selector, q, k, case.selection.kv_layout),
-        softmax_scale=SCALE,
-        max_budget=max(BUDGETS),
-        observe=True,
-    )
-    selection = selector.select(ranking, torch.tensor(BUDGETS))
-    whole = Case(case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF, BUDGETS, "", selection)
-    return whole, selector.coverage(ranking)
-
-
-def _read(selection: Selection) -> list[list[list[int]]]:
-    """What every row and head reads: blocks and, as negative numbers, columns."""
-    lists = [(selection.indices_QCK, selection.counts_QC)]
-    if selection.columns is not None:
-        columns = selection.columns
-        lists.append((-1 - columns.tokens_NGK, columns.counts_NG))
-    heads = range(selection.counts_QC.shape[1])
-    return [
-        [
-            [n for listed, counts in lists for n in listed[row, head, : counts[row, head]].tolist()]
-            for head in heads
-        ]
-        for row in range(selection.selecting_rows)
-    ]
 
 
 def _cuts(segments: int, seed: int) -> list[int]:
@@ -148,12 +42,12 @@ def _cuts(segments: int, seed: int) -> list[int]:
 @given(segments=st.integers(1, 8), seed=st.integers(0, 999), kv_heads=st.sampled_from([1, 2, 4]))
 def test_segments_are_the_whole(name: str, segments: int, seed: int, kv_heads: int) -> None:
     """Lists bit by bit, coverage of all tokens, outputs and gradients to float64's rounding."""
-    case, selector = _case(kv_heads), CAUSAL[name]
+    case, selector = case_of(kv_heads), CAUSAL[name]
     run = Segmented(case, selector, _cuts(segments, seed))
     found = run.run()
-    whole, curves_SK = _whole(case, selector, torch.float64)
-    lists = [each for selection in run.selections.values() for each in _read(selection)]
-    assert lists == _read(whole.selection)
+    whole, curves_SK = whole_of(case, selector, torch.float64)
+    lists = [each for selection in run.selections.values() for each in read(selection)]
+    assert lists == read(whole.selection)
     torch.testing.assert_close(run.curves[segments - 1], curves_SK)
     exact = whole.ours("reference", torch.float64)
     assert_exact(found, exact)
@@ -170,7 +64,7 @@ def test_segments_lose_no_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["token-kv-head", "vertical-slash"])
 def test_recomputed_segments_repeat_every_bit(name: str) -> None:
     first, second = (
-        Segmented(_case(), CAUSAL[name], _cuts(5, 2), torch.float32, recompute=recompute).run()
+        Segmented(case_of(), CAUSAL[name], _cuts(5, 2), torch.float32, recompute=recompute).run()
         for recompute in (False, True)
     )
     assert all(map(torch.equal, first, second))
@@ -178,7 +72,7 @@ def test_recomputed_segments_repeat_every_bit(name: str) -> None:
 
 def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
     """A document's curve is the one of its tokens so far, as if it ended there."""
-    case, selector = _case(), CAUSAL["token-query-head"]
+    case, selector = case_of(), CAUSAL["token-query-head"]
     run = Segmented(case, selector, [0, 7, 13])
     run.run()
     end = 51 + 4 * BLOCK
@@ -193,7 +87,7 @@ def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
 
 
 def test_nothing_is_kept_after_the_last_backward() -> None:
-    run = Segmented(_case(), CAUSAL["previous-block"], [0, 5, 9])
+    run = Segmented(case_of(), CAUSAL["previous-block"], [0, 5, 9])
     for segment in range(3):
         run.forward(segment)
     assert [len(kept) for kept in vars(run.segments).values() if kept] == [3, 3, 3]
@@ -217,7 +111,7 @@ def test_what_a_recomputed_layer_projected_is_not_kept(recomputed: bool) -> None
 
 
 def test_segments_out_of_order_are_refused() -> None:
-    run = Segmented(_case(), CAUSAL["previous-block"], [0, 5, 9])
+    run = Segmented(case_of(), CAUSAL["previous-block"], [0, 5, 9])
     with pytest.raises(ValueError, match="forward of segment 1 before that of segment 0"):
         run.forward(1)
     for segment in range(3):
@@ -228,7 +122,7 @@ def test_segments_out_of_order_are_refused() -> None:
 
 @pytest.mark.parametrize("segment", [0, 1])
 def test_selections_that_need_whole_documents_are_refused(segment: int) -> None:
-    run = Segmented(_case(), SELECTORS["vertical-slash-last-queries"], [0, 5])
+    run = Segmented(case_of(), SELECTORS["vertical-slash-last-queries"], [0, 5])
     with pytest.raises(ValueError, match="use one segment and cp_size 1"):
         run.forward(segment)
 

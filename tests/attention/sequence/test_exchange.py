@@ -81,6 +81,20 @@ def test_traffic_is_what_it_says(exchange: str, members: int) -> None:
 
 
 @every_size
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_shared_segments_are_the_whole(exchange: str, members: int) -> None:
+    """Lists bit by bit, coverage of all tokens, outputs and gradients to float64's rounding."""
+    for report in _reports(members):
+        for selector, found in report["segments"][exchange].items():
+            assert found["lists"], selector
+            assert found["segments"] > 1
+            assert found["coverage"] <= 1e-6, selector  # float32
+            assert found["kept"] == [0, 0, 0]
+            for name, error in found["errors"].items():
+                assert error <= 1e-12, (selector, name)
+
+
+@every_size
 def test_summaries_are_those_of_the_sequence(members: int) -> None:
     found = [report["summaries"] for report in _reports(members)]
     for one in found:

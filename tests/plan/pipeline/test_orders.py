@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import plan as oracle
+from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.context_groups import first_places, most_segments, unshared
+from sparsebalance_megatron.plan.pipeline.graph import graph_of
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     Operation,
@@ -22,6 +27,7 @@ from sparsebalance_megatron.plan.pipeline.orders import (
     schedule_name,
     segmented_order,
 )
+from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 FORWARD, BACKWARD = Direction
@@ -155,7 +161,11 @@ def test_two_thousand_segmented_pipelines_neither_deadlock_nor_change_order():
         segments_M = generator.integers(1, 9, generator.integers(1, 13)).tolist()
         stages = int(generator.integers(1, 9))
         _run_as_in_a_longer_1f1b(stages, segments_M)
-        _run_without_deadlock(stages, segments_M)
+        schedule = SegmentedSchedule(tuple(segments_M))
+        _run_without_deadlock(stages, [schedule], unshared(1, len(segments_M)))
+        cp_sizes_RM = random_cp_sizes(8, int(generator.integers(1, 9)), 8, generator.integers(999))
+        segments_RM = _drawn_segments(cp_sizes_RM, generator.integers(999))
+        _run_without_deadlock(stages, _schedules(cp_sizes_RM, segments_RM), cp_sizes_RM)
 
 
 def _run_as_in_a_longer_1f1b(stages, segments_M):
@@ -171,12 +181,24 @@ def test_tokens_in_flight_are_counted(pipeline, seed):
     stages, segments_M = pipeline
     generator = np.random.default_rng(seed)
     tokens_MU = [generator.integers(1, 50, segments) for segments in segments_M]
+    assert most_tokens_in_flight(tokens_MU, stages) == _most_held(segments_M, tokens_MU, stages)
+    # Segments that only other ranks have hold nothing.
+    others_M = generator.integers(0, 4, len(segments_M))
+    padded_MU = [
+        np.pad(tokens_U, (more, 0)) for tokens_U, more in zip(tokens_MU, others_M, strict=True)
+    ]
+    most_M = tuple((others_M + segments_M).tolist())
+    held = _most_held(segments_M, tokens_MU, stages, most_M)
+    assert most_tokens_in_flight(padded_MU, stages) == held
+
+
+def _most_held(segments_M, tokens_MU, stages, most_M=()):
     held = most = 0
-    for operation in SegmentedSchedule(segments_M)(stages, len(segments_M), 1).by_stage[0]:
+    for operation in SegmentedSchedule(segments_M, most_M)(stages, len(segments_M), 1).by_stage[0]:
         tokens = int(tokens_MU[operation.micro_batch][operation.segment])
         held += tokens if operation.direction is FORWARD else -tokens
         most = max(most, held)
-    assert most_tokens_in_flight(tokens_MU, stages) == most
+    return most
 
 
 @given(st.integers(1, 6), st.integers(1, 7))
@@ -187,48 +209,117 @@ def test_one_segment_each_is_1f1b(stages, micro_batches):
 
 @given(segmented_pipelines())
 def test_segments_do_not_deadlock_where_send_and_receive_are_posted_together(pipeline):
-    _run_without_deadlock(*pipeline)
+    stages, segments_M = pipeline
+    _run_without_deadlock(stages, [SegmentedSchedule(segments_M)], unshared(1, len(segments_M)))
 
 
-def _run_without_deadlock(stages, segments_M):
+@st.composite
+def meeting_ranks(draw):
+    """Stages, and by rank the cp_size and the segments at each position."""
+    ranks, positions = draw(st.sampled_from([2, 4, 8])), draw(st.integers(1, 6))
+    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, draw(st.integers(0, 999)))
+    return draw(st.integers(1, 4)), cp_sizes_RM, _drawn_segments(cp_sizes_RM, draw(seeds))
+
+
+seeds = st.integers(0, 999)
+
+
+def _drawn_segments(cp_sizes_RM, seed):
+    """As many for all ranks of a micro-batch."""
+    ranks, positions = cp_sizes_RM.shape
+    drawn_RM = np.random.default_rng(seed).integers(1, 5, (ranks, positions))
+    return drawn_RM.reshape(-1)[first_places(cp_sizes_RM)].reshape(ranks, positions)
+
+
+def _schedules(cp_sizes_RM, segments_RM):
+    most_RM = most_segments(cp_sizes_RM, segments_RM)
+    return list(map(SegmentedSchedule, _tuples(segments_RM), _tuples(most_RM)))
+
+
+def _tuples(numbers_RM):
+    return list(map(tuple, numbers_RM.tolist()))
+
+
+@given(meeting_ranks())
+def test_ranks_that_meet_do_not_deadlock(job):
+    stages, cp_sizes_RM, segments_RM = job
+    _run_without_deadlock(stages, _schedules(cp_sizes_RM, segments_RM), cp_sizes_RM)
+
+
+def test_ranks_that_meet_would_deadlock_in_their_own_orders():
+    """Rank 0 runs two shared micro-batches forward, rank 1 one forward and backward."""
+    cp_sizes_RM, segments_RM = np.array([[2, 2, 1]] * 2), np.array([[1, 1, 3], [1, 1, 1]])
+    _run_without_deadlock(2, _schedules(cp_sizes_RM, segments_RM), cp_sizes_RM)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        _run_without_deadlock(2, list(map(SegmentedSchedule, _tuples(segments_RM))), cp_sizes_RM)
+
+
+@given(meeting_ranks())
+def test_a_rank_with_fewer_segments_leaves_out_the_first_of_others(job):
+    stages, cp_sizes_RM, segments_RM = job
+    for schedule in _schedules(cp_sizes_RM, segments_RM):
+        own_M, most_M = schedule.segments_M, schedule.most_segments_M
+        order, whole = (
+            each(stages, len(own_M), 1) for each in (schedule, SegmentedSchedule(most_M))
+        )
+        for found, operations in zip(order.by_stage, whole.by_stage, strict=True):
+            renumbered = [
+                each._replace(segment=each.segment - most_M[each[2]] + own_M[each[2]])
+                for each in operations
+            ]
+            assert list(found) == [each for each in renumbered if each.segment >= 0]
+        graph = graph_of(schedule, stages, 1, len(own_M))
+        ms_O1 = np.ones((2 * stages * sum(own_M), 1))
+        times = OperationTimes(graph=graph, ms_OR=ms_O1, cp_sizes_RM=unshared(1, len(own_M)))
+        (events,) = simulate(times)
+        assert len(events) == len(ms_O1)
+
+
+def _run_without_deadlock(stages, schedules, cp_sizes_RM):
     """A stage posts what it sends after an operation with what it receives for the next one, and
     goes on when both have met their neighbour's; two forwards, or backwards, are posted one by
-    one."""
-    order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1)
-    pending = [_messages(order.by_stage[stage], stage, stages) for stage in range(stages)]
+    one. An operation of a shared micro-batch ends when all of its ranks have come to it."""
+    positions = cp_sizes_RM.shape[1]
+    pending = [
+        _events(order.by_stage[stage], rank, stage, stages, cp_sizes_RM[rank])
+        for rank, order in enumerate(each(stages, positions, 1) for each in schedules)
+        for stage in range(stages)
+    ]
     while any(pending):
-        posted = [set(messages[0]) if messages else set() for messages in pending]
-        met = {
-            (kind, sender, receiver, what)
-            for kind, sender, receiver, what in set.union(*posted)
-            if (kind, sender, receiver, what) in posted[sender] & posted[receiver]
-        }
+        posted = Counter(event for events in pending if events for event in events[0])
+        met = {event for event, places in posted.items() if places == event[0]}
         assert met, f"stages wait for each other: {posted}"
-        for messages in pending:
-            if messages:
-                messages[0] -= met
-                while messages and not messages[0]:
-                    messages.pop(0)
+        for events in pending:
+            if events:
+                events[0] -= met
+                while events and not events[0]:
+                    events.pop(0)
 
 
-def _messages(operations, stage, stages):
-    """Sets of messages (kind, sender, receiver, place) that a stage posts together, in order."""
+def _events(operations, rank, stage, stages, cp_sizes_M):
+    """Sets of events (places that take part, what) that a stage posts together, in order."""
 
     def output(o):
         receiver = stage + (1 if o.direction is FORWARD else -1)
-        return {(o.direction, stage, receiver, o[2:])} if 0 <= receiver < stages else set()
+        return {(2, rank, stage, receiver, o)} if 0 <= receiver < stages else set()
 
     def input_(o):
         sender = stage - (1 if o.direction is FORWARD else -1)
-        return {(o.direction, sender, stage, o[2:])} if 0 <= sender < stages else set()
+        return {(2, rank, sender, stage, o)} if 0 <= sender < stages else set()
+
+    def meeting(o):
+        cp_size = int(cp_sizes_M[o.micro_batch])
+        return {(cp_size, rank - rank % cp_size, stage, o)}
 
     posted = [input_(operations[0])]
     for before, after in itertools.pairwise(operations):
+        posted.append(meeting(before))
         if before.direction is after.direction:
             posted += [output(before), input_(after)]
         else:
             posted.append(output(before) | input_(after))
-    return [messages for messages in [*posted, output(operations[-1])] if messages]
+    posted += [meeting(operations[-1]), output(operations[-1])]
+    return [events for events in posted if events]
 
 
 @given(segmented_pipelines(), st.lists(segmented_pipelines(), max_size=3))
@@ -243,6 +334,11 @@ def test_pipelines_side_by_side_run_in_their_own_orders(pipeline, others):
         own = [each._replace(micro_batch=each.micro_batch - first) for each in found]
         assert own[-len(expected) :] == list(expected)
         assert [2 * sum(map(sum, segments_RM[:-1]))] == [len(own) - len(expected)]
+
+
+def test_fewer_segments_than_own_ones_on_ranks_that_meet_are_refused():
+    with pytest.raises(PlanError, match="of ranks that this one meets at most"):
+        SegmentedSchedule((2, 3), (3, 2))(2, 2, 1)
 
 
 @pytest.mark.parametrize("segments_M", [(1,), (1, 2, 3), (0, 1)])

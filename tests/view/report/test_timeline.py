@@ -182,3 +182,10 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
             rank: sorted(span[3:5] for span in spans) for (rank, _), spans in found.spans.items()
         }
         assert ran == expected
+
+
+def test_ranks_that_share_rows_beside_segments_are_not_simulated() -> None:
+    record = replace(times(np.ones((2, 1, 1, 2))), cp_sizes=((1, 2), (1, 2)))
+    assert simulated_timeline(record, "measured") is not None
+    cut = replace(record, segments=((3, 1), (1, 1)))
+    assert simulated_timeline(cut, "measured") is None
