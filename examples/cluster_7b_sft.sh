@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Supervised fine-tuning of Qwen2.5-7B on long conversations on a cluster: DP 8, PP 4 and TP 2 with
-# sequence parallelism on eight nodes of eight GPUs. docs/CLUSTER.md goes through it step by step.
+# Supervised fine-tuning of Qwen2.5-7B on long conversations on a cluster: DP 16 and TP 4 with sequence
+# parallelism on eight nodes of eight GPUs, which `advise --tp 1 2 4 --pp 1 2 4 --cp 1 2 4` finds for
+# LongAlign-like lengths on H100s. docs/CLUSTER.md goes through it step by step.
 #
 #   examples/cluster_7b_sft.sh prepare   once: conversations to .bin and .idx files
 #   examples/cluster_7b_sft.sh convert   once: Hugging Face weights to a Megatron checkpoint
@@ -22,8 +23,8 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 NNODES="${NNODES:-8}"
-TP="${TP:-2}"
-PP="${PP:-4}"
+TP="${TP:-4}"
+PP="${PP:-1}"
 GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-64}"
 SEQ_LENGTH="${SEQ_LENGTH:-65536}" # longest conversation; the model was pretrained at 32,768
 TRAIN_ITERS="${TRAIN_ITERS:-469}" # 3 epochs of 10,000 conversations

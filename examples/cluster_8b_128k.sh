@@ -17,8 +17,10 @@
 #       examples/cluster_8b_128k.sh --sparse-balance-dry-run 64
 #
 # Rows lie on 1 to 8 ranks as the plan decides (docs/CONTEXT_PARALLEL.md). Every variable below can
-# be set from outside; BLEND is what --data-path takes, one prefix or weights with prefixes. Memory
-# and speed of this script were not measured; a dry run counts the memory and does not try it.
+# be set from outside; BLEND is what --data-path takes, one prefix or weights with prefixes. The layout
+# was chosen to show context parallelism: for LongAlign-like lengths `advise` predicts TP 8 without it to
+# be faster, where it counts no messages between tensor-parallel ranks. Memory and speed of this
+# script were not measured; a dry run counts the memory and does not try it.
 
 # shellcheck source=examples/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -40,9 +40,9 @@ MODELS = {
     "qwen2.5_3b_sft.sh": "qwen2.5-3b",
 }
 CLUSTER = {
-    "cluster_7b_sft.sh": "dry run of 64 ranks: tensor 2 x pipeline 4 x data 8",
+    "cluster_7b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 1 x data 16",
     "cluster_8b_128k.sh": "dry run of 64 ranks: tensor 4 x pipeline 2 x context 4 x data 2",
-    "cluster_qwen3_30b_a3b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 2 x data 8",
+    "cluster_qwen3_30b_a3b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 1 x data 16",
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
