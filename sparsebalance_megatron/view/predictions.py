@@ -212,7 +212,7 @@ def findings(advice: Advice, gpu_memory_gib: float) -> list[str]:
     if outcome.bubble_share > _MUCH_WAITING:
         sentences.append(
             f"{outcome.bubble_share:.0%} of the GPUs' time is not filled: more micro-batches (a "
-            "larger --global-batch) shorten the pipeline's bubble, and --cp above 1 shares samples "
-            "too long for one rank."
+            "larger --global-batch) fill more of it, and --cp above 1 shares samples too long for "
+            "one rank."
         )
     return sentences
