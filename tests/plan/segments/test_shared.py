@@ -214,7 +214,7 @@ def test_the_bound_holds_for_steps_of_both():
     segment_tokens=st.sampled_from([1, 256]),
 )
 def test_plans_of_both_hold_what_plans_hold(seed, kind, ranks, segment_tokens):
-    """Above the bound, repeatable, no slower than either, and never fuller than in one piece."""
+    """Above the bound, repeatable, and no slower than either alone."""
     lengths = random_lengths(8 if ranks == 2 else 16, seed, kind=kind)
     given_ = inputs(lengths, ranks=ranks, segment_tokens=segment_tokens)
     plan = planned(**given_)
