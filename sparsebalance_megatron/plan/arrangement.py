@@ -22,8 +22,9 @@ class Arrangement:
 
     ``samples[rank][position]``: those of the micro-batch that begins on the rank, none where the
     rank takes part in a micro-batch that begins on another. ``cp_sizes_RM``: ranks of the
-    micro-batch that each takes part in. ``first_blocks[rank][position]``: where the segments of the
-    micro-batch begin; empty where every micro-batch of the step runs in one piece.
+    micro-batch that each takes part in. ``first_blocks[rank][position]``: where the segments of
+    the micro-batch that the rank takes part in begin; empty where every micro-batch of the step
+    runs in one piece.
     """
 
     samples: Placement

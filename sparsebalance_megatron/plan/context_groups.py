@@ -4,7 +4,8 @@
 A micro-batch of cp_size w begins at a multiple of w, so the cp_size of the micro-batch that every
 rank takes part in says which ranks share it.
 
-Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks.
+Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks,
+E groups of ranks that meet.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ def unshared(ranks: int, positions: int) -> np.ndarray:
     return np.ones((ranks, positions), dtype=np.int64)
 
 
-def most_segments(cp_sizes_RM: np.ndarray, segments_RM: np.ndarray) -> np.ndarray:
-    """The most segments at each position among the ranks that a rank meets, [R, M].
+def meeting_groups(cp_sizes_RM: np.ndarray) -> list[range]:
+    """The ranks that meet in micro-batches that they share, directly or through others.
 
-    Ranks meet in micro-batches that they share, directly or through others. As micro-batches begin
-    at multiples of their size, these are the ranks of the largest one that a rank takes part in.
+    As micro-batches begin at multiples of their size, these are the ranks of the largest one that a
+    rank takes part in.
     """
+    largest_R = cp_sizes_RM.max(axis=1).tolist()
+    firsts = [rank for rank, largest in enumerate(largest_R) if rank % largest == 0]
+    return [range(first, first + largest_R[first]) for first in firsts]
+
+
+def most_segments(cp_sizes_RM: np.ndarray, segments_RM: np.ndarray) -> np.ndarray:
+    """The most segments at each position among the ranks that a rank meets, [R, M]."""
     if segments_RM.max() == 1 or cp_sizes_RM.max() == 1:
         return segments_RM
-    rank_R = np.arange(len(cp_sizes_RM))
-    largest_R = cp_sizes_RM.max(axis=1)
-    first_R = rank_R - rank_R % largest_R
-    return np.stack(
-        [
-            segments_RM[first : first + largest].max(axis=0)
-            for first, largest in zip(first_R, largest_R, strict=True)
-        ]
-    )
+    groups = meeting_groups(cp_sizes_RM)
+    most_EM = np.stack([segments_RM[group].max(axis=0) for group in groups])
+    return np.repeat(most_EM, list(map(len, groups)), axis=0)
 
 
 class Members:

@@ -63,20 +63,18 @@ def expectation(plan: Candidate) -> Expectation:
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    if problem.plans_segments:
-        segmented_ms = segmented_bound_ms(problem)
-        if not problem.plans_cp_sizes:
-            return segmented_ms
+    limit = problem.plan_settings.max_context_parallel if problem.plans_cp_sizes else 1
+    if problem.plans_segments and (problem.job.lockstep_ranks == 1 or limit == 1):
+        return segmented_bound_ms(problem, limit)
     bounded = problem if problem.plans_cp_sizes else problem.of_groups
     if problem.plans_positions:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
-    limit = problem.plan_settings.max_context_parallel if problem.plans_cp_sizes else 1
     bound_ms = step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
-    # A step runs in segments or with planned cp_sizes, not both.
-    return min(bound_ms, segmented_ms) if problem.plans_segments else bound_ms
+    # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
+    return min(bound_ms, segmented_bound_ms(problem)) if problem.plans_segments else bound_ms
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

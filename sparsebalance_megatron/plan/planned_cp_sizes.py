@@ -55,23 +55,12 @@ def best_cp_sizes(
     if equal is not None and _is_near_bound(problem, equal):
         return Candidate.of(problem, equal, batching=batching)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
-    rules = Rules(
-        cap_tokens=problem.cap_tokens, max_cp_size=problem.plan_settings.max_context_parallel
-    )
     try:
-        start = _best_start(problem, search_2SC, rules)
+        found = searched_cp_sizes(problem, search_2SC, problem.plan_settings.max_context_parallel)
     except PlanError:
         if equal is None:
             raise
         return Candidate.of(problem, equal, batching=batching)
-    found = anneal(
-        start,
-        costs,
-        search_2SC,
-        rules=rules,
-        plan_ms=problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES),
-        enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, search_2SC),
-    )
     planned = Candidate.of(problem, found)
     if equal is None:
         return planned
@@ -79,6 +68,26 @@ def best_cp_sizes(
     if step_ms(problem, equal, problem.budgets.allowed.floor_LS) > planned.makespan_ms:
         return planned
     return shortest(Candidate.of(problem, equal, batching=batching), planned)
+
+
+def searched_cp_sizes(
+    problem: StepProblem, sample_2SC: np.ndarray, max_cp_size: int
+) -> Arrangement:
+    """The shortest step found of planned cp_sizes at these ms of the samples.
+
+    Raises:
+        PlanError: no placement of the samples exists.
+    """
+    rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=max_cp_size)
+    start = _best_start(problem, sample_2SC, rules)
+    return anneal(
+        start,
+        problem.costs,
+        sample_2SC,
+        rules=rules,
+        plan_ms=problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES),
+        enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, sample_2SC),
+    )
 
 
 def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:

@@ -26,6 +26,7 @@ from sparsebalance_megatron.plan.segments.planned_segments import (
     LEAST_GAIN,
     segments_of_groups,
     segments_of_ranks,
+    segments_of_shared,
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -109,7 +110,7 @@ def _apart(problem: StepProblem) -> Candidate:
     1. The best placement of micro-batches of equal cp_size, in one piece, at the expected budgets.
     2. Where segments may be planned, a placement in segments. It wins at once where it is shorter
        than a bound on all steps in one piece, whose budgets then need no tuning.
-    3. The first one tuned, or planned cp_sizes where those are shorter.
+    3. The first one tuned, or planned cp_sizes where those are shorter, or these in segments.
     """
     if problem.placement is not None:
         return _as_placed(problem, problem.placement)
@@ -119,9 +120,9 @@ def _apart(problem: StepProblem) -> Candidate:
         if not problem.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
-        return best_cp_sizes(problem, None)
-    apart = problem.job.lockstep_ranks == 1
-    cut = segments_of_ranks(problem, placement) if problem.plans_segments and apart else None
+        return _cut_if_shorter(best_cp_sizes(problem, None), None, None)
+    cuts = problem.plans_segments and problem.job.lockstep_ranks == 1
+    cut = segments_of_ranks(problem, placement) if cuts else None
     if cut is not None and not problem.plans_cp_sizes:
         floor_2SC = problem.costs.sample_ms(problem.budgets.allowed.floor_LS)
         bound_ms = step_bounds(floor_2SC, problem.costs).bound_ms
@@ -132,9 +133,21 @@ def _apart(problem: StepProblem) -> Candidate:
         whole = best_cp_sizes(problem, equal, batching)
     else:
         whole = Candidate.of(problem, equal, problem.of_groups.tuned(placement), batching)
-    if cut is not None and cut.makespan_ms < rounded_ms(LEAST_GAIN * whole.makespan_ms):
-        return cut
-    return whole
+    return _cut_if_shorter(whole, cut, equal)
+
+
+def _cut_if_shorter(
+    whole: Candidate, cut: Candidate | None, equal: Arrangement | None
+) -> Candidate:
+    """A step in one piece, or in segments where those gain enough: of ranks alone, or of ranks that
+    may share micro-batches."""
+    problem, shared = whole.problem, None
+    if problem.plans_segments and problem.plans_cp_sizes and problem.job.lockstep_ranks == 1:
+        shared = segments_of_shared(problem, equal or whole.arrangement, cut)
+    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
+    found = [cut, shared]
+    shorter = [each for each in found if each is not None and each.makespan_ms < limit_ms]
+    return shortest(*shorter or [whole])
 
 
 def _or_arrival(plan: Candidate) -> Candidate:

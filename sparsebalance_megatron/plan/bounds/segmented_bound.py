@@ -12,8 +12,11 @@ import numpy as np
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
-def segmented_bound_ms(problem: StepProblem) -> float:
+def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
     """Lower bound in ms on a step whose micro-batches run in segments or in one piece.
+
+    Where ranks may share micro-batches, each of them does at least the least share of the work that
+    a cp_size leaves, of a segment's least tokens, too; all together do no less than the work.
 
     The first operation of stage p that holds any of the samples A has passed the stages before it,
     and after the last one, a backward, they still run theirs. Both belong to a segment, or to a
@@ -35,15 +38,17 @@ def segmented_bound_ms(problem: StepProblem) -> float:
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
     work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
     constant_P, token_P = costs.constant_2C.sum(axis=0), costs.token_2C.sum(axis=0)
-    alone_SP = work_SP
+    share = costs.share_W[1 : max_cp_size + 1].min()
+    alone_SP = work_SP * share
     if costs.layers is not None:
         divided = 1.0 - 1.0 / job.lockstep_ranks
         together_SP = costs.layers.together_2SC[:, longest_S].sum(axis=0)
-        alone_SP = work_SP - divided * together_SP
+        alone_SP = (work_SP - divided * together_SP) * share
         tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
         # Where experts cost something whatever the tokens, this takes away too much: still a bound.
         token_P = np.maximum(token_P - divided * (together_SP / tokens_S1).max(axis=0), 0.0)
     tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.plan_settings.segment_tokens)
+    tokens_S = tokens_S * share
     passing_SP = tokens_S[:, None] * token_P + constant_P
     way_SP = np.cumsum(passing_SP, axis=1) - passing_SP
     long_SP = np.cumsum(work_SP, axis=0) / job.data_parallel_size + way_SP

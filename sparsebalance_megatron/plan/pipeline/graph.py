@@ -16,7 +16,12 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from sparsebalance_megatron.plan.context_groups import Members
-from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder, Schedule, segmented_order
+from sparsebalance_megatron.plan.pipeline.orders import (
+    PipelineOrder,
+    Schedule,
+    meeting_order,
+    segmented_order,
+)
 from sparsebalance_megatron.plan.plan_error import PlanError
 
 
@@ -140,17 +145,21 @@ def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -
     return graph
 
 
-def segmented_graph(segments_RM: Sequence[Sequence[int]], stages: int) -> PipelineGraph:
+def segmented_graph(
+    segments_RM: Sequence[Sequence[int]], stages: int, cp_sizes_RM: np.ndarray | None = None
+) -> PipelineGraph:
     """The graph of several pipelines of :class:`.SegmentedSchedule` side by side.
 
     Times are one column over the operations, numbered by direction, stage, and segment of all
     micro-batches of all pipelines. Pipelines may differ in the numbers of their micro-batches and
-    segments.
+    segments, unless cp_sizes say which of them share micro-batches.
 
     >>> segmented_graph([(1, 2), (3,)], 2).last_PR.shape
     (2, 2)
     """
-    return _graph(segmented_order(segments_RM, stages))
+    if cp_sizes_RM is None:
+        return _graph(segmented_order(segments_RM, stages))
+    return _graph(meeting_order(np.array(segments_RM), cp_sizes_RM, stages))
 
 
 def _graph(order: PipelineOrder) -> PipelineGraph:

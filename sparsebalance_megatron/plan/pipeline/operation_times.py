@@ -65,15 +65,19 @@ class OperationTimes:
 
     @classmethod
     def of_segments(
-        cls, segments_RM: Sequence[Sequence[int]], ms_2UP: np.ndarray
+        cls,
+        segments_RM: Sequence[Sequence[int]],
+        ms_2UP: np.ndarray,
+        cp_sizes_RM: np.ndarray | None = None,
     ) -> OperationTimes:
         """Times of pipelines side by side whose micro-batches pass in segments, as of one rank.
 
         Args:
             segments_RM: segments of each micro-batch of each pipeline.
             ms_2UP: of all segments of all pipelines, one after another.
+            cp_sizes_RM: where pipelines are ranks that share micro-batches.
         """
-        graph = segmented_graph(segments_RM, ms_2UP.shape[2])
+        graph = segmented_graph(segments_RM, ms_2UP.shape[2], cp_sizes_RM)
         return cls(
             graph=graph,
             ms_OR=np.ascontiguousarray(ms_2UP.swapaxes(1, 2)).reshape(-1, 1),

@@ -7,14 +7,14 @@ everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 ``get_schedule_table``).
 
 Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
-(chunks per stage), M micro-batches of all pipelines, U segments of all micro-batches,
-O operations; a leading 2: forward and backward.
+(chunks per stage), M micro-batches of all pipelines, J = R x M places, U segments of all
+micro-batches, O operations; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.context_groups import first_places, most_segments
 from sparsebalance_megatron.plan.plan_error import PlanError
 
 
@@ -244,7 +245,7 @@ def _without_others(whole: PipelineOrder, segments_M: np.ndarray, stages: int) -
         on_stage_PO=on_stage.reshape(stages, -1),
         inputs=(_inputs_along_the_model(stages, 1, int(kept_U.sum())),),
         step_O=whole.step_O[kept_O],
-        first_R=whole.first_R,
+        first_R=(np.cumsum(kept_U) - kept_U)[whole.first_R],
     )
 
 
@@ -287,6 +288,40 @@ def segmented_order(segments_RM: Sequence[Sequence[int]], stages: int) -> Pipeli
         step_O=step_2PU.reshape(-1),
         first_R=first_R,
     )
+
+
+def meeting_order(segments_RM: np.ndarray, cp_sizes_RM: np.ndarray, stages: int) -> PipelineOrder:
+    """The orders of :class:`SegmentedSchedule` of ranks that may share micro-batches, side by side.
+
+    An operation also waits for all that its like on every other rank of its micro-batch waits for.
+    So they begin together.
+
+    Raises:
+        PlanError: the ranks of a micro-batch have other numbers of segments.
+    """
+    segments_J, first_J = segments_RM.reshape(-1), first_places(cp_sizes_RM)
+    if (segments_J != segments_J[first_J]).any():
+        raise PlanError("ranks that share a micro-batch must have equally many segments of it")
+    whole = segmented_order(most_segments(cp_sizes_RM, segments_RM).tolist(), stages)
+    order = _without_others(whole, segments_J, stages)
+    largest, none = int(cp_sizes_RM.max()), order.on_stage_PO.size
+    if largest == 1:
+        return order
+    before_O = np.empty(none, dtype=np.int64)
+    before_O[order.on_stage_PO[:, 1:]] = order.on_stage_PO[:, :-1]
+    before_O[order.on_stage_PO[:, 2 * order.first_R]] = none
+    first_unit_J = np.cumsum(segments_J) - segments_J
+    unit_U = np.arange(segments_J.sum())
+    positions = cp_sizes_RM.shape[1]
+    cp_size_J = cp_sizes_RM.reshape(-1)
+    member_J = (np.arange(len(first_J)) - first_J) // positions
+    inputs = list(order.inputs)
+    for further in range(1, largest):
+        other_J = first_J + (member_J + further) % cp_size_J * positions
+        other_U = unit_U + np.repeat(first_unit_J[other_J] - first_unit_J, segments_J)
+        other_O = (np.arange(none).reshape(-1, len(unit_U)) - unit_U + other_U).reshape(-1)
+        inputs += [before_O[other_O], order.inputs[0][other_O]]
+    return replace(order, inputs=tuple(inputs))
 
 
 def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:

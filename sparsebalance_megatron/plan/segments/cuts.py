@@ -66,12 +66,28 @@ def cut_at(
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
     first_blocks: Sequence[tuple[int, ...]],
+    cp_sizes: Sequence[int] | None = None,
 ) -> list[Cut]:
-    """Micro-batches in segments that begin at these blocks; times of an average device."""
+    """Micro-batches in segments that begin at these blocks; times of an average device.
+
+    Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
+    others' part of the keys and values so far.
+
+    Args:
+        cp_sizes: of the micro-batches; None for ranks alone.
+    """
     columns = Columns.of_chunks(costs)
-    ms_2UP, tokens_U = pieces(costs, columns, budgets_LS, micro_batches, first_blocks)
+    cp_size_M = np.ones(len(micro_batches), dtype=int) if cp_sizes is None else np.array(cp_sizes)
+    ms_2UP, tokens_U = pieces(
+        costs, columns, budgets_LS, micro_batches, first_blocks, costs.share_W[cp_size_M]
+    )
     ms_2UP += whatever_it_holds_2C(costs)[:, None]
-    ends = accumulate(map(len, first_blocks), initial=0)
+    ends = [*accumulate(map(len, first_blocks), initial=0)]
+    token_2P = costs.exchange_2SC[:, 0] / costs.lengths_tokens_S[0]
+    for cp_size, (first, end) in zip(cp_size_M.tolist(), pairwise(ends), strict=True):
+        if cp_size > 1:
+            so_far_U1 = np.cumsum(tokens_U[first:end])[:, None] * costs.received_W[cp_size]
+            ms_2UP[:, first:end] += so_far_U1 * token_2P[:, None]
     return [
         Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
         for blocks, (first, end) in zip(first_blocks, pairwise(ends), strict=True)
@@ -89,8 +105,13 @@ def pieces(
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
     first_blocks: Sequence[tuple[int, ...]],
+    share_M: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U]."""
+    """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U].
+
+    Args:
+        share_M: of the work of each micro-batch that a rank does.
+    """
     sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     blocks_I = costs.blocks_S[sample_I]
     # All micro-batches end to end, in blocks.
@@ -107,7 +128,7 @@ def pieces(
     )
     piece_U = np.searchsorted(start_E, start_U)
     work_2UX = np.add.reduceat(ms_22EX[:, 1] - ms_22EX[:, 0], piece_U, axis=1)
-    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0)
+    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * share_M
     ms_2UX = (
         work_2UX * np.repeat(slowness_M, segments_M)[:, None]
         + np.diff(piece_U, append=len(start_E))[:, None] * columns.sequence_2X[:, None]

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches orders, cuts and places, so that pipelines of segments end early.
 
-A group are the ranks that begin every layer together, or one rank where none waits for another. Its
-rows are the micro-batches of its members at one position, all in equally many segments. A group is
-one pipeline, and the step ends with the last group.
+A group are the ranks that begin every layer together, or that meet in micro-batches which they
+share, or one rank where none waits for another. Its rows are the micro-batches of its members at
+one position. The step ends with the last group.
 
 1. *State.* For every group an order of its rows, and a number of segments for each row. The number
-   decides the cuts: pieces of nearly equal ms (:mod:`.cuts`).
+   decides the cuts: pieces of nearly equal ms (:mod:`.cuts`). Ranks that begin every layer together
+   are one pipeline, and all members of a row have the number. Ranks that meet are a pipeline each:
+   the member with most work has the number, the others in proportion to their work.
 2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
    group up to five orders, in which rows have numbers in proportion to their work. Every group
    takes the start that ends first.
 3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
-   Where no rank waits for another, a sample is exchanged for a shorter one of a faster rank.
+   Where no ranks wait or meet, a sample is exchanged for a shorter one of a faster rank.
 4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
    the limit.
 5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
@@ -29,7 +31,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import first_places, meeting_groups
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.search_effort import (
@@ -41,6 +44,7 @@ from sparsebalance_megatron.plan.segments.cuts import Cut, MicroBatch, Places
 from sparsebalance_megatron.plan.segments.segmented_times import (
     Row,
     makespans_ms,
+    rank_cuts,
     row_cuts,
     rows_of,
 )
@@ -61,9 +65,10 @@ _Order = tuple[tuple[Row, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _RowCut:
-    """A row in segments: what they take, and where each member's begin."""
+    """A row in segments: what they take in each pipeline of the group, and where each member's
+    begin."""
 
-    times: Cut
+    times: tuple[Cut, ...]
     first_blocks: tuple[tuple[int, ...], ...]
 
 
@@ -79,7 +84,7 @@ class SegmentSearch:
     """Searches placements, orders and cuts at given budgets.
 
     Args:
-        problem: of a pipeline of several stages with one chunk each, whose ranks share nothing.
+        problem: of a pipeline of several stages with one chunk each.
         budgets_LS: to place and cut by.
     """
 
@@ -90,45 +95,84 @@ class SegmentSearch:
         self._tokens_of = problem.lengths_tokens
         self._blocks_of: list[int] = problem.costs.blocks_S.tolist()
         self._row_limits: dict[Row, tuple[float, int]] = {}
+        self._share_W = problem.costs.share_W.tolist()
+        self._alone = problem.job.lockstep_ranks == 1
         self._cuts: dict[tuple[int, Row, int], _RowCut] = {}
 
-    def best(self, start: Placement, most_tokens: int) -> tuple[Arrangement, float]:
-        """The shortest step that is found from a placement, and its ms: infinite where all hold too
-        many tokens.
+    def best(self, whole: Arrangement, most_tokens: int) -> tuple[Arrangement, float]:
+        """The shortest step that is found from an arrangement in one piece, and its ms: infinite
+        where all hold too many tokens.
 
         Args:
             most_tokens: that may be in flight on the first stage of a group.
         """
         self._most_tokens = most_tokens
-        whole = Arrangement.of_groups(start)
         plan_ms = self._problem.search_ms(whole, SHARE_OF_STEP_FOR_SEGMENTS)
         self._effort = SearchEffort(plan_ms)
-        rows = rows_of(start, self._problem.job.lockstep_ranks)
+        rows = self._rows(whole)
         found = self._shortest(list(enumerate(self._starts(rows))))
         while self._effort.left:
             slowest, before_ms = _slowest(found)
             (found[slowest],) = self._shortest([(slowest, self._moved(found[slowest].order))])
-            if self._problem.job.lockstep_ranks == 1:
+            if self._alone and max(map(len, self._groups)) == 1:
                 self._trade(found)
             if not rounded_ms(_slowest(found)[1]) < rounded_ms(before_ms):
                 break
         return self._arranged(found), _slowest(found)[1]
 
+    def _rows(self, whole: Arrangement) -> list[list[Row]]:
+        """The rows of every group; wide groups come first, so that each begins at a multiple of its
+        ranks among those simulated."""
+        if not self._alone:
+            rows = rows_of(whole.samples, self._problem.job.lockstep_ranks)
+            size = self._problem.job.lockstep_ranks
+            self._groups = [
+                range(size * number, size * (number + 1)) for number in range(len(rows))
+            ]
+            return rows
+        flat = list(itertools.chain.from_iterable(whole.samples))
+        held = [flat[place] for place in first_places(whole.cp_sizes_RM).tolist()]
+        by_rank = list(itertools.batched(held, whole.cp_sizes_RM.shape[1]))
+        self._groups = sorted(meeting_groups(whole.cp_sizes_RM), key=len, reverse=True)
+        return [
+            list(zip(*by_rank[group.start : group.stop], strict=True)) for group in self._groups
+        ]
+
     def _tokens(self, samples: MicroBatch) -> int:
         return sum(self._tokens_of[sample] for sample in samples)
 
     def _work_and_limit(self, row: Row) -> tuple[float, int]:
-        """Ms of the member that has most work, and in how many segments a row may be cut: every
-        member has a block in each, one member enough tokens."""
+        """Ms of the member that has most work, and in how many segments a row may be cut: in
+        lockstep every member has a block in each, one member enough tokens."""
         if row not in self._row_limits:
-            most = min(
-                self._settings.max_segments,
-                max(map(self._tokens, row)) // self._settings.segment_tokens,
-                min(sum(self._blocks_of[sample] for sample in samples) for samples in row),
-            )
-            work_ms = max(sum(self._work_of[sample] for sample in samples) for samples in row)
+            members = [self._member(row, samples) for samples in row]
+            work_ms, most_of_one, blocks = max(members)
+            if not self._alone:
+                most_of_one = max(most for _, most, _ in members)
+                blocks = min(blocks for *_, blocks in members)
+            most = min(self._settings.max_segments, most_of_one, blocks)
             self._row_limits[row] = work_ms, max(1, most)
         return self._row_limits[row]
+
+    def _member(self, row: Row, samples: MicroBatch) -> tuple[float, int, int]:
+        """Ms of a rank's share of the work, segments with enough tokens on all ranks together, and
+        blocks of the share."""
+        cp_size = row.count(samples)
+        work_ms = self._share_W[cp_size] * sum(self._work_of[sample] for sample in samples)
+        blocks = sum(self._blocks_of[sample] for sample in samples)
+        tokens = self._tokens(samples)
+        return work_ms, tokens // self._settings.segment_tokens, blocks // cp_size
+
+    def _segments(self, row: Row, segments: int) -> list[int]:
+        """Segments of every member, where the row has so many."""
+        if not self._alone or len(row) == 1:
+            return [segments] * len(row)
+        members = [self._member(row, samples) for samples in row]
+        work_ms = self._work_ms(row)
+        return [
+            max(1, min(round(segments * own_ms / work_ms), most, blocks))
+            for own_ms, most, blocks in members
+        ]
 
     def _work_ms(self, row: Row) -> float:
         return self._work_and_limit(row)[0]
@@ -137,9 +181,9 @@ class SegmentSearch:
         """Starts of every group: its rows as they are in one piece, and with least work at both
         ends in each number of segments. Half the effort may go to further orders: most work at
         both ends, as they are, work falling, work rising."""
-        groups = len(rows_of_groups)
+        pipelines = sum(map(len, self._groups)) if self._alone else len(rows_of_groups)
         each = _operations(
-            self._problem, groups * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
+            self._problem, pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
         )
         most = max(1 + len(_SEGMENTS_PER_GROUP), self._effort.affordable(2 * each))
         return [self._starts_of(rows)[:most] for rows in rows_of_groups]
@@ -191,20 +235,52 @@ class SegmentSearch:
             for group, orders in candidates
             for order in orders
         ]
-        ms_X, stages = makespans_ms(times), self._problem.job.pipeline_stages
-        segments = sum(len(cut.tokens_U) for cuts in times for cut in cuts)
+        ms_X = self._simulated_ms(candidates, times)
+        segments = sum(len(cut.tokens_U) for cuts in times for row in cuts for cut in row)
         self._effort.spend(_operations(self._problem, segments))
         found, first = [], 0
         for _, orders in candidates:
             group = _Group(ms=np.inf, order=orders[0])
             for number in np.argsort(ms_X[first : first + len(orders)], kind="stable").tolist():
-                tokens = [cut.tokens_U for cut in times[first + number]]
-                if most_tokens_in_flight(tokens, stages) <= self._most_tokens:
+                if self._tokens_in_flight(times[first + number]) <= self._most_tokens:
                     group = _Group(ms=float(ms_X[first + number]), order=orders[number])
                     break
             found.append(group)
             first += len(orders)
         return found
+
+    def _simulated_ms(
+        self,
+        candidates: Sequence[tuple[int, Sequence[_Order]]],
+        times: Sequence[Sequence[tuple[Cut, ...]]],
+    ) -> np.ndarray:
+        """Ms until the last pipeline of each candidate ends."""
+        pipelines = [pipeline for rows in times for pipeline in zip(*rows, strict=True)]
+        if len(pipelines) == len(times):
+            return makespans_ms(pipelines)
+        cp_sizes = [
+            [[row.count(samples) for samples in row] for row, _ in order]
+            for _, orders in candidates
+            for order in orders
+        ]
+        cp_sizes_RM = np.concatenate([np.array(rows).T for rows in cp_sizes])
+        firsts = [0, *itertools.accumulate(len(rows[0]) for rows in times[:-1])]
+        return np.maximum.reduceat(makespans_ms(pipelines, cp_sizes_RM), firsts)
+
+    def _tokens_in_flight(self, times: Sequence[tuple[Cut, ...]]) -> int:
+        """On the first stage of the fullest pipeline. Those that meet keep one order, in which
+        a micro-batch of fewer segments leaves out the first."""
+        most = [max(len(cut.tokens_U) for cut in row) for row in times]
+        return max(
+            most_tokens_in_flight(
+                [
+                    np.pad(cut.tokens_U, (segments - len(cut.tokens_U), 0))
+                    for cut, segments in zip(pipeline, most, strict=True)
+                ],
+                self._problem.job.pipeline_stages,
+            )
+            for pipeline in zip(*times, strict=True)
+        )
 
     def _cut(self, wanted: Iterable[tuple[int, Row, int]]) -> None:
         """Have rows of groups cut into so many segments, or fewer where those are too short."""
@@ -212,36 +288,52 @@ class SegmentSearch:
         if not new:
             return
         first_blocks = self._first_blocks(new)
-        cuts = row_cuts(
-            self._problem.costs,
-            self._places.budgets_LS,
-            [row for _, row, _ in new],
-            first_blocks,
-            [group for group, _, _ in new],
-        )
+        rows = [row for _, row, _ in new]
+        costs, budgets_LS = self._problem.costs, self._places.budgets_LS
+        if self._alone:
+            firsts = [self._groups[group].start for group, *_ in new]
+            cuts = rank_cuts(costs, budgets_LS, rows, first_blocks, firsts)
+        else:
+            groups = [group for group, *_ in new]
+            cuts = [(cut,) for cut in row_cuts(costs, budgets_LS, rows, first_blocks, groups)]
         short = []
-        for key, cut, blocks in zip(new, cuts, first_blocks, strict=True):
-            self._cuts[key] = _RowCut(times=cut, first_blocks=blocks)
-            if len(cut.tokens_U) > 1 and cut.tokens_U.min() < self._settings.segment_tokens:
-                group, row, _ = key
-                short.append((key, (group, row, len(cut.tokens_U) - 1)))
+        for key, times, blocks in zip(new, cuts, first_blocks, strict=True):
+            self._cuts[key] = _RowCut(times=times, first_blocks=blocks)
+            if self._is_short(key[1], times):
+                most = max(len(cut.tokens_U) for cut in times)
+                short.append((key, (*key[:2], most - 1)))
         self._cut(fewer for _, fewer in short)
         for key, fewer in short:
             self._cuts[key] = self._cuts[fewer]
 
+    def _is_short(self, row: Row, times: Sequence[Cut]) -> bool:
+        """Whether a segment has too few tokens, or fewer blocks than ranks."""
+        for number, cut in enumerate(times):
+            cp_size = row.count(row[number])
+            if len(cut.tokens_U) == 1:
+                continue
+            if cut.tokens_U.min() * cp_size < self._settings.segment_tokens:
+                return True
+            end = sum(self._blocks_of[sample] for sample in row[number])
+            if cp_size > 1 and np.diff(cut.first_blocks, append=end).min() < cp_size:
+                return True
+        return False
+
     def _first_blocks(
         self, keys: Sequence[tuple[int, Row, int]]
     ) -> list[tuple[tuple[int, ...], ...]]:
-        """Where segments begin, by member. Places may serve for fewer segments of one member than
-        of another; then each member is cut into pieces of equally many blocks."""
-        members = self._problem.job.lockstep_ranks
-        found = self._places.first_blocks(
-            [samples for _, row, _ in keys for samples in row],
-            [segments for *_, segments in keys for _ in range(members)],
+        """Where segments begin, by member. In lockstep, places may serve for fewer segments of one
+        member than of another; then each member is cut into pieces of equally many blocks."""
+        found = iter(
+            self._places.first_blocks(
+                [samples for _, row, _ in keys for samples in row],
+                [each for _, row, segments in keys for each in self._segments(row, segments)],
+            )
         )
         first_blocks = []
-        for (_, row, segments), blocks in zip(keys, itertools.batched(found, members), strict=True):
-            if len(set(map(len, blocks))) > 1:
+        for _, row, segments in keys:
+            blocks = tuple(itertools.islice(found, len(row)))
+            if not self._alone and len(set(map(len, blocks))) > 1:
                 ends = [sum(self._blocks_of[sample] for sample in samples) for samples in row]
                 blocks = tuple(
                     tuple(end * segment // segments for segment in range(segments)) for end in ends
@@ -300,18 +392,23 @@ class SegmentSearch:
         return found
 
     def _arranged(self, found: Sequence[_Group]) -> Arrangement:
-        samples: list[tuple[MicroBatch, ...]] = []
-        first_blocks: list[tuple[tuple[int, ...], ...]] = []
+        samples: dict[int, tuple[MicroBatch, ...]] = {}
+        first_blocks: dict[int, tuple[tuple[int, ...], ...]] = {}
+        cp_sizes: dict[int, list[int]] = {}
         for number, group in enumerate(found):
-            samples += zip(*(row for row, _ in group.order), strict=True)
-            first_blocks += zip(
-                *(self._cuts[number, *each].first_blocks for each in group.order), strict=True
-            )
-        placement = tuple(samples)
+            rows = [row for row, _ in group.order]
+            blocks = [self._cuts[number, *each].first_blocks for each in group.order]
+            for member, rank in enumerate(self._groups[number]):
+                samples[rank] = tuple(
+                    row[member] if row.index(row[member]) == member else () for row in rows
+                )
+                first_blocks[rank] = tuple(of_row[member] for of_row in blocks)
+                cp_sizes[rank] = [row.count(row[member]) for row in rows]
+        ranks = range(len(samples))
         return Arrangement(
-            samples=placement,
-            cp_sizes_RM=Arrangement.of_groups(placement).cp_sizes_RM,
-            first_blocks=tuple(first_blocks),
+            samples=tuple(samples[rank] for rank in ranks),
+            cp_sizes_RM=np.array([cp_sizes[rank] for rank in ranks]),
+            first_blocks=tuple(first_blocks[rank] for rank in ranks),
         )
 
 

@@ -5,6 +5,9 @@ The ranks of a lockstep group run a position in equally many segments and begin 
 segment together. So a segment takes the sum over layers of its slowest member, and the group is one
 rank of the pipeline.
 
+Ranks that share micro-batches and do not wait in layers are pipelines that begin shared operations
+together.
+
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates, P pipeline
 stages, C = P chunks, M micro-batches, J = R x M micro-batches, W ranks of a group, U segments, of a
 member or of all, X columns: L layers, then C embeddings and heads, then C experts; a leading 2:
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline import simulator as pipeline
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.segments.cuts import (
@@ -32,7 +36,7 @@ from sparsebalance_megatron.plan.segments.cuts import (
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 Row = tuple[MicroBatch, ...]
-"""The micro-batches of a group at one position, by member."""
+"""The micro-batches of a group at one position, by member; one that members share is with each."""
 
 
 def rows_of(placement: Placement, members: int) -> list[list[Row]]:
@@ -44,7 +48,7 @@ def segmented_times(
     costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[2, R, P, 1, M] ms of every micro-batch, all its segments together, [R] makespans, and
-    [2, U, P] ms of the segments of all ranks, one after another.
+    [2, U, P] ms of the segments of all ranks, one after another, on all ranks that share them.
 
     In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
     rank's by itself.
@@ -53,29 +57,83 @@ def segmented_times(
         list(itertools.chain.from_iterable(of)) for of in (where.samples, where.first_blocks)
     )
     segments_RM = [list(map(len, of_rank)) for of_rank in where.first_blocks]
-    ms_2UP = _joined_2UP(cut_at(costs, budgets_LS, micro_batches, first_blocks))
-    ms_2UP *= np.repeat(costs.slowness_RP, list(map(sum, segments_RM)), axis=0)
+    cp_sizes_RM, holder_J = where.cp_sizes_RM, first_places(where.cp_sizes_RM).tolist()
+    held = sorted(set(holder_J))
+    cuts = cut_at(
+        costs,
+        budgets_LS,
+        [micro_batches[place] for place in held],
+        [first_blocks[place] for place in held],
+        cp_sizes_RM.reshape(-1)[held].tolist(),
+    )
+    cut_of = dict(zip(held, cuts, strict=True))
+    ms_2UP = _joined_2UP([cut_of[place] for place in holder_J])
+    slowness_RMP = costs.on_devices(
+        np.ones((2, *cp_sizes_RM.shape, costs.chunks)), np.arange(len(cp_sizes_RM)), cp_sizes_RM
+    )[0]
+    ms_2UP *= np.repeat(slowness_RMP.reshape(-1, costs.chunks), list(map(len, first_blocks)), 0)
     first_J = [0, *itertools.accumulate(map(len, first_blocks[:-1]))]
     ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
-    times_2RPM = ms_2JP.reshape(2, *where.cp_sizes_RM.shape, -1).swapaxes(2, 3)
+    times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
     if costs.job.lockstep_ranks > 1:
         ms_2UP = _lockstep_2UP(costs, where, budgets_LS)
     return (
         times_2RPM[:, :, :, None],
-        pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP)),
+        pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)),
         ms_2UP,
     )
 
 
-def makespans_ms(candidates: Sequence[Sequence[Cut]]) -> np.ndarray:
+def makespans_ms(
+    candidates: Sequence[Sequence[Cut]], cp_sizes_RM: np.ndarray | None = None
+) -> np.ndarray:
     """[R] ms until the last operation of each candidate ends.
 
     Args:
         candidates: micro-batches or rows of a pipeline, in the order in which they run.
+        cp_sizes_RM: where candidates are ranks that share micro-batches.
     """
     segments_RM = [[len(cut.tokens_U) for cut in cuts] for cuts in candidates]
     ms_2UP = _joined_2UP(list(itertools.chain.from_iterable(candidates)))
-    return pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP))
+    return pipeline.makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM))
+
+
+def rank_cuts(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    rows: Sequence[Row],
+    first_blocks: Sequence[Sequence[tuple[int, ...]]],
+    first_rank_of_row: Sequence[int],
+) -> list[tuple[Cut, ...]]:
+    """Rows in segments, by member: what each takes on its devices, and its share of the tokens.
+
+    Args:
+        first_blocks: of the segments of every member of every row.
+    """
+    held = [
+        (number, member, row.count(samples))
+        for number, row in enumerate(rows)
+        for member, samples in enumerate(row)
+        if row.index(samples) == member
+    ]
+    cuts = cut_at(
+        costs,
+        budgets_LS,
+        [rows[number][member] for number, member, _ in held],
+        [first_blocks[number][member] for number, member, _ in held],
+        [cp_size for *_, cp_size in held],
+    )
+    found: list[tuple[Cut, ...]] = [()] * len(rows)
+    for (number, member, cp_size), cut in zip(held, cuts, strict=True):
+        first = first_rank_of_row[number] + member
+        slowness_P = costs.slowness_RP[first : first + cp_size].max(axis=0)
+        on_devices = cut._replace(
+            forward_UP=cut.forward_UP * slowness_P,
+            backward_UP=cut.backward_UP * slowness_P,
+            tokens_U=-(-cut.tokens_U // cp_size),
+        )
+        found[number] += (on_devices,) * cp_size
+    return found
 
 
 def row_cuts(
@@ -85,23 +143,14 @@ def row_cuts(
     first_blocks: Sequence[Sequence[tuple[int, ...]]],
     group_of_row: Sequence[int],
 ) -> list[Cut]:
-    """Rows in segments: what their group takes for each on its devices, and the most tokens of a
-    member.
+    """Rows of lockstep groups in segments: what the group takes for each on its devices, and the
+    most tokens of a member.
 
     Args:
         first_blocks: of the segments of every member of every row.
         group_of_row: the group whose devices run it.
     """
-    if costs.layers is None:
-        alone = [samples for (samples,) in rows]
-        cuts = cut_at(costs, budgets_LS, alone, [blocks for (blocks,) in first_blocks])
-        return [
-            cut._replace(
-                forward_UP=cut.forward_UP * costs.slowness_RP[rank],
-                backward_UP=cut.backward_UP * costs.slowness_RP[rank],
-            )
-            for cut, rank in zip(cuts, group_of_row, strict=True)
-        ]
+    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     layers, members = len(costs.chunk_of_layer_L), costs.job.lockstep_ranks
     _, sequence_2X, token_2X, pair_2X, visible_2X = np.moveaxis(costs.layers.columns_2XF, 2, 0)
     columns = Columns(sequence_2X, token_2X, visible_2X, pair_2X, np.arange(layers))

@@ -2,7 +2,7 @@
 """Budgets of placed and cut micro-batches: one price level for a rank on each stage.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
-Q price levels, J = R x M micro-batches, Z sizes of samples.
+Q price levels, E groups of ranks, J = R x M micro-batches, Z sizes of samples.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.units import unit_growth_JCQ
+from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.metrics import rounded_ms, stage_busy_ms
 from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -53,38 +54,48 @@ def balanced_over_stages(problem: StepProblem, where: Arrangement) -> tuple[np.n
 class _StageLevels:
     """Price levels of ranks and stages, with what they take and cover.
 
-    ``busy_RPQ``: ms of a rank's work on a stage; ``covered_RPQ``: coverage by weight, summed over
-    layers and samples.
+    ``ranks_ER``: which ranks every group of ranks that share samples has, one rank where it is
+    alone. Samples have the lowest level of their ranks. ``busy_RPQ``: ms of a rank's work on a
+    stage; ``covered_EPQ``: coverage by weight, summed over layers and a group's samples.
     """
 
     pricing: Pricing
     stage_of_L: np.ndarray
-    rank_of_S: np.ndarray
+    group_of_S: np.ndarray
+    ranks_ER: np.ndarray
     busy_RPQ: np.ndarray
-    covered_RPQ: np.ndarray
+    covered_EPQ: np.ndarray
 
     @classmethod
     def of(cls, problem: StepProblem, where: Arrangement, pricing: Pricing) -> _StageLevels:
         costs, budgets, job = problem.costs, problem.budgets, problem.job
         ladder, stages = pricing.ladder, job.pipeline_stages
         micro_batch_of_S = where.micro_batch_of_S
-        rank_of_S = micro_batch_of_S // job.micro_batches
+        first_J, cp_size_J = first_places(where.cp_sizes_RM), where.cp_sizes_RM.reshape(-1)
+        keys_S2 = np.stack(
+            [micro_batch_of_S // job.micro_batches, cp_size_J[micro_batch_of_S]], axis=1
+        )
+        groups_E2, group_of_S = np.unique(keys_S2, axis=0, return_inverse=True)
+        first_E1, cp_size_E1 = np.hsplit(groups_E2, 2)
+        after_ER = np.arange(job.data_parallel_size) - first_E1
         growth_JPQ = unit_growth_JCQ(costs, ladder, micro_batch_of_S)
         floor_2RPVM, _, _ = segmented_times(costs, where, ladder.common_LS(0))
+        growth_JPQ = growth_JPQ[first_J] * costs.share_W[cp_size_J][:, None, None]
         growth_RPQ = growth_JPQ.reshape(job.data_parallel_size, -1, *growth_JPQ.shape[1:]).sum(1)
         pair_ms_RP = costs.pair_ms_C * costs.segments.slowness * costs.slowness_RP
-        covered_RPQ = np.zeros_like(growth_RPQ)
-        weight_RZ = np.zeros((job.data_parallel_size, len(ladder.first_Z)))
-        np.add.at(weight_RZ, (rank_of_S, ladder.size_S), budgets.weight_S)
+        covered_EPQ = np.zeros((len(groups_E2), *growth_RPQ.shape[1:]))
+        weight_EZ = np.zeros((len(groups_E2), len(ladder.first_Z)))
+        np.add.at(weight_EZ, (group_of_S, ladder.size_S), budgets.weight_S)
         for stage in range(stages):
             of_stage_ZQ = ladder.coverage_ZLQ[:, costs.chunk_of_layer_L == stage].sum(axis=1)
-            covered_RPQ[:, stage] = (weight_RZ[..., None] * of_stage_ZQ).sum(axis=1)
+            covered_EPQ[:, stage] = (weight_EZ[..., None] * of_stage_ZQ).sum(axis=1)
         return cls(
             pricing=pricing,
             stage_of_L=costs.chunk_of_layer_L,
-            rank_of_S=rank_of_S,
+            group_of_S=group_of_S,
+            ranks_ER=(after_ER >= 0) & (after_ER < cp_size_E1),
             busy_RPQ=stage_busy_ms(floor_2RPVM)[..., None] + growth_RPQ * pair_ms_RP[..., None],
-            covered_RPQ=covered_RPQ,
+            covered_EPQ=covered_EPQ,
         )
 
     def budgets_LS(self, beside_R: np.ndarray, wanted_coverage: float) -> np.ndarray:
@@ -100,12 +111,14 @@ class _StageLevels:
         low_ms = float(least_RP.min() if np.isfinite(wanted_coverage) else least_RP.max())
         high_ms = float(end_RPQ.max())
 
-        def levels_RP(end_ms: float) -> np.ndarray:
-            return np.maximum((end_RPQ <= end_ms).sum(axis=2) - 1, 0)
+        def levels_EP(end_ms: float) -> np.ndarray:
+            level_RP = np.maximum((end_RPQ <= end_ms).sum(axis=2) - 1, 0)
+            levels_ERP = np.where(self.ranks_ER[..., None], level_RP, end_RPQ.shape[2])
+            return np.asarray(levels_ERP.min(axis=1))
 
         def covers(end_ms: float) -> bool:
-            level_RP1 = levels_RP(end_ms)[..., None]
-            covered = np.take_along_axis(self.covered_RPQ, level_RP1, axis=2).sum()
+            level_EP1 = levels_EP(end_ms)[..., None]
+            covered = np.take_along_axis(self.covered_EPQ, level_EP1, axis=2).sum()
             return bool(covered >= wanted_coverage)
 
         if covers(low_ms):
@@ -113,5 +126,5 @@ class _StageLevels:
         for _ in range(_TIME_HALVINGS if high_ms > low_ms else 0):
             middle_ms = (low_ms + high_ms) / 2
             low_ms, high_ms = (low_ms, middle_ms) if covers(middle_ms) else (middle_ms, high_ms)
-        level_RL = levels_RP(high_ms)[:, self.stage_of_L]
-        return self.pricing.ladder.budgets_LS(level_RL[self.rank_of_S].T)
+        level_EL = levels_EP(high_ms)[:, self.stage_of_L]
+        return self.pricing.ladder.budgets_LS(level_EL[self.group_of_S].T)

@@ -8,15 +8,14 @@ U segments, O operations, 2 forward and backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
-from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, SegmentedSchedule, megatron_order
+from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -98,8 +97,7 @@ def simulated_timeline(
     Segments take equal parts of a micro-batch where their own times are not known.
 
     Returns:
-        None where a time is missing or negative, or where ranks that share micro-batches run
-        segments.
+        None where a time is missing or negative.
     """
     try:
         events_R = _simulated(record, side, schedule)
@@ -128,23 +126,24 @@ def _waited_ms(record: StepRecord, side: str, places: Iterable[Place]) -> float:
 
 
 def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
-    """Events of every rank; raises PlanError where a time is missing or negative, or where ranks
-    would wait for one another between segments, which is not simulated."""
+    """Events of every rank; raises PlanError where a time is missing or negative."""
     times_2RPVM = record.passed_2RPVM(side)
     if not record.segments:
         return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
-    if record.cp_sizes is not None:
-        raise PlanError("a step with segments and with micro-batches that ranks share")
-    events_R: list[Sequence[Event]] = []
-    for rank, segments in enumerate(record.segments):
-        graph = graph_of(SegmentedSchedule(segments), record.shape[1], 1, len(segments))
-        ms_2PU = (times_2RPVM[:, rank, :, 0] / np.array(segments)).repeat(segments, axis=2)
-        if side == "predicted" and record.predicted.segment_ms:
-            ms_2PU = record.predicted.segment_ms[rank]
-        # Operations are numbered by direction, stage, chunk, micro-batch and segment.
-        ms_O1 = ms_2PU.reshape(-1, 1)
-        cp_sizes_RM = record.cp_sizes_RM[rank : rank + 1]
-        events_R += simulate(OperationTimes(graph=graph, ms_OR=ms_O1, cp_sizes_RM=cp_sizes_RM))
+    ms_R2PU = [
+        (times_2RPVM[:, rank, :, 0] / np.array(segments)).repeat(segments, axis=2)
+        for rank, segments in enumerate(record.segments)
+    ]
+    if side == "predicted" and record.predicted.segment_ms:
+        ms_R2PU = list(record.predicted.segment_ms)
+    ms_2UP = np.concatenate(ms_R2PU, axis=2).swapaxes(1, 2)
+    times = OperationTimes.of_segments(record.segments, ms_2UP, record.cp_sizes_RM)
+    # The micro-batches of all ranks, one after another.
+    (events,) = simulate(times)
+    events_R: list[list[Event]] = [[] for _ in record.segments]
+    for event in events:
+        rank, position = divmod(event.micro_batch, len(record.segments[0]))
+        events_R[rank].append(replace(event, micro_batch=position))
     return events_R
 
 

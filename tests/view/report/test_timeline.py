@@ -184,8 +184,16 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
         assert ran == expected
 
 
-def test_ranks_that_share_rows_beside_segments_are_not_simulated() -> None:
-    record = replace(times(np.ones((2, 1, 1, 2))), cp_sizes=((1, 2), (1, 2)))
-    assert simulated_timeline(record, "measured") is not None
-    cut = replace(record, segments=((3, 1), (1, 1)))
-    assert simulated_timeline(cut, "measured") is None
+def test_ranks_that_shared_a_segment_begin_it_together() -> None:
+    """Rank 0 has three segments of 1 ms beside it, rank 1 one of 5 ms."""
+    forward_RM = np.array([[3.0, 2.0], [5.0, 2.0]])
+    record = replace(times(forward_RM[:, None, None, :]), cp_sizes=((1, 2), (1, 2)))
+    cut = replace(record, segments=((3, 2), (1, 2)))
+    found = simulated_timeline(cut, "measured")
+    assert found is not None
+    first, second = (
+        [span[3:5] for span in found.spans[rank, 0] if span.position == 1] for rank in (0, 1)
+    )
+    assert len(first) == 4 and first == second
+    unequal = replace(record, segments=((3, 1), (1, 2)))
+    assert simulated_timeline(unequal, "measured") is None
