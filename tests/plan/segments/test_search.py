@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from plan.segments.test_segments import inputs
 
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -19,7 +20,7 @@ MOST_TOKENS = 200_000
 def searched(most_tokens: int = MOST_TOKENS, **changes):
     problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
     base_LS = problem.budgets.allowed.base_LS
-    where, ms = SegmentSearch(problem, base_LS).best(LOPSIDED, most_tokens)
+    where, ms = SegmentSearch(problem, base_LS).best(Arrangement.of_groups(LOPSIDED), most_tokens)
     return problem, where, ms
 
 
