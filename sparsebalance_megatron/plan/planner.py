@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths, coverage and costs to the plan of one step; pure, so every rank computes the same.
 
+    starts (.search)                        in one piece                  in segments (.segments)
+    order of arrival, balanced by tokens,   searched places and orders    cut, ordered, traded
+    balanced by latency                     (.search)
+    samples shared more or less eagerly     planned cp_sizes              cut and ordered
+                                            (.planned_cp_sizes)
+    rows of equal height, where ranks       rows on groups                cut alike in a row
+    wait in every layer                     (.planned_rows)
+
+Each of these is placed at expected budgets, has its budgets tuned (:mod:`.budgets`) and becomes a
+:class:`.Candidate`. The shortest candidate is the plan.
+
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks.
 """
 
