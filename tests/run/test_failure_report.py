@@ -78,7 +78,7 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
 
     def rank(number: int, error: Exception) -> None:
         ranks = {"rank": number, "world_size": len(errors)}
-        with pytest.raises(type(error)), report(**ranks, open_store=lambda: store, quiet_s=0.5):
+        with pytest.raises(type(error)), report(**ranks, open_store=lambda: store, quiet_s=3.0):
             raise error
 
     threads = [threading.Thread(target=rank, args=pair) for pair in errors.items()]
