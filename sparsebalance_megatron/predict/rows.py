@@ -87,9 +87,11 @@ SHARED_ROWS: Mapping[str, Variant] = {
 for all, and with a planned cp_size for each."""
 
 SEGMENTED_ROWS: Mapping[str, Variant] = {
-    "ours-segments": Variant("makespan", "makespan", "base", segments=True)
+    "ours-segments": Variant("makespan", "makespan", "base", segments=True),
+    "ours-segments-cp": Variant("makespan", "makespan", "base", "dynamic", segments=True),
 }
-"""Rows whose micro-batches may pass the pipeline in segments."""
+"""Rows whose micro-batches may pass the pipeline in segments; in the second, ranks may share some as
+well."""
 
 PEER_ROWS: Mapping[str, Variant] = {
     "verl": Variant("latency", "off", placed_by=verl_placement),
@@ -120,7 +122,7 @@ def best_row(workload: Workload) -> Variant:
     """The way that training plans by default: with all that the workload allows."""
     cp_size, plan_settings = workload.job.context_parallel_size, workload.plan_settings
     if plan_settings.max_segments > 1:
-        return SEGMENTED_ROWS["ours-segments"]
+        return list(_segmented_rows(workload).values())[-1]
     if plan_settings.max_context_parallel > 1:
         return SHARED_ROWS["ours-dynamic-cp"]
     return SHARED_ROWS["ours-static-cp"] if cp_size > 1 else ROWS["ours, base coverage"]
@@ -139,8 +141,16 @@ def rows_of(workload: Workload) -> dict[str, Variant]:
         del shared["baseline-cp"], shared["ours-static-cp"]
     if workload.plan_settings.max_context_parallel == 1:
         del shared["ours-dynamic-cp"]
-    segmented = SEGMENTED_ROWS if workload.plan_settings.max_segments > 1 else {}
     in_order = Variant("arrival", "off", context_parallel="static" if is_shared else None)
     dense = {DENSE: in_order._replace(dense=True), DENSE_BALANCED: dense_row(workload)}
     peers = PEER_ROWS if workload.job.lockstep_ranks > 1 else {}
-    return {**ROWS, **shared, **segmented, **peers, **dense}
+    return {**ROWS, **shared, **_segmented_rows(workload), **peers, **dense}
+
+
+def _segmented_rows(workload: Workload) -> dict[str, Variant]:
+    """Rows of segments, the one that plans most last; none where no segments are allowed."""
+    job, plan_settings = workload.job, workload.plan_settings
+    rows = dict(SEGMENTED_ROWS) if plan_settings.max_segments > 1 else {}
+    if rows and (job.context_parallel_size > 1 or plan_settings.max_context_parallel == 1):
+        del rows["ours-segments-cp"]
+    return rows

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.predict.outcome import predict_rows, unhideable_steps
-from sparsebalance_megatron.predict.rows import BASELINE, OURS, ROWS
+from sparsebalance_megatron.predict.rows import BASELINE, OURS, ROWS, best_row, rows_of
 from sparsebalance_megatron.predict.scenario import SETUPS
 
 
@@ -57,6 +57,21 @@ def test_curves_stay_the_workloads(outcomes):
 def test_base_coverage_is_not_undercut(outcomes):
     untuned = outcomes[BASELINE].coverage_mean
     assert outcomes["ours, base coverage"].coverage_mean >= untuned
+
+
+def test_rows_of_segments_follow_what_the_workload_allows():
+    workload = small("paper-main", "chatqa2", steps=1)
+
+    def rows(**changes):
+        changed = replace(workload, plan_settings=replace(workload.plan_settings, **changes))
+        found = rows_of(changed)
+        assert best_row(changed) in found.values()
+        return [name for name in found if "segments" in name or name.endswith("-cp")]
+
+    assert rows() == []
+    assert rows(max_segments=8) == ["ours-segments"]
+    both = rows(max_segments=8, max_context_parallel=2)
+    assert both == ["ours-dynamic-cp", "ours-segments", "ours-segments-cp"]
 
 
 def test_unhideable_steps_are_counted():
