@@ -90,8 +90,8 @@ SEGMENTED_ROWS: Mapping[str, Variant] = {
     "ours-segments": Variant("makespan", "makespan", "base", segments=True),
     "ours-segments-cp": Variant("makespan", "makespan", "base", "dynamic", segments=True),
 }
-"""Rows whose micro-batches may pass the pipeline in segments; in the second, ranks may share some as
-well."""
+"""Rows whose micro-batches may pass the pipeline in segments; in the second, ranks may share some
+of them."""
 
 PEER_ROWS: Mapping[str, Variant] = {
     "verl": Variant("latency", "off", placed_by=verl_placement),
