@@ -70,6 +70,33 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
         )
 
 
+def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
+    """One long document in a step of short ones: the planner has ranks share it, in segments."""
+    documents = write_documents(tmp_path / "train", [250, 16, 18, 14, 17, 15, 19, 13] * 4)
+    both = ("--sparse-balance-max-segments", "4", "--sparse-balance-segment-tokens", "32")
+    both = (*both, "--sparse-balance-context-parallel", "dynamic")
+    both = (*both, "--sparse-balance-gigabytes-per-second", "10000")
+    both = (*both, "--sparse-balance-max-context-parallel", "2")
+    one, shared = (
+        train(
+            *(4, documents, *PIPELINE, "--sparse-balance-tuning", "off"),
+            *("--global-batch-size", "4", *flags),
+            log_dir=tmp_path / name,
+            program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
+        ).require_success()
+        for name, flags in (("one", ()), ("both", both))
+    )
+    assert shared.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
+    forms = {
+        (cp_size > 1, segments > 1)
+        for step in shared.steps
+        if step["cp_sizes"] and "segments" in step
+        for of_rank in zip(step["cp_sizes"], step["segments"], strict=True)
+        for cp_size, segments in zip(*of_rank, strict=True)
+    }
+    assert (True, True) in forms, forms
+
+
 @pytest.mark.parametrize("exchange", ["all-gather", "ring"])
 def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     exchange: str, documents: Path, tmp_path: Path
