@@ -18,7 +18,7 @@ from sparsebalance_megatron.layer_budgets import (
 from sparsebalance_megatron.selector_registry import check_name, flag_help
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
-Tuning = Literal["off", "anchor", "makespan"]
+Tuning = Literal["off", "anchor", "waiting", "makespan"]
 Anchor = Literal["mean", "min", "max"]
 Overlong = Literal["split", "truncate", "drop"]
 MissingLossMask = Literal["refuse", "train"]
@@ -139,9 +139,11 @@ class SparseBalanceConfig:
     """When a step is planned: while the one before it runs, or when it begins (on-demand). Choose
     on-demand to plan with the newest measurements; every step then waits for its plan."""
 
-    tuning: Tuning = "makespan"
-    """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
-    to shorten the step. Turn it off to balance without changing attention."""
+    tuning: Tuning = "waiting"
+    """How budgets follow the predicted times: not at all, towards an anchor latency (the paper),
+    cut where the step waits and raised where it would idle (waiting), or to the shortest step that
+    coverage allows (makespan). Choose makespan for speed, off to balance without changing
+    attention."""
 
     anchor: Anchor = "mean"
     """Latency of a step's micro-batches that anchor tuning moves each of them towards. Choose min
@@ -152,8 +154,9 @@ class SparseBalanceConfig:
     paper's p). Lower it for coverage, raise it for speed."""
 
     coverage_target: CoverageTarget = "base"
-    """Mean coverage that makespan tuning holds over this step's and the next samples: that of base
-    budgets, or none (threshold). Choose threshold for the fastest step."""
+    """Mean coverage that is held, by tuning waiting over a step's samples, by makespan over the
+    next ones' too: that of base budgets, or none (threshold). Choose threshold for the fastest
+    step."""
 
     coverage_slack: float = 0.0
     """How far mean coverage may be below coverage target base (0.002 is 0.2 points). Raise it where

@@ -29,16 +29,18 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "placement": {"tuning": "off"},
     "paper": {"batching": "latency", "tuning": "anchor"},
     "baseline": {"batching": "arrival", "tuning": "off"},
-    "fast": {"coverage_target": "threshold"},
+    "shortest": {"tuning": "makespan"},
+    "fast": {"tuning": "makespan", "coverage_target": "threshold"},
 }
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
 
 OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
     MODE_FLAG: (
         ", ".join(f"`{mode}`" for mode in MODES),
-        "What plans do, in one word: balance and tune at held coverage (default), balance at fixed "
-        "budgets (placement), the paper's rule (paper), fixed budgets in order of arrival "
-        "(baseline), tune without holding mean coverage (fast). Single flags win over it.",
+        "What plans do, in one word: balance, and cut budgets only where the step waits (default), "
+        "balance at fixed budgets (placement), the paper's rule (paper), fixed budgets in order of "
+        "arrival (baseline), the shortest step that holds mean coverage (shortest), or that does not "
+        "(fast). Single flags win over it.",
     ),
     FILE_FLAG: (
         "`FILE`",

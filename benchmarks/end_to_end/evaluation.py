@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from end_to_end.results import StepResult
-from end_to_end.variants import DENSE, FIXED, OURS_BASE, OURS_SEGMENTS, OURS_WIDE, PAPER
+from end_to_end.variants import DENSE, FIXED, OURS, OURS_SEGMENTS, OURS_WIDE, PAPER
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -41,7 +41,7 @@ def summarise(batches: Batches, *, lockstep: bool, seed: int = 0) -> dict[str, d
 
     With ``lockstep`` what follows from times of micro-batches is None or left out.
     """
-    known = [FIXED, DENSE, *([OURS_BASE] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else [])]
+    known = [FIXED, DENSE, *([OURS] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else [])]
     known += [PAPER] if lockstep else []
     references = {name: _step_ms(batches, name) for name in known if name in batches[0]}
     bound_ms = bounds_ms(batches) if FIXED in references and not lockstep else None
@@ -154,7 +154,7 @@ GOALS: Mapping[str, Sequence[Goal]] = {
     "dp2-giant": (
         Goal(
             text="speedup over ours without shared rows",
-            path=(f"versus_{OURS_BASE}", "speedup"),
+            path=(f"versus_{OURS}", "speedup"),
             at_least=1.4,
         ),
     ),
@@ -162,7 +162,7 @@ GOALS: Mapping[str, Sequence[Goal]] = {
         layout: (
             Goal(
                 text="speedup over ours in one segment",
-                path=(f"versus_{OURS_BASE}", "speedup"),
+                path=(f"versus_{OURS}", "speedup"),
                 at_least=at_least,
             ),
         )
@@ -180,7 +180,7 @@ def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str
     """
     goals = GOALS.get(layout, ())
     judged = {"dp2-giant": OURS_WIDE, "pp2-deep-2": OURS_SEGMENTS, "pp2-deep-4": OURS_SEGMENTS}.get(
-        layout, OURS_BASE
+        layout, OURS
     )
     if not goals or judged not in summaries:
         return []

@@ -31,7 +31,7 @@ class Variant:
 
 
 DENSE, FIXED, PAPER = "dense", "fixed", "paper"
-OURS, OURS_BASE = "ours", "ours-base"
+OURS = "ours"
 OURS_WIDE, OURS_SEGMENTS = "ours-wide", "ours-segments"
 
 VARIANTS = (
@@ -52,12 +52,18 @@ VARIANTS = (
         batching="latency",
         tuning="anchor",
     ),
-    Variant(name=OURS, label="ours, threshold only", batching="makespan", tuning="makespan"),
     Variant(
-        name=OURS_BASE,
-        label="ours (the default): base coverage",
+        name="shortest",
+        label="ours, the shortest step at base coverage",
         batching="makespan",
         tuning="makespan",
+        coverage_target="base",
+    ),
+    Variant(
+        name=OURS,
+        label="ours (the default)",
+        batching="makespan",
+        tuning="waiting",
         coverage_target="base",
     ),
 )
@@ -67,7 +73,7 @@ EQUAL_DEVICES = Variant(
     name="ours-equal-devices",
     label="ours, devices taken for equal",
     batching="makespan",
-    tuning="makespan",
+    tuning="waiting",
     coverage_target="base",
     calibration="stages",
 )
@@ -75,7 +81,7 @@ WIDE = Variant(
     name=OURS_WIDE,
     label="ours, rows on several ranks",
     batching="makespan",
-    tuning="makespan",
+    tuning="waiting",
     coverage_target="base",
     wide=True,
 )
@@ -83,16 +89,16 @@ SEGMENTS = Variant(
     name=OURS_SEGMENTS,
     label="ours, micro-batches in segments",
     batching="makespan",
-    tuning="makespan",
+    tuning="waiting",
     coverage_target="base",
     segments=True,
 )
 ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE, SEGMENTS)
-WITH_GIANTS = (FIXED, OURS_BASE, OURS_WIDE)
+WITH_GIANTS = (FIXED, OURS, OURS_WIDE)
 """What a run compares whose global batches hold giants."""
-WITH_SEGMENTS = (FIXED, OURS_BASE, OURS_SEGMENTS)
+WITH_SEGMENTS = (FIXED, OURS, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
-IN_LOCKSTEP = (FIXED, PAPER, OURS_BASE)
+IN_LOCKSTEP = (FIXED, PAPER, OURS)
 """What a run compares whose ranks wait for one another in every layer."""
 
 

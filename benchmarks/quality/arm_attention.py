@@ -113,5 +113,6 @@ def executed_budgets(experiment: Experiment, planned_LS: np.ndarray) -> np.ndarr
         return None
     budgets_LS = planned_LS.copy()
     for layer, budgets_S in experiment.executed.items():
-        budgets_LS[layer] = budgets_S.numpy()
+        # The guard sees none of the first documents if budgets cover them.
+        budgets_LS[layer, budgets_LS.shape[1] - len(budgets_S) :] = budgets_S.numpy()
     return budgets_LS

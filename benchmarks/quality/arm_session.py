@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's hooks with an arm's scheduler and attention. Imports Megatron.
 
-Shape legend: L layers, S samples of a global batch.
+Shape legend: T steps, L layers, S samples of a global batch, X places found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from quality.arm_attention import Experiment, arm_layer_spec, executed_budgets
 from quality.masked_attention import masked_attention
-from quality.run_spec import PLANNED_RANKS, RunSpec
+from quality.run_spec import RunSpec
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -34,6 +34,8 @@ Change = Callable[[int, np.ndarray], np.ndarray]
 
 JITTERED_PAIRS = 2
 """Pairs of samples of a step: one with a block more, one with a block less."""
+NUDGE = 1e-3
+"""Relative change of initial weights."""
 
 
 class ArmScheduler:
@@ -160,6 +162,14 @@ class WeightAverage:
             weight.copy_(total / self._count)
 
 
+@torch.no_grad()
+def nudge(model: Any, *, seed: int) -> None:
+    """Change every weight by about ``NUDGE`` of itself: another run of the same experiment."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.mul_(1.0 + NUDGE * torch.randn(weight.shape, generator=generator))
+
+
 class ArmHooks(TrainingHooks):
     """The plugin's hooks for one run.
 
@@ -200,6 +210,8 @@ class ArmHooks(TrainingHooks):
         def forward_step(data_iterator: Any, model: Any) -> Any:
             nonlocal begun
             self.model = model
+            if begun == 0 and arm.nudge:
+                nudge(model, seed=arm.nudge)
             if begun >= steps * (1.0 - spec.study.averaged_share):
                 self.average.add(model)
             begun += 1
@@ -208,9 +220,9 @@ class ArmHooks(TrainingHooks):
         self.forward_step = forward_step
 
     def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Any:
-        host_job, alone = inputs.settings.host_job, spec.ranks < PLANNED_RANKS
-        layout = replace(host_job.layout, data_parallel_size=PLANNED_RANKS)
-        cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch * spec.ranks // PLANNED_RANKS
+        host_job, ranks = inputs.settings.host_job, spec.study.planned_ranks
+        layout = replace(host_job.layout, data_parallel_size=ranks)
+        cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch * spec.ranks // ranks
         planned = replace(
             inputs,
             settings=replace(inputs.settings, host_job=replace(host_job, layout=layout)),
@@ -223,7 +235,7 @@ class ArmHooks(TrainingHooks):
             rank=torch.distributed.get_rank(),
             steps=spec.steps,
             samples=spec.study.batch_size,
-            alone=alone,
+            alone=spec.ranks < ranks,
             change=change_of(spec),
         )
         return self.scheduler
@@ -232,11 +244,7 @@ class ArmHooks(TrainingHooks):
 def change_of(spec: RunSpec) -> Change | None:
     """What an arm does to planned budgets; drawn from the seed, the same on all ranks."""
     arm = spec.arm
-    replayed_TLS = None if spec.replay is None else np.load(spec.replay)["executed_TLS"]
-
-    def replayed(step: int, planned_LS: np.ndarray) -> np.ndarray:
-        assert replayed_TLS is not None
-        return np.random.default_rng([spec.seed, step]).permuted(replayed_TLS[step], axis=1)
+    base_budget = arm.base_budget(spec.study.base_budget)
 
     def jittered(step: int, planned_LS: np.ndarray) -> np.ndarray:
         generator = np.random.default_rng([spec.seed, step])
@@ -245,15 +253,50 @@ def change_of(spec: RunSpec) -> Change | None:
         return planned_LS + generator.permutation(up_and_down)
 
     def alternating(step: int, planned_LS: np.ndarray) -> np.ndarray:
-        assert arm.fixed_blocks is not None
-        budget = int((step + 1) * arm.fixed_blocks) - int(step * arm.fixed_blocks)
+        blocks = spec.study.equal_speed_blocks
+        budget = int((step + 1) * blocks) - int(step * blocks)
         return np.full_like(planned_LS, budget)
 
+    def tuned_between(step: int, planned_LS: np.ndarray) -> np.ndarray:
+        tuned = arm.is_tuned(step, spec.steps)
+        return planned_LS if tuned else np.full_like(planned_LS, base_budget)
+
     if arm.replays is not None:
-        return replayed
+        assert spec.replay is not None
+        found = np.load(spec.replay)
+        budgets_TLS = replayed_budgets(
+            found["executed_TLS"], found["lengths_TS"], spec=spec, base_budget=base_budget
+        )
+        return lambda step, planned_LS: budgets_TLS[step]
+    if not arm.always_tuned:
+        return tuned_between
     if arm.jitter:
         return jittered
-    return None if arm.fixed_blocks is None else alternating
+    return alternating if arm.equal_speed else None
+
+
+def replayed_budgets(
+    executed_TLS: np.ndarray, lengths_TS: np.ndarray, *, spec: RunSpec, base_budget: int
+) -> np.ndarray:
+    """Budgets [T, L, S] that an arm takes of another run's."""
+    if spec.arm.replay == "shuffled":
+        return np.stack(
+            [
+                np.random.default_rng([spec.seed, step]).permuted(budgets_LS, axis=1)
+                for step, budgets_LS in enumerate(executed_TLS)
+            ]
+        )
+    if spec.arm.replay == "cuts":
+        return np.minimum(executed_TLS, base_budget)
+    if spec.arm.replay == "raises":
+        return np.maximum(executed_TLS, base_budget)
+    budgets_TLS = np.empty_like(executed_TLS)
+    blocks_TS = -(-lengths_TS // spec.study.block_size)
+    for blocks in np.unique(blocks_TS):
+        step_X, sample_X = np.nonzero(blocks_TS == blocks)
+        mean_L = executed_TLS[step_X, :, sample_X].mean(axis=0)
+        budgets_TLS[step_X, :, sample_X] = np.rint(mean_L)
+    return budgets_TLS
 
 
 def with_expensive_attention(cost: CostModel, weight: float) -> CostModel:

@@ -6,13 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Tuning
 
 DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
 """Arms that a table cannot do without."""
+REPEATED = "fixed-nudged-1", "fixed-nudged-2"
+"""Arms that repeat the fixed budget's experiment: one run of it may be lucky."""
 KV_HEAD = "-kv-head"
 """How the names of arms end that select per token and KV head."""
+
+Replay = Literal["shuffled", "by-length", "cuts", "raises"]
+"""What is taken of another run's executed budgets: dealt to other samples of the same step; by the
+sample's blocks, their mean over that run; those below the base budget alone, or those above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +31,13 @@ class Arm:
             infinity never, nor when the trained model is read.
         budget_share: of the study's base budget.
         dense_last_layers: how many of the last layers are dense.
+        nudge: draws a change of every initial weight by about a thousandth; 0 changes none.
         jitter: whether a few random samples of a step get a block more and as many a block less.
-        fixed_blocks: budget of all samples, a mean over steps that alternate between the whole
-            numbers around it; the trained model is read at the base budget.
-        replays: the arm whose executed budgets this one gives to other samples of the same step.
+        equal_speed: whether all samples have the study's ``equal_speed_blocks``; the trained model
+            is read at the base budget.
+        tuned_from, tuned_until: shares of the steps between which budgets are tuned; in the others
+            they are the base budget.
+        replays: the arm whose executed budgets this one takes, see ``replay``.
     """
 
     name: str
@@ -41,14 +51,28 @@ class Arm:
     budget_share: float = 1.0
     dense_from: float = math.inf
     dense_last_layers: int = 0
+    nudge: int = 0
     jitter: bool = False
-    fixed_blocks: float | None = None
+    equal_speed: bool = False
+    tuned_from: float = 0.0
+    tuned_until: float = 1.0
     replays: str | None = None
+    replay: Replay = "shuffled"
 
     @property
     def changes_plans(self) -> bool:
         """Whether other budgets are executed than planned; then no guard may raise them."""
-        return self.replays is not None or self.jitter or self.fixed_blocks is not None
+        replaced = self.replays is not None or self.jitter or self.equal_speed
+        return replaced or not self.always_tuned
+
+    @property
+    def always_tuned(self) -> bool:
+        """Whether no steps keep the base budget."""
+        return self.tuned_from <= 0.0 and self.tuned_until >= 1.0
+
+    def is_tuned(self, step: int, steps: int) -> bool:
+        """Whether a step of training has tuned budgets."""
+        return self.tuned_from * steps <= step < self.tuned_until * steps
 
     def base_budget(self, study_budget: int) -> int:
         """Blocks."""
@@ -144,11 +168,19 @@ ARMS: Mapping[str, Arm] = {
             coverage_mean_over="tokens",
         ),
         Arm(name="fixed-again", title="fixed budget, order of arrival", batching="arrival"),
+        *(
+            Arm(
+                name=name,
+                title="fixed budget, initial weights changed by a thousandth",
+                nudge=number,
+            )
+            for number, name in enumerate(REPEATED, 1)
+        ),
         Arm(name="jitter", title="fixed budget, four samples moved by a block", jitter=True),
         Arm(
             name="fixed-equal-speed",
             title="fixed budget with the planned step time of ours",
-            fixed_blocks=5.6,
+            equal_speed=True,
         ),
         Arm(
             name="ours-tokens-p0.2",
@@ -164,11 +196,36 @@ ARMS: Mapping[str, Arm] = {
             coverage_mean_over="length-buckets",
         ),
         Arm(
+            name="ours-waiting",
+            title="ours, cutting only what the step waits for",
+            tuning="waiting",
+        ),
+        Arm(
             name="raise-only",
             title="ours, p = 0: only what costs no time",
             tuning="makespan",
             coverage_threshold=0.0,
         ),
+        Arm(
+            name="ours-until-0.7",
+            title="ours, the base budget in the last 30 % of the steps",
+            tuning="makespan",
+            tuned_until=0.7,
+        ),
+        Arm(
+            name="ours-from-0.3",
+            title="ours, the base budget in the first 30 % of the steps",
+            tuning="makespan",
+            tuned_from=0.3,
+        ),
+        Arm(
+            name="ours-by-length",
+            title="for every length, the mean budget that ours gave it",
+            replays=OURS,
+            replay="by-length",
+        ),
+        Arm(name="ours-cuts", title="only what ours cuts", replays=OURS, replay="cuts"),
+        Arm(name="ours-raises", title="only what ours raises", replays=OURS, replay="raises"),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
         Arm(
             name="fixed-then-dense",
@@ -186,11 +243,12 @@ ARMS: Mapping[str, Arm] = {
 first."""
 
 
-def reference_of(name: str) -> str:
-    """The arm that another is compared with: the fixed budget, with the same selection if there are
-    arms of its own."""
-    tuned = name.endswith(KV_HEAD) and not name.startswith(FIXED)
-    return f"{FIXED}{KV_HEAD}" if tuned else FIXED
+def references_of(name: str) -> tuple[str, ...]:
+    """The arms whose mean another is compared with: the fixed budget, with the same selection if
+    there are arms of its own, and its repetitions."""
+    if name.endswith(KV_HEAD) and not name.startswith(FIXED):
+        return (f"{FIXED}{KV_HEAD}",)
+    return tuple(each for each in (FIXED, *REPEATED) if each != name)
 
 
 def in_order(names: Sequence[str]) -> list[Arm]:

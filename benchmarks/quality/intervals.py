@@ -53,10 +53,18 @@ def of_arm(arm: Mapping[str, Any], figure: str) -> Interval | None:
 
 
 def difference(
-    arm: Mapping[str, Any], reference: Mapping[str, Any], figure: str
+    arm: Mapping[str, Any], references: Sequence[Mapping[str, Any]], figure: str
 ) -> Interval | None:
-    """Arm less reference, seed by seed; None without a common seed."""
-    mine = dict(zip(arm["seeds"], arm[figure], strict=True))
-    theirs = dict(zip(reference["seeds"], reference[figure], strict=True))
-    common = [seed for seed in mine if theirs.get(seed) is not None and mine[seed] is not None]
-    return interval([mine[seed] - theirs[seed] for seed in common]) if common else None
+    """Arm less the mean of the references that have its seed, by seed; None without a common
+    one."""
+    mine, *theirs = (
+        {
+            seed: value
+            for seed, value in zip(each["seeds"], each[figure], strict=True)
+            if value is not None
+        }
+        for each in (arm, *references)
+    )
+    known = {seed: [each[seed] for each in theirs if seed in each] for seed in mine}
+    differences = [mine[seed] - fmean(values) for seed, values in known.items() if values]
+    return interval(differences) if differences else None

@@ -65,7 +65,7 @@ def execute(spec: RunSpec) -> dict[str, Any]:
 
 
 def budgets_file(spec: RunSpec) -> Path:
-    """Executed budgets by step, layer and sample, of all ranks."""
+    """Executed budgets by step, layer and sample, of all ranks, and the samples' tokens."""
     return spec.folder / "executed.npz"
 
 
@@ -74,7 +74,8 @@ def _together(spec: RunSpec) -> dict[str, Any]:
     parts = [json.loads((spec.folder / f"rank{rank}.json").read_text("utf-8")) for rank in ranks]
     arrays = [np.load(spec.folder / f"rank{rank}.npz") for rank in ranks]
     executed_TLS = np.sum([each["executed_TLS"] for each in arrays], axis=0)
-    np.savez_compressed(budgets_file(spec), executed_TLS=executed_TLS)
+    lengths_TS = arrays[0]["lengths_TS"]
+    np.savez_compressed(budgets_file(spec), executed_TLS=executed_TLS, lengths_TS=lengths_TS)
     tasks = {}
     for task in parts[0]["tasks"]:
         mine = [part["tasks"][task] for part in parts]
@@ -89,7 +90,7 @@ def _together(spec: RunSpec) -> dict[str, Any]:
         "cpu_seconds": sum(part["cpu_seconds"] for part in parts),
         "scoring_seconds": max(part["scoring_seconds"] for part in parts),
         **_training_figures(spec),
-        **executed_figures(executed_TLS, arrays[0]["lengths_TS"], spec),
+        **executed_figures(executed_TLS, lengths_TS, spec),
     }
 
 

@@ -30,13 +30,13 @@ def masked_attention(
     implementation: str = "auto",
     sink_H: Tensor | None = None,
     known: object = None,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor]:
     """Takes the place of ``block_sparse_attention``; queries and keys lie in one row.
 
     No arm has attention sinks, or keeps attention for a recomputed pass.
 
     Returns:
-        out_THD, and None instead of the log-sum-exp, which nothing here reads.
+        out_THD, and NaN in place of lse_TH, which nothing here reads.
     """
     layout = selection.query_layout
     heads = q_THD.shape[1]
@@ -56,7 +56,7 @@ def masked_attention(
             q_1HtD, k_1GtD, v_1GtD, attn_mask=mask_1Htt, scale=softmax_scale, enable_gqa=True
         )
         outputs.append(out_1HtD[0].transpose(0, 1))
-    return torch.cat(outputs), None
+    return torch.cat(outputs), q_THD.new_full(q_THD.shape[:2], torch.nan)
 
 
 def _columns(columns: ColumnLists, block_t: Tensor, first: int, end: int) -> Tensor:

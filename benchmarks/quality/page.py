@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quality.arms import ARMS, FIXED, reference_of
+from quality.arms import ARMS, FIXED, references_of
 from quality.intervals import difference, of_arm
 from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
@@ -82,16 +82,16 @@ def _interval(arm: Mapping[str, Any], figure: str, **form: Any) -> str:
 
 
 def _difference(arms: Mapping[str, Any], name: str, figure: str, **form: Any) -> str:
-    reference = reference_of(name)
-    if name == reference or reference not in arms:
-        return _NOTHING
-    found = difference(arms[name], arms[reference], figure)
+    references = [arms[each] for each in references_of(name) if each in arms]
+    found = difference(arms[name], references, figure)
     return _NOTHING if found is None else found.text(sign=True, **form)
 
 
 def _ordered(arms: Mapping[str, Any]) -> list[str]:
     """Arms of the page: tuned ones that select per token and KV head are in the file alone."""
-    return [name for name in ARMS if name in arms and reference_of(name) == FIXED]
+    return [
+        name for name in ARMS if name in arms and (name == FIXED or FIXED in references_of(name))
+    ]
 
 
 def _words(task: Task, arms: Mapping[str, Any]) -> str:

@@ -10,8 +10,6 @@ from pathlib import Path
 from quality.arms import ARMS, Arm
 from quality.tasks import STUDIES, Study
 
-PLANNED_RANKS = 2
-"""Data-parallel ranks that steps are planned for, so that the planner has something to balance."""
 _WARM_UP_STEPS = 50
 
 
@@ -27,7 +25,7 @@ class RunSpec:
         replay: file of executed budgets that a replaying arm takes, else None.
         probe: whether router coverage is compared with attention mass.
         keep: whether the trained model is saved, for :mod:`.converted`.
-        ranks: processes that train: as many as steps are planned for, or 1, which computes the
+        ranks: processes that train: as many as the study plans for, or 1, which computes the
             micro-batches of all planned ranks as one. Losses are per token, so that the model is
             the same to rounding.
     """

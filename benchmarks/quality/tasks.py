@@ -16,6 +16,7 @@ from quality.documents import Document
 from quality.lookup import DEPTHS, Lookup
 
 STACKED = Lookup()
+LONG = Lookup(shortest_tokens=24, longest_tokens=384)
 SEQUENTIAL = Lookup(stacked=False, keys=32, values=32, pairs=4, longest_tokens=192)
 TEXT_TOKENS = (128, 1024)
 """Inputs of the shortest and of the longest document of text."""
@@ -45,9 +46,14 @@ class Study:
     """A model with the documents that it is trained on and the tasks that it is scored on.
 
     ``steps``: of training, unless told otherwise. ``attention_weight``: how many times as expensive
-    the planner takes attention to be as counting its operations says. ``averaged_share``: of the
+    the planner takes attention to be as counting its operations says. ``planned_ranks``:
+    data-parallel ranks that steps are planned for, so that there is something to balance.
+    ``equal_speed_blocks``: of a budget that all samples have, so that a planned step takes as long
+    as one of the defaults; a mean over steps that alternate between the whole numbers around it.
+    ``averaged_share``: of the
     steps, the last ones, whose weights' mean is scored; 0 scores the last weights. ``probed``:
-    whether some arms are asked how much attention mass a budget keeps.
+    whether some arms are asked how much attention mass a budget keeps. ``length_shares``: of the
+    longest document's tokens, where intervals of length end by which scores are told apart.
     """
 
     name: str
@@ -61,14 +67,17 @@ class Study:
     steps: int
     attention_weight: float
     training: Callable[[np.random.Generator], Iterator[Document]]
+    planned_ranks: int = 2
+    equal_speed_blocks: float = 5.6
     averaged_share: float = 0.0
     probed: bool = True
+    length_shares: tuple[float, ...] = (0.42, 0.56, 0.75)
 
     @property
     def length_edges(self) -> tuple[int, ...]:
         """Edges of four intervals of documents' tokens, nearly alike in their ratios."""
         longest = self.longest_tokens
-        return (0, *(round(longest * ratio) for ratio in (0.42, 0.56, 0.75)), longest + 1)
+        return (0, *(round(longest * share) for share in self.length_shares), longest + 1)
 
 
 def generator_of(study: Study, purpose: str, seed: int) -> np.random.Generator:
@@ -145,6 +154,13 @@ STEADY = tuple(
     replace(task, name=f"{task.name}-steady", documents=documents)
     for task, documents in ((RECALL, 800), (NEEDLE, 4000))
 )
+LONG_TASKS = tuple(
+    replace(task, name=f"{task.name}-long", edges=edges, held_out=held_out(LONG), documents=count)
+    for task, edges, held_out, count in (
+        (RECALL, (0, 24, 48, 96, 192, 385), _recall, 800),
+        (NEEDLE, NEEDLE.edges, _needles, 4000),
+    )
+)
 TWO_LAYERS = tuple(
     replace(task, name=f"{task.name}-two-layers", title=f"{task.title}, two layers")
     for task in (RECALL, NEEDLE)
@@ -197,6 +213,24 @@ STUDIES: Mapping[str, Study] = {
             training=_lookup_training(STACKED),
             averaged_share=0.2,
             probed=False,
+        ),
+        Study(
+            name="lookup-long",
+            tasks=LONG_TASKS,
+            vocabulary=LONG.vocabulary,
+            longest_tokens=LONG.longest_tokens,
+            layers=1,
+            block_size=8,
+            base_budget=6,
+            batch_size=16,
+            steps=900,
+            attention_weight=40.0,
+            training=_lookup_training(LONG),
+            planned_ranks=8,
+            equal_speed_blocks=5.2,
+            averaged_share=0.2,
+            probed=False,
+            length_shares=(0.125, 0.25, 0.5),
         ),
         Study(
             name="lookup-two-layers",
@@ -261,5 +295,6 @@ def describe(study: Study) -> dict[str, Any]:
         "batch_size": study.batch_size,
         "vocabulary": study.vocabulary,
         "attention_weight": study.attention_weight,
+        "planned_ranks": study.planned_ranks,
         "averaged_share": study.averaged_share,
     }

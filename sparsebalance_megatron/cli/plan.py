@@ -115,7 +115,7 @@ def _rows(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]:
     """The chosen combination beside the baseline, or everything."""
     if arguments.batching is None and arguments.tuning is None:
         return rows_of(workload)
-    chosen = Variant(arguments.batching or "makespan", arguments.tuning or "makespan")
+    chosen = Variant(arguments.batching or "makespan", arguments.tuning or "waiting")
     return {BASELINE: ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quality.launch import budgets_file, execute, prepared_data
-from quality.run_spec import PLANNED_RANKS, RunSpec
+from quality.run_spec import RunSpec
 from quality.tasks import STUDIES
 
 STUDY, STEPS = "lookup-steady", 8
@@ -34,7 +34,7 @@ def test_one_process_trains_as_the_planned_ranks(arm: str, tmp_path: Path) -> No
         found = execute(spec)
         return np.load(budgets_file(spec))["executed_TLS"], found
 
-    (alone_TLS, alone), (shared_TLS, shared) = run(1), run(PLANNED_RANKS)
+    (alone_TLS, alone), (shared_TLS, shared) = run(1), run(STUDIES[STUDY].planned_ranks)
     np.testing.assert_array_equal(alone_TLS, shared_TLS)
     assert len(np.unique(alone_TLS)) > 1
     assert alone["training_loss"] == pytest.approx(shared["training_loss"], rel=1e-5)

@@ -55,7 +55,7 @@ def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
-    names = ("ours, fixed budgets", "ours, base coverage", "dense, balanced")
+    names = ("ours, fixed budgets", "ours, shortest", "dense, balanced")
     assert all(any(line.startswith(name) for line in lines) for name in names)
 
 
@@ -90,7 +90,7 @@ def test_means_of_coverage_are_held_over_what_the_flag_names(lengths, capsys):
     few = ("--json", "--steps", "5", "--base-budget", "4")
     for mean_over in ("samples", "tokens", "length-buckets"):
         assert plan(lengths, *few, "--coverage-mean-over", mean_over) == 0
-        found[mean_over] = json.loads(capsys.readouterr().out)["variants"]["ours, base coverage"]
+        found[mean_over] = json.loads(capsys.readouterr().out)["variants"]["ours, shortest"]
     assert len({outcome["makespan_ms"] for outcome in found.values()}) == 3
 
 
@@ -112,7 +112,7 @@ def test_segments_add_a_row(lengths, capsys):
     assert plan(lengths, "--json", "--steps", "1", *pipeline) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["variants"]
-    assert rows["ours-segments"]["makespan_ms"] <= rows["ours, base coverage"]["makespan_ms"]
+    assert rows["ours-segments"]["makespan_ms"] <= rows["ours"]["makespan_ms"]
     assert sum(found["layers_per_stage"]) == MODELS["qwen2.5-0.5b"].layers
     assert plan(lengths, "--steps", "1", *pipeline) == 0
     assert "--pipeline-model-parallel-layout" in capsys.readouterr().out

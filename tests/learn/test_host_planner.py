@@ -100,7 +100,7 @@ def test_no_fewer_micro_batches_would_do() -> None:
     assert len(plan.for_rank(0).micro_batches) == 3
 
 
-@pytest.mark.parametrize("tuning", ["makespan", "anchor", "off"])
+@pytest.mark.parametrize("tuning", ["makespan", "waiting", "anchor", "off"])
 def test_pinned_budgets_are_planned_as_they_are(tuning: Any) -> None:
     made = planner(tuning=tuning)
     first = made.plan(lengths()).plan
@@ -132,7 +132,7 @@ def test_pins_are_in_the_digest_and_change_no_free_sample() -> None:
 @given(
     st.integers(1, 200),
     st.integers(1, 6),
-    st.sampled_from(["anchor", "makespan", "off"]),
+    st.sampled_from(["anchor", "makespan", "waiting", "off"]),
     st.sampled_from(["base", "threshold"]),
     st.sampled_from([0, 1, 3, 200]),
     st.booleans(),
@@ -146,7 +146,7 @@ def test_any_pins_are_kept(
         base_budget=base_budget,
         tuning=tuning,
         batching="latency" if tuning == "anchor" else "makespan",
-        coverage_target=target if tuning == "makespan" else "threshold",
+        coverage_target=target if tuning in ("makespan", "waiting") else "threshold",
     )
     given_lengths = random_lengths(8, base_budget, longest=blocks * BLOCK)
     pinned_LS = made.plan(given_lengths).plan.budgets_LS if pin == 0 else np.full((2, 8), pin)
@@ -265,7 +265,7 @@ def test_ranks_share_samples_above_the_cap() -> None:
 
 
 def test_budgets_follow_the_samples_that_come_later() -> None:
-    made = planner(coverage_target="base")
+    made = planner(tuning="makespan", coverage_target="base")
     alone = made.plan(lengths()).plan
     among = made.plan(lengths(), later_lengths_tokens=[LONGEST] * 48).plan
     assert (alone.budgets_LS != among.budgets_LS).any()

@@ -31,6 +31,7 @@ TUNINGS = (
     ("anchor", "max", "threshold"),
     ("makespan", "mean", "threshold"),
     ("makespan", "mean", "base"),
+    ("waiting", "mean", "base"),
 )
 """Tuning, anchor, coverage target."""
 LAYOUTS = ((1, 1), (4, 1), (2, 2))

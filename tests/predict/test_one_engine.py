@@ -71,7 +71,7 @@ def test_plan_and_advise_predict_the_same(
         capsys,
     )
     (choice,) = advised["choices"]
-    row = "ours, base coverage" if cp == "1" else "ours-dynamic-cp"
+    row = "ours" if cp == "1" else "ours-dynamic-cp"
     assert without_times(choice) == without_times(planned["variants"][row])
     dense = planned["variants"]["dense, balanced"]["makespan_ms"]
     assert choice["speedup_over_dense"] == dense / choice["makespan_ms"]
@@ -98,7 +98,7 @@ def test_a_job_of_64_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     default = found_by(["advise", *job, "--gpus", "64"], capsys)
     planned = found_by(["plan", *job, *layout], capsys)
     (choice,) = default["choices"]
-    ours = planned["variants"]["ours, base coverage"]
+    ours = planned["variants"]["ours"]
     assert choice["makespan_ms"] == ours["makespan_ms"]
     assert len(choice["step_ms"]) == 20
     break_even = planned["break_even_efficiency"]

@@ -16,7 +16,7 @@ from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.models import MODELS
 from sparsebalance_megatron.predict.outcome import Outcome, break_even_slowness, predict
-from sparsebalance_megatron.predict.rows import best_row, dense_row, rows_of
+from sparsebalance_megatron.predict.rows import ROWS, best_row, dense_row, rows_of
 from sparsebalance_megatron.predict.workload import Workload
 
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
@@ -135,7 +135,7 @@ def test_every_length_holds_its_own_mean_over_a_run(threshold: float) -> None:
     for mean_over in ("samples", "length-buckets"):
         config = {"coverage_mean_over": mean_over, "coverage_threshold": threshold}
         given = workload(batches=batches, config=config)
-        sparse = best_row(given).of(given)
+        sparse = ROWS["ours, shortest"].of(given)
         blocks_S, lost_S = [], []
         for step, batch in zip(sparse.planned_steps(), batches, strict=True):
             blocks_S.append(-(-np.array(batch) // 128))

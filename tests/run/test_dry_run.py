@@ -131,9 +131,9 @@ def test_plan_predicts_what_a_dry_run_does(
     words = ["plan", *data, "--model", str(config), *layout, *attention, "--json"]
     assert cli.main(words) == 0
     planned = json.loads(capsys.readouterr().out)
-    expected = planned["variants"]["ours, base coverage"]["makespan_ms"]
+    expected = planned["variants"]["ours"]["makespan_ms"]
     assert f"all steps: {shown_ms(expected)} ms" in result.stdout
-    at_most = planned["variants"]["ours, base coverage"]["stages_at_most"][0]
+    at_most = planned["variants"]["ours"]["stages_at_most"][0]
     (printed,) = re.findall(r"at most ([\d.e-]+), with every micro-batch", result.stdout)
     # The plan counts sequence parallelism and the distributed optimizer, this run has neither.
     assert float(printed) > at_most["activations_bytes"] / 2**30 * 0.99

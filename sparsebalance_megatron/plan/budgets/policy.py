@@ -18,7 +18,13 @@ import numpy as np
 from sparsebalance_megatron.config import Anchor, Tuning
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.fill import Filling
-from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price, worth_of_means
+from sparsebalance_megatron.plan.budgets.price import (
+    Pricing,
+    budget_steps,
+    price,
+    price_from_base,
+    worth_of_means,
+)
 from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
@@ -63,11 +69,13 @@ class BudgetPolicy:
 
     ``by_latency``: budgets follow the latency of micro-batches as they are, so that neither
     cp_sizes nor segments are planned. ``places_twice``: samples are balanced at the expected
-    budgets, tuned, and placed by what tuning made of them.
+    budgets, tuned, and placed by what tuning made of them. ``cuts_what_waits``: no step is
+    made shorter than equal ranks at base budgets would make it.
     """
 
     by_latency = False
     places_twice = False
+    cuts_what_waits = False
 
     def looks_ahead(self, plan_settings: PlanSettings) -> bool:
         """Whether a plan depends on the samples of later steps."""
@@ -171,7 +179,11 @@ class MakespanPolicy(BudgetPolicy):
         return price(horizon, own_samples, coverage_deficit)
 
     def expected_LS(self, problem: BudgetProblem, pricing: Pricing | None) -> np.ndarray:
-        return (pricing or price(problem)).expected_LS
+        return (pricing or self._price(problem)).expected_LS
+
+    def _price(self, problem: BudgetProblem) -> Pricing:
+        """Price of a step by itself."""
+        return price(problem)
 
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
@@ -181,11 +193,14 @@ class MakespanPolicy(BudgetPolicy):
         Raising then fills what every rank has left until T; see :mod:`.fill`. Where more coverage
         is wanted, T grows until it is reached, but never beyond the time of ``pricing.limit_LS``.
         """
-        pricing = pricing or price(problem)
+        pricing = pricing or self._price(problem)
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
         micro_batch_of_S = where.micro_batch_of_S
         floor_ms_R = problem.makespans_ms(allowed.floor_LS, where)
         least_ms = floor_ms_R.max() * ROUNDING
+        if self.cuts_what_waits:
+            base_ms = float(problem.makespans_ms(allowed.base_LS, where).max())
+            least_ms = max(least_ms, min(problem.even_ms(where), base_ms) * ROUNDING)
         units = units_of(problem, ladder, where)
         filling = Filling(
             costs=units.costs,
@@ -225,10 +240,35 @@ class MakespanPolicy(BudgetPolicy):
         return tuned_LS, waited_for_S & problem.stuck_S(tuned_LS)
 
 
+class WaitingPolicy(MakespanPolicy):
+    """Cuts what the step waits for and no more, and raises what would idle.
+
+    1. *Step time.* As if work at base budgets were the same on all ranks and in all micro-batches;
+       longer where the floors, or held coverage, do not allow that.
+    2. *Budgets.* From the floors, each unit of :mod:`.fill` rises to its base budgets, then above
+       them, as far as the step time allows. So no unit has both cut and raised budgets, and where
+       nobody waits nothing is cut.
+    """
+
+    cuts_what_waits = True
+
+    def looks_ahead(self, plan_settings: PlanSettings) -> bool:
+        return False
+
+    def pricing(
+        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: np.ndarray | float
+    ) -> Pricing | None:
+        return price_from_base(horizon)
+
+    def _price(self, problem: BudgetProblem) -> Pricing:
+        return price_from_base(problem)
+
+
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
     "off": BudgetPolicy(),
     "anchor": AnchorPolicy(),
     "makespan": MakespanPolicy(),
+    "waiting": WaitingPolicy(),
 }
 
 

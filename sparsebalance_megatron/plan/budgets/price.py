@@ -29,6 +29,8 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 HORIZON_SAMPLES = 64
 """Least samples of a horizon; longer horizons gain little and take longer to plan."""
 LEVELS = 128
+LEVELS_TO_BASE = LEVELS // 2
+"""Levels below base budgets, of a ladder on which all samples reach those before any has more."""
 _TIE_BREAK = 0.05
 """Slopes are scaled by 1 to 1 plus this. Layers whose curves are alike would otherwise rise
 together, and a chunk's budgets could not fill what is left of a step."""
@@ -63,6 +65,23 @@ class Pricing:
 def horizon_steps(global_batch_size: int) -> int:
     """Steps of a horizon, the one that is planned included."""
     return -(-HORIZON_SAMPLES // global_batch_size)
+
+
+def price_from_base(problem: BudgetProblem) -> Pricing:
+    """The price of a step that cuts no more than it has to: all samples reach their base budgets
+    before any has more.
+
+    Samples are placed by base budgets. Where mean coverage is held, it is that of this step's.
+    """
+    base_LS = problem.allowed.base_LS
+    held = problem.plan_settings.coverage_target == "base"
+    nothing_B = np.full(len(problem.worth_B), -np.inf)
+    return Pricing(
+        ladder=price_ladder(problem, base_first=True),
+        expected_LS=base_LS,
+        wanted_B=problem.covered_B(base_LS) if held else nothing_B,
+        limit_LS=base_LS,
+    )
 
 
 def price(
@@ -220,8 +239,11 @@ class Ladder:
         return np.bincount(self.size_S, values_S, minlength=len(self.first_Z))
 
 
-def price_ladder(problem: BudgetProblem) -> Ladder:
+def price_ladder(problem: BudgetProblem, *, base_first: bool = False) -> Ladder:
     """The ladder of a problem's samples.
+
+    Args:
+        base_first: whether all samples return to their base budgets before any has more.
 
     Prices are those of whole blocks; a ragged last block makes no difference to the ranking. Where
     tokens count, coverage gained in a long sample is worth more; where every length holds its own
@@ -231,8 +253,15 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
     blocks_Z = costs.blocks_S[first_Z]
     whole = _of_whole_blocks(costs, first_Z)
-    floor_LZ = allowed.floor_LS[:, first_Z]
-    steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
+    floor_LZ, base_LZ, top_LZ = (
+        limit_LS[:, first_Z] for limit_LS in (allowed.floor_LS, allowed.base_LS, allowed.top_LS)
+    )
+    if base_first:
+        steps = budget_steps(whole, problem.coverage, floor_LZ, base_LZ).before(
+            budget_steps(whole, problem.coverage, base_LZ, top_LZ)
+        )
+    else:
+        steps = budget_steps(whole, problem.coverage, floor_LZ, top_LZ)
     if problem.plan_settings.coverage_mean_over == "tokens":
         steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
     elif len(problem.worth_B) > 1:
@@ -275,16 +304,24 @@ def _levels(steps: BudgetSteps) -> np.ndarray:
     nothing are worth nothing.
     """
     worth_LSK = (steps.pairs_LSK > 0) & (steps.slope_LSK > 0)
-    layers, sizes, _ = worth_LSK.shape
+    layers, sizes, points = worth_LSK.shape
     # Other layers come first for other sizes.
     order_LS = np.arange(layers)[:, None] + np.arange(sizes)
     scale_LS = 1.0 + _TIE_BREAK * (order_LS * _GOLDEN_RATIO % 1.0)
-    slopes = (steps.slope_LSK * scale_LS[..., None])[worth_LSK]
+    scaled_LSK = steps.slope_LSK * scale_LS[..., None]
     level_LSK = np.full(worth_LSK.shape, LEVELS + 1)
-    if len(slopes):
-        ranks = np.linspace(0, len(slopes) - 1, LEVELS).astype(np.int64)
-        edges = np.unique(np.sort(slopes)[ranks])
-        level_LSK[worth_LSK] = len(edges) - np.searchsorted(edges, slopes, side="right") + 1
+    below = LEVELS_TO_BASE if steps.first_points else 0
+    for part_K, last, levels in (
+        (slice(steps.first_points), below, below),
+        (slice(steps.first_points, points), LEVELS, LEVELS - below),
+    ):
+        worth_of_part_LSK = worth_LSK[..., part_K]
+        slopes = scaled_LSK[..., part_K][worth_of_part_LSK]
+        if len(slopes):
+            ranks = np.linspace(0, len(slopes) - 1, levels).astype(np.int64)
+            edges = np.unique(np.sort(slopes)[ranks])
+            after = len(edges) - np.searchsorted(edges, slopes, side="right") + 1
+            level_LSK[..., part_K][worth_of_part_LSK] = last - levels + after
     return level_LSK
 
 
@@ -293,13 +330,25 @@ class BudgetSteps:
     """The steps of every (layer, sample) between two budgets; step k leads to ``points_LSK[k]``.
 
     ``slope_LSK``: coverage per ms on the concave envelope, non-increasing along K; -inf where
-    there is no step.
+    there is no step. ``first_points``: of K, whose steps come before all others; slopes do not rise
+    among them, nor among the others.
     """
 
     low_LS: np.ndarray
     points_LSK: np.ndarray
     pairs_LSK: np.ndarray
     slope_LSK: np.ndarray
+    first_points: int = 0
+
+    def before(self, later: BudgetSteps) -> BudgetSteps:
+        """These steps, all of them before those that lead on from where they end."""
+        return BudgetSteps(
+            low_LS=self.low_LS,
+            points_LSK=np.concatenate([self.points_LSK, later.points_LSK], axis=-1),
+            pairs_LSK=np.concatenate([self.pairs_LSK, later.pairs_LSK], axis=-1),
+            slope_LSK=np.concatenate([self.slope_LSK, later.slope_LSK], axis=-1),
+            first_points=self.points_LSK.shape[-1],
+        )
 
     def budgets_LS(self, taken_LSK: np.ndarray) -> np.ndarray:
         """Budgets after the taken steps, which are a prefix of every sequence."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
@@ -138,6 +139,17 @@ class BudgetProblem:
         if self.costs.job.lockstep_ranks > 1:
             return group_times(self.costs, budgets_LS, where)
         return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)
+
+    def even_ms(self, where: Arrangement) -> float:
+        """Makespan if work at base budgets were the same on all ranks and in all micro-batches."""
+        sample_2SC = self.costs.sample_ms(self.allowed.base_LS)
+        times_2RPVM = self.costs.micro_batch_ms(sample_2SC, where).by_micro_batch_2RPVM
+        mean_2RPVM = times_2RPVM.mean(axis=(1, 4), keepdims=True)
+        positions = times_2RPVM.shape[-1]
+        even = OperationTimes.of_micro_batches(
+            np.repeat(mean_2RPVM, positions, axis=4), unshared(1, positions)
+        )
+        return float(makespans_ms(even).max())
 
     def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
         """[R] ms until the last operation of each rank, or of its lockstep group, ends."""

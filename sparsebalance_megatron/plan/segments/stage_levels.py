@@ -38,14 +38,16 @@ def balanced_over_stages(problem: StepProblem, where: Arrangement) -> tuple[np.n
         return allowed.base_LS, segmented_times(costs, where, allowed.base_LS)[1]
     stages = _StageLevels.of(problem, where, pricing)
     wanted = min(pricing.wanted_coverage, budgets.covered(pricing.expected_LS))
+    base_ms_R = segmented_times(costs, where, allowed.base_LS)[1]
+    least_ms = float(base_ms_R.mean()) if problem.budget_policy.cuts_what_waits else 0.0
     found: list[tuple[np.ndarray, np.ndarray]] = []
     tuned_LS = pricing.expected_LS
     for _ in range(_BALANCING_ROUNDS):
         times_2RPVM, ms_R, _ = segmented_times(costs, where, tuned_LS)
         found.append((tuned_LS, ms_R))
         beside_R = ms_R - stage_busy_ms(times_2RPVM).max(axis=1)
-        tuned_LS = stages.budgets_LS(beside_R, wanted)
-    found.append((allowed.base_LS, segmented_times(costs, where, allowed.base_LS)[1]))
+        tuned_LS = stages.budgets_LS(beside_R, wanted, least_ms)
+    found.append((allowed.base_LS, base_ms_R))
     covering = [each for each in found if budgets.covers(each[0], wanted)]
     return min(covering or found[:1], key=lambda each: rounded_ms(each[1].max()))
 
@@ -98,7 +100,9 @@ class _StageLevels:
             covered_EPQ=covered_EPQ,
         )
 
-    def budgets_LS(self, beside_R: np.ndarray, wanted_coverage: float) -> np.ndarray:
+    def budgets_LS(
+        self, beside_R: np.ndarray, wanted_coverage: float, least_ms: float
+    ) -> np.ndarray:
         """The budgets of the shortest step that covers what is wanted, and not much more: stages
         that are less busy let a pipeline end earlier. Where nothing is wanted, the most coverage in
         the time that the floors take.
@@ -109,7 +113,7 @@ class _StageLevels:
         end_RPQ = self.busy_RPQ + beside_R[:, None, None]
         least_RP = end_RPQ[..., 0]
         low_ms = float(least_RP.min() if np.isfinite(wanted_coverage) else least_RP.max())
-        high_ms = float(end_RPQ.max())
+        low_ms, high_ms = max(low_ms, least_ms), max(float(end_RPQ.max()), least_ms)
 
         def levels_EP(end_ms: float) -> np.ndarray:
             level_RP = np.maximum((end_RPQ <= end_ms).sum(axis=2) - 1, 0)

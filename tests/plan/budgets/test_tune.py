@@ -25,6 +25,7 @@ from sparsebalance_megatron.plan.budgets import policy as budget_policies
 from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
 from sparsebalance_megatron.plan.budgets.price import price
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -77,7 +78,7 @@ def test_off_keeps_the_base_budget(seed, shape, observed):
 @given(
     SEEDS,
     SHAPES,
-    st.sampled_from(["anchor", "makespan"]),
+    st.sampled_from(["anchor", "makespan", "waiting"]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.sampled_from([0.0, 0.1, 0.4]),
 )
@@ -192,6 +193,48 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
     assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
+
+
+@given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]), st.sampled_from(["base", "threshold"]))
+def test_waiting_cuts_only_what_the_step_waits_for(seed, shape, observed, target):
+    case = Case(seed, "waiting", shape=shape, observed=observed, coverage_target=target)
+    base_LS, tuned_LS = case.allowed.base_LS, np.minimum(case.tuned.budgets_LS, case.costs.blocks_S)
+    reached, base = case.makespan(tuned_LS), case.makespan(base_LS)
+    even = even_ms(case)
+    assert reached <= base * (1 + 1e-8)
+    # No shorter than equal ranks would be, but for the last step of budgets that did not fit.
+    if base <= even:
+        assert not case.tuned.cut_S.any()
+    if target == "base":
+        covered, held = (np.nansum(case.covered(each)) for each in (tuned_LS, base_LS))
+        assert covered >= held * (1 - 1e-8)
+    # A unit, the layers of a micro-batch in a chunk, is cut or raised.
+    unit_LS = case.micro_batch_of_S * case.costs.chunks + case.costs.chunk_of_layer_L[:, None]
+    cut, raised = (
+        np.unique(unit_LS[moved_LS]) for moved_LS in (tuned_LS < base_LS, tuned_LS > base_LS)
+    )
+    assert not np.intersect1d(cut, raised).size
+
+
+def even_ms(case):
+    """The makespan of ranks and micro-batches that take the mean of all, each chunk by itself."""
+    times_2RPVM = case.times(case.allowed.base_LS).by_micro_batch_2RPVM
+    mean_2RPVM = np.empty_like(times_2RPVM)
+    mean_2RPVM[:] = times_2RPVM.mean(axis=(1, 4), keepdims=True)
+    cp_sizes_RM = np.ones((times_2RPVM.shape[1], times_2RPVM.shape[4]), dtype=int)
+    return makespans_ms(OperationTimes.of_micro_batches(mean_2RPVM, cp_sizes_RM)).max()
+
+
+def test_waiting_ends_with_equal_ranks_and_raises_the_rest():
+    """The giant is cut until its rank takes the mean; the other rank fills that."""
+    case = Case(5, "waiting", shape=(2, 2, 1, 1, 24), lengths=[16000, 12000, 12000, 12000])
+    makespans = makespans_ms(case.times(case.tuned.budgets_LS))
+    even = even_ms(case)
+    assert case.makespan(case.allowed.floor_LS) < 0.97 * even
+    assert makespans == pytest.approx([even, even], rel=0.03)
+    assert case.tuned.cut_S[case.micro_batch_of_S < 2].any()
+    assert not case.tuned.cut_S[case.micro_batch_of_S >= 2].any()
+    assert case.tuned.raised_S[case.micro_batch_of_S >= 2].all()
 
 
 def test_makespan_raises_what_waits():
