@@ -39,8 +39,8 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
         ", ".join(f"`{mode}`" for mode in MODES),
         "What plans do, in one word: balance, and cut budgets only where the step waits (default), "
         "balance at fixed budgets (placement), the paper's rule (paper), fixed budgets in order of "
-        "arrival (baseline), the shortest step that holds mean coverage (shortest), or that does not "
-        "(fast). Single flags win over it.",
+        "arrival (baseline), the shortest step at held mean coverage (shortest) or without holding "
+        "it (fast). Single flags win over it.",
     ),
     FILE_FLAG: (
         "`FILE`",

@@ -34,7 +34,7 @@ Change = Callable[[int, np.ndarray], np.ndarray]
 
 JITTERED_PAIRS = 2
 """Pairs of samples of a step: one with a block more, one with a block less."""
-NUDGE = 1e-3
+RELATIVE_CHANGE = 1e-3
 """Relative change of initial weights."""
 
 
@@ -163,11 +163,11 @@ class WeightAverage:
 
 
 @torch.no_grad()
-def nudge(model: Any, *, seed: int) -> None:
-    """Change every weight by about ``NUDGE`` of itself: another run of the same experiment."""
+def change_weights(model: Any, *, seed: int) -> None:
+    """Change every weight by about ``RELATIVE_CHANGE`` of itself: the experiment once more."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
-        weight.mul_(1.0 + NUDGE * torch.randn(weight.shape, generator=generator))
+        weight.mul_(1.0 + RELATIVE_CHANGE * torch.randn(weight.shape, generator=generator))
 
 
 class ArmHooks(TrainingHooks):
@@ -210,8 +210,8 @@ class ArmHooks(TrainingHooks):
         def forward_step(data_iterator: Any, model: Any) -> Any:
             nonlocal begun
             self.model = model
-            if begun == 0 and arm.nudge:
-                nudge(model, seed=arm.nudge)
+            if begun == 0 and arm.repetition:
+                change_weights(model, seed=arm.repetition)
             if begun >= steps * (1.0 - spec.study.averaged_share):
                 self.average.add(model)
             begun += 1
@@ -257,10 +257,6 @@ def change_of(spec: RunSpec) -> Change | None:
         budget = int((step + 1) * blocks) - int(step * blocks)
         return np.full_like(planned_LS, budget)
 
-    def tuned_between(step: int, planned_LS: np.ndarray) -> np.ndarray:
-        tuned = arm.is_tuned(step, spec.steps)
-        return planned_LS if tuned else np.full_like(planned_LS, base_budget)
-
     if arm.replays is not None:
         assert spec.replay is not None
         found = np.load(spec.replay)
@@ -268,8 +264,6 @@ def change_of(spec: RunSpec) -> Change | None:
             found["executed_TLS"], found["lengths_TS"], spec=spec, base_budget=base_budget
         )
         return lambda step, planned_LS: budgets_TLS[step]
-    if not arm.always_tuned:
-        return tuned_between
     if arm.jitter:
         return jittered
     return alternating if arm.equal_speed else None

@@ -10,9 +10,10 @@ from typing import Literal
 
 from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Tuning
 
-DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
+DENSE, FIXED, PAPER, SHORTEST, OURS = "dense", "fixed", "paper", "shortest", "ours"
+RANDOM = "random"
 """Arms that a table cannot do without."""
-REPEATED = "fixed-nudged-1", "fixed-nudged-2"
+REPEATED = "fixed-repeated-1", "fixed-repeated-2"
 """Arms that repeat the fixed budget's experiment: one run of it may be lucky."""
 KV_HEAD = "-kv-head"
 """How the names of arms end that select per token and KV head."""
@@ -31,12 +32,10 @@ class Arm:
             infinity never, nor when the trained model is read.
         budget_share: of the study's base budget.
         dense_last_layers: how many of the last layers are dense.
-        nudge: draws a change of every initial weight by about a thousandth; 0 changes none.
+        repetition: draws a change of every initial weight by about a thousandth; 0 changes none.
         jitter: whether a few random samples of a step get a block more and as many a block less.
         equal_speed: whether all samples have the study's ``equal_speed_blocks``; the trained model
             is read at the base budget.
-        tuned_from, tuned_until: shares of the steps between which budgets are tuned; in the others
-            they are the base budget.
         replays: the arm whose executed budgets this one takes, see ``replay``.
     """
 
@@ -51,28 +50,16 @@ class Arm:
     budget_share: float = 1.0
     dense_from: float = math.inf
     dense_last_layers: int = 0
-    nudge: int = 0
+    repetition: int = 0
     jitter: bool = False
     equal_speed: bool = False
-    tuned_from: float = 0.0
-    tuned_until: float = 1.0
     replays: str | None = None
     replay: Replay = "shuffled"
 
     @property
     def changes_plans(self) -> bool:
         """Whether other budgets are executed than planned; then no guard may raise them."""
-        replaced = self.replays is not None or self.jitter or self.equal_speed
-        return replaced or not self.always_tuned
-
-    @property
-    def always_tuned(self) -> bool:
-        """Whether no steps keep the base budget."""
-        return self.tuned_from <= 0.0 and self.tuned_until >= 1.0
-
-    def is_tuned(self, step: int, steps: int) -> bool:
-        """Whether a step of training has tuned budgets."""
-        return self.tuned_from * steps <= step < self.tuned_until * steps
+        return self.replays is not None or self.jitter or self.equal_speed
 
     def base_budget(self, study_budget: int) -> int:
         """Blocks."""
@@ -98,7 +85,7 @@ class Arm:
 
 def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
     """A fixed budget, and three ways to change it, with one selection."""
-    ours = f"{OURS}{suffix}"
+    shortest = f"{SHORTEST}{suffix}"
     return (
         Arm(name=f"{FIXED}{suffix}", title=f"{remark}fixed budget", selection=selection),
         Arm(
@@ -108,12 +95,17 @@ def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
             batching="latency",
             tuning="anchor",
         ),
-        Arm(name=ours, title=f"{remark}ours, p = 0.1", selection=selection, tuning="makespan"),
+        Arm(
+            name=shortest,
+            title=f"{remark}the shortest step, p = 0.1",
+            selection=selection,
+            tuning="makespan",
+        ),
         Arm(
             name=f"{RANDOM}{suffix}",
-            title=f"{remark}random: the budgets of ours, to other samples of the step",
+            title=f"{remark}random: the budgets of shortest, to other samples of the step",
             selection=selection,
-            replays=ours,
+            replays=shortest,
         ),
     )
 
@@ -150,20 +142,20 @@ ARMS: Mapping[str, Arm] = {
             selection="vertical-slash-last-queries",
         ),
         Arm(
-            name="ours-p0.2",
-            title="ours, p = 0.2",
+            name="shortest-p0.2",
+            title="shortest, p = 0.2",
             tuning="makespan",
             coverage_threshold=0.2,
         ),
         Arm(
-            name="ours-p0.3",
-            title="ours, p = 0.3",
+            name="shortest-p0.3",
+            title="shortest, p = 0.3",
             tuning="makespan",
             coverage_threshold=0.3,
         ),
         Arm(
-            name="ours-token-mean",
-            title="ours, coverage held as a mean over tokens",
+            name="shortest-token-mean",
+            title="shortest, coverage held as a mean over tokens",
             tuning="makespan",
             coverage_mean_over="tokens",
         ),
@@ -172,7 +164,7 @@ ARMS: Mapping[str, Arm] = {
             Arm(
                 name=name,
                 title="fixed budget, initial weights changed by a thousandth",
-                nudge=number,
+                repetition=number,
             )
             for number, name in enumerate(REPEATED, 1)
         ),
@@ -183,49 +175,42 @@ ARMS: Mapping[str, Arm] = {
             equal_speed=True,
         ),
         Arm(
-            name="ours-tokens-p0.2",
-            title="ours, mean over tokens, p = 0.2",
+            name="shortest-tokens-p0.2",
+            title="shortest, mean over tokens, p = 0.2",
             tuning="makespan",
             coverage_threshold=0.2,
             coverage_mean_over="tokens",
         ),
         Arm(
-            name="ours-buckets",
-            title="ours, coverage held in every length bucket",
+            name="shortest-buckets",
+            title="shortest, coverage held in every length bucket",
             tuning="makespan",
             coverage_mean_over="length-buckets",
         ),
         Arm(
-            name="ours-waiting",
-            title="ours, cutting only what the step waits for",
+            name=OURS,
+            title="ours: cut only what the step waits for",
             tuning="waiting",
         ),
         Arm(
             name="raise-only",
-            title="ours, p = 0: only what costs no time",
+            title="shortest, p = 0: only what costs no time",
             tuning="makespan",
             coverage_threshold=0.0,
         ),
         Arm(
-            name="ours-until-0.7",
-            title="ours, the base budget in the last 30 % of the steps",
-            tuning="makespan",
-            tuned_until=0.7,
-        ),
-        Arm(
-            name="ours-from-0.3",
-            title="ours, the base budget in the first 30 % of the steps",
-            tuning="makespan",
-            tuned_from=0.3,
-        ),
-        Arm(
-            name="ours-by-length",
-            title="for every length, the mean budget that ours gave it",
-            replays=OURS,
+            name="shortest-by-length",
+            title="for every length, the mean budget that shortest gave it",
+            replays=SHORTEST,
             replay="by-length",
         ),
-        Arm(name="ours-cuts", title="only what ours cuts", replays=OURS, replay="cuts"),
-        Arm(name="ours-raises", title="only what ours raises", replays=OURS, replay="raises"),
+        Arm(name="shortest-cuts", title="only what shortest cuts", replays=SHORTEST, replay="cuts"),
+        Arm(
+            name="shortest-raises",
+            title="only what shortest raises",
+            replays=SHORTEST,
+            replay="raises",
+        ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
         Arm(
             name="fixed-then-dense",

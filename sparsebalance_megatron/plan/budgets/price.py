@@ -71,15 +71,19 @@ def price_from_base(problem: BudgetProblem) -> Pricing:
     """The price of a step that cuts no more than it has to: all samples reach their base budgets
     before any has more.
 
-    Samples are placed by base budgets. Where mean coverage is held, it is that of this step's.
+    Samples are placed by base budgets. Where mean coverage is held, it is that of this step's, less
+    the policy's slack.
     """
-    base_LS = problem.allowed.base_LS
-    held = problem.plan_settings.coverage_target == "base"
-    nothing_B = np.full(len(problem.worth_B), -np.inf)
+    base_LS, plan_settings = problem.allowed.base_LS, problem.plan_settings
+    wanted_B = np.full(len(problem.worth_B), -np.inf)
+    if plan_settings.coverage_target == "base":
+        wanted_LS = problem.coverage_LS(base_LS) - plan_settings.coverage_slack
+        wanted_S = np.nansum(wanted_LS * problem.weight_S, axis=0)
+        wanted_B = np.bincount(problem.mean_S, wanted_S, len(wanted_B))
     return Pricing(
         ladder=price_ladder(problem, base_first=True),
         expected_LS=base_LS,
-        wanted_B=problem.covered_B(base_LS) if held else nothing_B,
+        wanted_B=wanted_B,
         limit_LS=base_LS,
     )
 
