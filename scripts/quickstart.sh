@@ -60,8 +60,8 @@ MODEL_ARGS=(
 
 TRAINING_ARGS=(
     --micro-batch-size 1
-    --global-batch-size 8
-    --train-iters 16
+    --global-batch-size 4
+    --train-iters 32
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
@@ -144,7 +144,7 @@ FIXED=(--sparse-balance-tuning off)
 train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival "${DENSE[@]}" &
 train baseline 1 "${FIXED[@]}" --sparse-balance-batching arrival &
 train balanced_by_tokens 2 "${FIXED[@]}" --sparse-balance-batching length &
-train sparse_balance 3 --sparse-balance-batching makespan --sparse-balance-tuning makespan &
+train sparse_balance 3 --sparse-balance-mode default &
 for _ in 1 2 3 4; do wait -n; done
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
     --beside "${RUNS}/dense" "${RUNS}/balanced_by_tokens" \
