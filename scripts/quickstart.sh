@@ -60,8 +60,8 @@ MODEL_ARGS=(
 
 TRAINING_ARGS=(
     --micro-batch-size 1
-    --global-batch-size 4
-    --train-iters 32
+    --global-batch-size 8
+    --train-iters 16
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
