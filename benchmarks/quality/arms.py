@@ -142,12 +142,6 @@ ARMS: Mapping[str, Arm] = {
             selection="vertical-slash-last-queries",
         ),
         Arm(
-            name="shortest-p0.2",
-            title="shortest, p = 0.2",
-            tuning="makespan",
-            coverage_threshold=0.2,
-        ),
-        Arm(
             name="shortest-p0.3",
             title="shortest, p = 0.3",
             tuning="makespan",
