@@ -71,7 +71,9 @@ EXPERTS: dict[str, Any] = {
     "expert_model_parallel_size": 2,
 }
 """Two ranks that wait for one another in every layer."""
-TUNED: dict[str, Any] = {"coverage_target": "threshold", "coverage_threshold": 0.3}
+SHORTEST: dict[str, Any] = {"tuning": "makespan"}
+"""Budgets move whether steps wait or not."""
+TUNED = SHORTEST | {"coverage_target": "threshold", "coverage_threshold": 0.3}
 HOST_SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
 
 
@@ -108,11 +110,11 @@ class Trainer:
         dense, tuned, resumed, log = Losses(), Losses(), Losses(), f"pp{stages}"
         with pipeline(stages):
             self.train(dense, stages, batching="latency", **DENSE)
-            self.train(tuned, stages, log=log)
-            checkpoint = self.train(resumed, stages, log=f"{log}-resumed", steps=2)
-            self.train(
-                resumed, stages, log=f"{log}-resumed", steps=STEPS - 2, checkpoint=checkpoint
-            )
+            self.train(tuned, stages, log=log, **SHORTEST)
+            log = f"{log}-resumed"
+            checkpoint = self.train(resumed, stages, log=log, steps=2, **SHORTEST)
+            steps = STEPS - 2
+            self.train(resumed, stages, log=log, steps=steps, checkpoint=checkpoint, **SHORTEST)
         return {
             "dense": dense.values,
             "tuned": tuned.values,

@@ -13,7 +13,10 @@ pytestmark = pytest.mark.distributed
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Ranks differ in the order of float32 sums only."""
-FLAGS = ("--sparse-balance-batching", "makespan", "--sparse-balance-device", "cpu")
+FLAGS = (
+    *("--sparse-balance-batching", "makespan", "--sparse-balance-tuning", "off"),
+    *("--sparse-balance-device", "cpu"),
+)
 SHARDED = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dcp")
 
 
