@@ -113,8 +113,7 @@ class Trainer:
             self.train(tuned, stages, log=log, **SHORTEST)
             log = f"{log}-resumed"
             checkpoint = self.train(resumed, stages, log=log, steps=2, **SHORTEST)
-            steps = STEPS - 2
-            self.train(resumed, stages, log=log, steps=steps, checkpoint=checkpoint, **SHORTEST)
+            self.train(resumed, stages, log=log, steps=2, checkpoint=checkpoint, **SHORTEST)
         return {
             "dense": dense.values,
             "tuned": tuned.values,
