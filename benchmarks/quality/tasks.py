@@ -50,10 +50,10 @@ class Study:
     data-parallel ranks that steps are planned for, so that there is something to balance.
     ``equal_speed_blocks``: of a budget that all samples have, so that a planned step takes as long
     as one of the defaults; a mean over steps that alternate between the whole numbers around it.
-    ``averaged_share``: of the
-    steps, the last ones, whose weights' mean is scored; 0 scores the last weights. ``probed``:
-    whether some arms are asked how much attention mass a budget keeps. ``length_shares``: of the
-    longest document's tokens, where intervals of length end by which scores are told apart.
+    ``averaged_share``: of the steps, the last ones, whose weights' mean is scored; 0 scores the
+    last weights. ``probed``: whether some arms are asked how much attention mass a budget keeps.
+    ``length_shares``: of the longest document's tokens, where intervals of length end by which
+    scores are told apart.
     """
 
     name: str
@@ -183,68 +183,41 @@ STDLIB = Task(
     documents=160,
 )
 
+LOOKUP = Study(
+    name="lookup",
+    tasks=(RECALL, NEEDLE),
+    vocabulary=STACKED.vocabulary,
+    longest_tokens=STACKED.longest_tokens,
+    layers=1,
+    block_size=8,
+    base_budget=6,
+    batch_size=16,
+    steps=650,
+    attention_weight=40.0,
+    training=_lookup_training(STACKED),
+)
+LOOKUP_STEADY = replace(
+    LOOKUP, name="lookup-steady", tasks=STEADY, averaged_share=0.2, probed=False
+)
+LOOKUP_LONG = replace(
+    LOOKUP_STEADY,
+    name="lookup-long",
+    tasks=LONG_TASKS,
+    longest_tokens=LONG.longest_tokens,
+    steps=900,
+    training=_lookup_training(LONG),
+    planned_ranks=8,
+    equal_speed_blocks=5.2,
+    length_shares=(0.125, 0.25, 0.5),
+)
+
 STUDIES: Mapping[str, Study] = {
     study.name: study
     for study in (
-        Study(
-            name="lookup",
-            tasks=(RECALL, NEEDLE),
-            vocabulary=STACKED.vocabulary,
-            longest_tokens=STACKED.longest_tokens,
-            layers=1,
-            block_size=8,
-            base_budget=6,
-            batch_size=16,
-            steps=650,
-            attention_weight=40.0,
-            training=_lookup_training(STACKED),
-        ),
-        Study(
-            name="lookup-steady",
-            tasks=STEADY,
-            vocabulary=STACKED.vocabulary,
-            longest_tokens=STACKED.longest_tokens,
-            layers=1,
-            block_size=8,
-            base_budget=6,
-            batch_size=16,
-            steps=650,
-            attention_weight=40.0,
-            training=_lookup_training(STACKED),
-            averaged_share=0.2,
-            probed=False,
-        ),
-        Study(
-            name="lookup-long",
-            tasks=LONG_TASKS,
-            vocabulary=LONG.vocabulary,
-            longest_tokens=LONG.longest_tokens,
-            layers=1,
-            block_size=8,
-            base_budget=6,
-            batch_size=16,
-            steps=900,
-            attention_weight=40.0,
-            training=_lookup_training(LONG),
-            planned_ranks=8,
-            equal_speed_blocks=5.2,
-            averaged_share=0.2,
-            probed=False,
-            length_shares=(0.125, 0.25, 0.5),
-        ),
-        Study(
-            name="lookup-two-layers",
-            tasks=TWO_LAYERS,
-            vocabulary=STACKED.vocabulary,
-            longest_tokens=STACKED.longest_tokens,
-            layers=2,
-            block_size=8,
-            base_budget=6,
-            batch_size=16,
-            steps=650,
-            attention_weight=40.0,
-            training=_lookup_training(STACKED),
-        ),
+        LOOKUP,
+        LOOKUP_STEADY,
+        LOOKUP_LONG,
+        replace(LOOKUP, name="lookup-two-layers", tasks=TWO_LAYERS, layers=2),
         Study(
             name="mqar",
             tasks=(MQAR,),

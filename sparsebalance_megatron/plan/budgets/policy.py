@@ -175,15 +175,11 @@ class MakespanPolicy(BudgetPolicy):
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: np.ndarray | float
-    ) -> Pricing | None:
+    ) -> Pricing:
         return price(horizon, own_samples, coverage_deficit)
 
     def expected_LS(self, problem: BudgetProblem, pricing: Pricing | None) -> np.ndarray:
-        return (pricing or self._price(problem)).expected_LS
-
-    def _price(self, problem: BudgetProblem) -> Pricing:
-        """Price of a step by itself."""
-        return price(problem)
+        return (pricing or self.pricing(problem, slice(None), 0.0)).expected_LS
 
     def tuned_LS(
         self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
@@ -193,7 +189,7 @@ class MakespanPolicy(BudgetPolicy):
         Raising then fills what every rank has left until T; see :mod:`.fill`. Where more coverage
         is wanted, T grows until it is reached, but never beyond the time of ``pricing.limit_LS``.
         """
-        pricing = pricing or self._price(problem)
+        pricing = pricing or self.pricing(problem, slice(None), 0.0)
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
         micro_batch_of_S = where.micro_batch_of_S
         floor_ms_R = problem.makespans_ms(allowed.floor_LS, where)
@@ -257,11 +253,8 @@ class WaitingPolicy(MakespanPolicy):
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: np.ndarray | float
-    ) -> Pricing | None:
+    ) -> Pricing:
         return price_from_base(horizon)
-
-    def _price(self, problem: BudgetProblem) -> Pricing:
-        return price_from_base(problem)
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {

@@ -246,12 +246,12 @@ class Ladder:
 def price_ladder(problem: BudgetProblem, *, base_first: bool = False) -> Ladder:
     """The ladder of a problem's samples.
 
-    Args:
-        base_first: whether all samples return to their base budgets before any has more.
-
     Prices are those of whole blocks; a ragged last block makes no difference to the ranking. Where
     tokens count, coverage gained in a long sample is worth more; where every length holds its own
     mean, as much as it costs there.
+
+    Args:
+        base_first: whether all samples return to their base budgets before any has more.
     """
     costs, allowed = problem.costs, problem.allowed
     _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)

@@ -109,6 +109,7 @@ class _StageLevels:
 
         Args:
             beside_R: ms that a rank takes beside its busiest stage.
+            least_ms: that the step is to take, whatever covers what is wanted in less.
         """
         end_RPQ = self.busy_RPQ + beside_R[:, None, None]
         least_RP = end_RPQ[..., 0]
