@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -83,7 +84,7 @@ def blocks_of(micro_batch):
     kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
     size=st.sampled_from([1, 2]),
     members=st.sampled_from([2, 4]),
-    tuning=st.sampled_from(["makespan", "off"]),
+    tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
 )
 def test_groups_cut_a_position_alike_and_steps_are_never_slower(seed, kind, size, members, tuning):
     lengths = random_lengths(12 * size, seed, kind=kind)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -126,7 +127,7 @@ def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=
     seed=st.integers(0, 999),
     kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
     packed=st.booleans(),
-    tuning=st.sampled_from(["makespan", "off"]),
+    tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
 )
 def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     """A permutation, above the bound, no slower than in one piece, repeatable, within limits."""
@@ -159,7 +160,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
 
 def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
-    given_ = inputs(lengths)
+    given_ = inputs(lengths, tuning="makespan")
     plan = planned(**given_)
     whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
