@@ -97,6 +97,11 @@ class SparseBalanceConfig:
     """Layers, from 0, with base budgets of their own, or dense: for instance dense:0-1,33-35
     16:2-32. Raise budgets where a layer's coverage is low, or keep the last dense as MoBA does."""
 
+    sensitivity: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Layers' sensitivities, a file that `sparse-balance sensitivity` writes. Base budgets by layer
+    follow, at the time of the base budget in all layers. Give it where a model starts from trained
+    weights: few layers carry its look-ups."""
+
     selection: str = field(
         default=DEFAULT_SELECTION,
         metadata={"argparse_meta": {"metavar": "NAME", "help": flag_help()}},
@@ -260,6 +265,11 @@ class SparseBalanceConfig:
                 f"{flag_name('first_blocks')} {self.first_blocks}: a query reads them and its own "
                 f"block within its budget, and {flag_name('base_budget')} is {self.base_budget}; "
                 "lower the one or raise the other"
+            )
+        if self.sensitivity is not None and self.layer_budgets is not None:
+            raise ConfigError(
+                f"{flag_name('sensitivity')} with {flag_name('layer_budgets')}: both give budgets "
+                "by layer; drop one"
             )
         if self.layer_budgets is not None:
             # A command line gives words; equal budgets have one text.

@@ -142,7 +142,11 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     import torch
 
     from sparsebalance_megatron.megatron import cpu
-    from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
+    from sparsebalance_megatron.megatron.arguments import (
+        check_supported,
+        config_from_args,
+        destination,
+    )
     from sparsebalance_megatron.megatron.settings import RunSettings
     from sparsebalance_megatron.megatron.training_arguments import (
         TrainingArguments,
@@ -166,6 +170,9 @@ def training_hooks(args: Namespace) -> TrainingHooks:
             )
     check_supported(args, config)
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    # Checkpoints hold what was trained with, not where it came from.
+    setattr(args, destination("layer_budgets"), inputs.config.layer_budgets)
+    setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)
 

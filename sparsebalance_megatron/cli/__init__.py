@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",
     "profile": "measure a model's layers on this machine and write a cost table",
+    "sensitivity": "find the layers that need many blocks, and write their sensitivities",
     "convert": "turn Hugging Face weights into a Megatron checkpoint, and back",
     "summary": "compare the step logs of two runs",
     "report": "show a run's logs as one HTML page",
@@ -39,7 +40,7 @@ COMMANDS = {
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
-TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
+TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile", "sensitivity"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
 
 

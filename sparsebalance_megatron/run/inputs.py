@@ -25,6 +25,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_schedul
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -201,6 +202,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 else "without --valid-data-path: there is nothing to validate on; give it"
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
+    lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
+    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
     job = settings.host_job
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run

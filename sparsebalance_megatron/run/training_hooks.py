@@ -9,6 +9,7 @@ rank).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.peaks import PeakHistograms
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
@@ -90,8 +92,14 @@ class TrainingHooks:
             inputs.settings.seq_length,
             device,
         )
-        options = AttentionOptions(inputs.config, inputs.grid)
-        self.layer_spec = sparse_balance_layer_spec(options)
+        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self.layer_spec = sparse_balance_layer_spec(self._options)
+
+    def counting_peaks(self) -> PeakHistograms:
+        """Have the layers of models that are built from here on count their peaks of attention."""
+        peaks = PeakHistograms(self.session.inputs.job.layers, self.session.device)
+        self.layer_spec = sparse_balance_layer_spec(replace(self._options, peaks=peaks))
+        return peaks
 
     def configure_model(self, model_config: Any) -> None:
         """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
