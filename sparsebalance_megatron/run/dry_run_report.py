@@ -7,12 +7,10 @@ Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a m
 from __future__ import annotations
 
 import io
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
+from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
@@ -238,11 +237,8 @@ def _one_line_refusals() -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.startswith("sparsebalance_megatron"):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().partition("\n")[0] or frame.line
-        raise ConfigError(
-            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
-        ) from error
+        place, reason = place_and_reason(error)
+        raise ConfigError(f"Megatron refuses the flags ({place}): {reason}") from error
 
 
 def _validated_args(
