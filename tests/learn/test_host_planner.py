@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengths
 from step_cases import SHAPE, step_measurement
 
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
@@ -239,7 +240,8 @@ def test_bytes_that_are_no_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     encoded = planned.to_bytes()
     with pytest.raises(PlanError, match="these bytes are no plan"):
         PlannedStep.from_bytes(encoded[:-1])
-    for bit in range(0, 8 * len(encoded), 7):
+    envelope = 8 * (encoded.index(__version__.encode()) + len(__version__))
+    for bit in (*range(envelope), *range(envelope, 8 * len(encoded), 7)):
         damaged = bytearray(encoded)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PlanError):
