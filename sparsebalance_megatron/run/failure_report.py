@@ -211,7 +211,7 @@ def _all_failures(
         store.set(_REPORTED, "")
     except (KeyError, RuntimeError, ValueError) as error:  # no torchrun, or its host is gone, say
         reason = str(error).strip().partition("\n")[0]
-        print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
+        print(one_line(f"sparse balance: other ranks cannot be asked: {reason}"), file=sys.stderr)
         return [failure]
     return failures
 
