@@ -32,7 +32,7 @@ CoverageMeanOver = Literal["samples", "tokens", "length-buckets"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "flash", "triton", "blocks", "tokens", "reference"]
+AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
@@ -114,9 +114,8 @@ class SparseBalanceConfig:
     selection keeps first tokens itself. Choose 0 for MoBA's own rule."""
 
     attention: AttentionImplementation = "auto"
-    """Attention implementation. On CUDA auto takes what the cost table measured fastest, else the
-    first of triton, flash and gathered blocks or tokens that serves. Name one to compare or to
-    debug: it never falls back."""
+    """Attention implementation. On CUDA auto takes triton, or gathered blocks or tokens where that
+    does not serve. Name one to compare or to debug: it never falls back."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -64,6 +65,8 @@ _SOMETIMES_NEEDED = (
     *("max_tokens_per_micro_batch", "max_context_parallel", "max_segments", "overlong"),
     *("missing_loss_mask", "counted_device"),
 )
+_LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
+_NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
 _READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
 
 
@@ -146,9 +149,15 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
     """
     place = f"{FILE_FLAG} {path}"
     try:
-        given = tomllib.loads(read_text(path))
+        text = read_text(path)
+        given = tomllib.loads(text)
     except (UnreadableFileError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{place}: {error}; give a TOML file of options") from error
+    except ValueError as error:
+        # Python reads no integer of that many digits.
+        long = _LONG_INTEGER.search(text)
+        named = f"{long[1].strip()}: " if long else ""
+        raise ConfigError(f"{place}: {named}{_NO_INTEGER}") from error
     known = {each.name: each for each in fields(SparseBalanceConfig)}
     found: dict[str, Any] = {}
     for key, value in given.items():
@@ -164,8 +173,12 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
                 "--sparse-balance-"
             )
         else:
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise ConfigError(f"{place}: {key}: {_NO_INTEGER}")
             try:
-                value = msgspec.convert(value, known[name].type)
+                # What is one of several names is refused with all of them.
+                if get_origin(known[name].type) is not Literal:
+                    value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})
             except (msgspec.ValidationError, ConfigError) as error:
                 raise ConfigError(f"{place}: {key}: {error}") from error

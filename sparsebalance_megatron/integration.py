@@ -26,6 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.config import ConfigError, flag_name
+from sparsebalance_megatron.text_table import one_line
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.cost.table import ModelShape
@@ -80,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
             raise
-        print(f"sparse balance: error: {error}", file=sys.stderr, flush=True)
+        print(f"sparse balance: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         from sparsebalance_megatron.supported import what_is_missing

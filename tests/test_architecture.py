@@ -111,7 +111,7 @@ IMPORT_RULES = {
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),
     "command_entry.py": ImportRule(),
-    "supported.py": ImportRule(outside=("packaging",)),
+    "supported.py": ImportRule(),
     "__init__.py": ImportRule(),
 }
 """Keys are beginnings of paths; the first that fits counts."""

@@ -87,7 +87,7 @@ COMMANDS = {
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "te", "test", "tools", "wandb"}
-REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "packaging", "scipy", "psutil"}
+REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "scipy", "psutil"}
 
 
 def test_exports() -> None:

@@ -17,7 +17,8 @@ try:
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.command_entry import ends_in_one_line, one_line
+    from sparsebalance_megatron.command_entry import ends_in_one_line
+    from sparsebalance_megatron.text_table import one_line
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None

@@ -7,12 +7,12 @@ Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a m
 from __future__ import annotations
 
 import io
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
+from sparsebalance_megatron.errors import place_and_reason
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
@@ -100,7 +102,7 @@ def describe(
     )
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     batching, asked = planned.plan.batching, inputs.config.batching
-    chosen = "" if batching == asked else f" (of those that {asked} compares, the fastest here)"
+    chosen = "" if batching == asked else f" (the fastest of the placements that {asked} tries)"
     predicted = "predicted"
     if inputs.cost.source.startswith(COUNTED):
         predicted = "estimated from counted operations, not measured on any device"
@@ -123,6 +125,7 @@ def describe(
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         *(f"  data: {line}" for line in _data(inputs)),
         f"  costs: {inputs.cost.source}",
+        *_positions(args),
         "not checked:",
         *(f"  {what}" for what in unchecked),
         "",
@@ -149,6 +152,24 @@ def describe(
         header_line(workload, recompute=recompute, order=f"of training with seed {settings.seed}"),
         *remarks(workload),
     ]
+
+
+def _positions(args: Namespace) -> tuple[str, ...]:
+    """A line where sequences are longer than the model beside the tokenizer was trained for."""
+    file = Path(str(args.tokenizer_model), "config.json")
+    scaled = args.position_embedding_type != "rope" or args.use_rope_scaling
+    if scaled or args.rotary_seq_len_interpolation_factor:
+        return ()
+    try:
+        positions = read_json(file, dict[str, Any]).get("max_position_embeddings")
+    except UnreadableFileError:
+        return ()
+    if not isinstance(positions, int) or args.seq_length <= positions:
+        return ()
+    return (
+        f"  positions: --seq-length {args.seq_length:,} is beyond the {positions:,} of {file}; "
+        "scale RoPE (--position-embedding-type yarn, --use-rope-scaling), or give shorter ones",
+    )
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
@@ -238,11 +259,8 @@ def _one_line_refusals() -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.startswith("sparsebalance_megatron"):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().partition("\n")[0] or frame.line
-        raise ConfigError(
-            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
-        ) from error
+        place, reason = place_and_reason(error)
+        raise ConfigError(f"Megatron refuses the flags ({place}): {reason}") from error
 
 
 def _validated_args(

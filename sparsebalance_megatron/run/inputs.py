@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.fit import with_measured_attention
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
@@ -166,8 +165,6 @@ class Inputs:
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
     """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
-    if device_type == "cuda":
-        config = with_measured_attention(config)
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")

@@ -51,6 +51,17 @@ def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
         config_from_args(Namespace())
 
 
+def test_an_error_of_the_parser_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+    parser = args_provider(enabled=True, on_cpu=False)(ArgumentParser(usage=""))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--sparse-balance-base-budget", "x\n" * 5000])
+    (_, line) = capsys.readouterr().err.splitlines()
+    assert "--sparse-balance-base-budget: invalid int value" in line and len(line) < 1100
+
+
 SUPPORTED = (
     *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
     *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"),
