@@ -27,6 +27,7 @@ FILE_FLAG = "--sparse-balance-config"
 
 MODES: Mapping[str, Mapping[str, str]] = {
     "default": {},
+    "exact": {"layer_budgets": "dense:all", "tuning": "off"},
     "placement": {"tuning": "off"},
     "paper": {"batching": "latency", "tuning": "anchor"},
     "baseline": {"batching": "arrival", "tuning": "off"},
@@ -34,11 +35,20 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "fast": {"tuning": "makespan", "coverage_target": "threshold"},
 }
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
+_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
+    "exact": frozenset(
+        {"base_budget", "layer_budgets", "sensitivity", "selection", "first_blocks", "router"}
+        | {"tuning", "anchor", "coverage_threshold", "coverage_target", "coverage_slack"}
+        | {"coverage_mean_over", "coverage_decay", "eval_attention"}
+    )
+}
+"""Mode -> fields that would have no effect beside it, and are refused."""
 
 OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
     MODE_FLAG: (
         ", ".join(f"`{mode}`" for mode in MODES),
-        "What plans do, in one word: balance, and cut budgets only where the step waits (default), "
+        "What plans do, in one word: balance dense attention, which changes nothing that is learnt "
+        "(exact), balance, and cut budgets only where the step waits (default), "
         "balance at fixed budgets (placement), the paper's rule (paper), fixed budgets in order of "
         "arrival (baseline), the shortest step at held mean coverage (shortest) or without holding "
         "it (fast). Single flags win over it.",
@@ -128,11 +138,19 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
     """Fields that the mode and the file on a command line set.
 
     Raises:
-        ConfigError: naming the file, the option and the remedy.
+        ConfigError: naming the file, the option and the remedy; or an option on the command line
+            that has no effect beside the mode.
     """
     mode, file = (_value_of(flag, argv) for flag in (MODE_FLAG, FILE_FLAG))
     # A wrong mode on the command line is argparse's to refuse.
-    return dict(MODES.get(mode or "", {})) if file is None else read_options(Path(file), mode)
+    found: dict[str, Any] = dict(MODES.get(mode or "", {}))
+    if file is not None:
+        mode, found = _options_of(Path(file), mode)
+    given = {word.partition("=")[0] for word in argv}
+    for name in sorted(_WITHOUT_EFFECT.get(mode or "", ())):
+        if flag_name(name) in given:
+            raise ConfigError(f"{flag_name(name)}: has no effect in mode {mode}; drop it")
+    return found
 
 
 def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
@@ -147,6 +165,11 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: naming the file, the option and the remedy.
     """
+    return _options_of(path, mode)[1]
+
+
+def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
+    """The mode that counts, and the fields that it and the file set."""
     place = f"{FILE_FLAG} {path}"
     try:
         text = read_text(path)
@@ -186,7 +209,10 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
             raise ConfigError(f"{place}: {key} is given twice; keep one")
         found[name] = value
     named = found.pop("mode", "default")
-    return dict(MODES.get(named if mode is None else mode, {})) | found
+    mode = named if mode is None else mode
+    if ineffective := sorted(found.keys() & _WITHOUT_EFFECT.get(mode, frozenset())):
+        raise ConfigError(f"{place}: {ineffective[0]} has no effect in mode {mode}; drop it")
+    return mode, dict(MODES.get(mode, {})) | found
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

@@ -11,7 +11,15 @@ import pytest
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.flags import MODES, OTHER_FLAGS, flag_groups, read_options
+from sparsebalance_megatron.flags import (
+    FILE_FLAG,
+    MODE_FLAG,
+    MODES,
+    OTHER_FLAGS,
+    defaults_given_by,
+    flag_groups,
+    read_options,
+)
 from sparsebalance_megatron.integration import one_line_errors
 from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args, config_from_args
 
@@ -121,3 +129,17 @@ def test_a_key_of_many_lines_ends_training_in_one(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert path in line and len(line) < 1100
+
+
+@pytest.mark.parametrize("flag", ["--sparse-balance-base-budget=8", "--sparse-balance-tuning=off"])
+def test_flags_without_effect_in_mode_exact_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}: has no effect in mode exact"):
+        defaults_given_by([MODE_FLAG, "exact", flag])
+
+
+def test_options_of_a_file_without_effect_in_mode_exact_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "options.toml"
+    path.write_text('mode = "exact"\nbase-budget = 16\n')
+    with pytest.raises(ConfigError, match="base_budget has no effect in mode exact"):
+        defaults_given_by([FILE_FLAG, str(path)])
+    assert defaults_given_by([FILE_FLAG, str(path), MODE_FLAG, "placement"])["base_budget"] == 16
