@@ -373,7 +373,7 @@ def test_state_of_another_version_is_refused_and_of_another_model_named() -> Non
 def test_coverage_that_another_selection_measured_starts_afresh() -> None:
     made, other = planner(), planner(observed=False, selection="vertical-slash")
     afresh = other.load_state_dict(made.state_dict())
-    reason = "starts afresh: selection token-query-head measured it"
+    reason = "starts afresh: selection token-query-head, first blocks 1 measured it"
     assert afresh == (f"coverage_balance {reason}", f"coverage {reason}")
     assert not other.coverage.observed_LU.any()
     assert planner(observed=False).load_state_dict(made.state_dict()) == ()
