@@ -61,6 +61,40 @@ def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
     return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
 
 
+def shards_unequally(get: Settings) -> bool:
+    """Whether ranks that share parameters cannot save them: rows of a weight do not divide.
+
+    Sizes that are not known yet, such as Megatron's defaults before it has set them, are left out.
+    """
+    if not get("use_torch_fsdp2") or not (get("save") or get("load")):
+        return False
+    parts, heads = get("tensor_model_parallel_size", 1), get("num_attention_heads", 0)
+    expert_parts = get("expert_tensor_parallel_size", parts)
+    ranks = max(1, get("world_size", 1) // parts)
+    if get("multi_latent_attention"):
+        key_dim, shared_dim = get("qk_head_dim", 0), get("qk_pos_emb_head_dim", 0)
+        of_attention: tuple[int, ...] = (
+            *(get("q_lora_rank", 0), get("kv_lora_rank", 0), shared_dim),
+            heads * (key_dim + shared_dim) // parts,
+            heads * (key_dim + get("v_head_dim", 0)) // parts,
+        )
+    else:
+        groups = get("num_query_groups", 0) if get("group_query_attention") else heads
+        of_attention = (
+            (heads + 2 * groups) * get("kv_channels", 0) // parts,
+            get("kv_channels", 0) if get("qk_layernorm") else 0,
+        )
+    rows = (
+        *(get("hidden_size", 0), get("num_experts", 0), *of_attention),
+        *(get(name, 0) // parts for name in ("ffn_hidden_size", "padded_vocab_size")),
+        get("moe_shared_expert_intermediate_size", 0) // parts,
+        get("moe_ffn_hidden_size", 0) // expert_parts,
+    )
+    # Gates and what they multiply lie in one weight, one behind the other.
+    halves_are_cut = bool(get("swiglu")) and ranks > 1 and ranks % 2
+    return bool(halves_are_cut or any(each % ranks for each in rows))
+
+
 _ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
 _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -166,6 +200,11 @@ TRAINING = {
         "it needs GPUs, and no test trains with it; plan with --sparse-balance-dry-run, and train "
         "with --use-torch-fsdp2 or --use-distributed-optimizer"
     ),
+    "--use-torch-fsdp2": (
+        "a checkpoint takes equal shards of the rows of every weight, and of each half of a gated "
+        "one; use a number of ranks that divides them, --use-distributed-optimizer, or neither "
+        "--save nor --load"
+    ),
     "--hybrid-layer-pattern": _GPT_ONLY,
     "--hybrid-override-pattern": _GPT_ONLY,
     "--spec": "both choose the layers; drop it",
@@ -258,6 +297,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
     "--use-megatron-fsdp": lambda get: get("use_megatron_fsdp") and get.config.dry_run is None,
+    "--use-torch-fsdp2": shards_unequally,
     "--ckpt-format": lambda get: (
         (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
     ),

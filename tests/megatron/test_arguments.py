@@ -31,6 +31,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     check_model,
     check_segments,
     check_supported,
+    shards_unequally,
 )
 
 
@@ -123,6 +124,10 @@ NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
     "per-sample loss": {"calculate_per_token_loss": False},
+    "--use-torch-fsdp2": {
+        **{"use_torch_fsdp2": True, "save": "checkpoints", "world_size": 8},
+        **{"hidden_size": 64, "num_experts": 12},
+    },
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
     "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
 }
@@ -162,6 +167,27 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     check_supported(Namespace(**supported), config)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
+
+
+@pytest.mark.parametrize(
+    ("differs", "refused"),
+    [
+        ({}, False),
+        ({"world_size": 3, "hidden_size": 96, "swiglu": False}, False),
+        ({"world_size": 3, "hidden_size": 96, "swiglu": True}, True),
+        ({"num_experts": 4}, True),
+        ({"num_experts": 4, "save": None}, False),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2}, False),
+        ({"padded_vocab_size": 260}, True),
+        ({"qk_layernorm": True, "kv_channels": 4}, True),
+        ({"multi_latent_attention": True, "kv_lora_rank": 20}, True),
+    ],
+)
+def test_shards_are_saved_where_rows_divide(differs: dict[str, Any], refused: bool) -> None:
+    megatron = {"use_torch_fsdp2": True, "save": "checkpoints", "world_size": 8}
+    megatron |= {"hidden_size": 64, "kv_channels": 4, "num_attention_heads": 16} | differs
+    get = Settings(Namespace(**megatron), SparseBalanceConfig())
+    assert shards_unequally(get) == refused
 
 
 SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
