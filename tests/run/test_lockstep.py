@@ -111,6 +111,29 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
 
 
 @pytest.mark.distributed
+def test_routers_count_no_padding(tmp_path: Path) -> None:
+    """Packed sequences are padded to a multiple of the two ranks, which compute half of each."""
+    prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
+    experts = (
+        EXPERTS.replace("--expert-model-parallel-size 2", "")
+        + """
+        --moe-router-enable-expert-bias --moe-router-score-function sigmoid
+        --tensor-model-parallel-size 2 --sequence-parallel"""
+    )
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *experts.split(), "--train-iters", "2")
+    data = ("--data-path", str(prefix), "--sparse-balance-device", "cpu")
+    program = (str(PROGRAMS / "counting_experts.py"),)
+    run = run_training(
+        2, (*flags, *data), log_dir=tmp_path / "log", program=program
+    ).require_success()
+    assert any(run.logged("padded_tokens"))
+    counts = [int(count) for count in re.findall(r"experts chosen: (\d+)", run.output)]
+    layers, top_k = 4, 2
+    assert sum(counts) == layers * top_k * sum(run.logged("tokens"))
+    assert len(counts) == 4
+
+
+@pytest.mark.distributed
 def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
     tmp_path: Path,
 ) -> None:
