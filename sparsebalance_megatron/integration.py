@@ -145,6 +145,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
     from sparsebalance_megatron.megatron.settings import RunSettings
     from sparsebalance_megatron.megatron.training_arguments import TrainingArguments
+    from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
     from sparsebalance_megatron.run.inputs import read_inputs
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
@@ -160,6 +161,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
                 "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
             )
     check_supported(args, config)
+    check_resumed_optimizer(args)
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)

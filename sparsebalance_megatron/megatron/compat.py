@@ -7,6 +7,7 @@ Shape legend: P pipeline stages, V virtual stages.
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -297,7 +298,10 @@ def saved_state(directory: str, iteration: int, release: bool = False) -> dict[s
     found = find_checkpoint_rank_0(directory, iteration, release)
     if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
         return {}
-    state: dict[str, Any] = dist_checkpointing.load_common_state_dict(found)
+    with warnings.catch_warnings():
+        # One process may read it by itself, of which PyTorch warns.
+        warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
+        state: dict[str, Any] = dist_checkpointing.load_common_state_dict(found)
     return state
 
 
@@ -308,16 +312,21 @@ def saved_arguments(args: Namespace) -> Namespace | None:
     return saved_state(args.load, args.iteration).get("args")
 
 
-def arguments_of_weights(args: Namespace) -> Namespace | None:
-    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any."""
+def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace | None:
+    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any.
+
+    ``resumed``: only where it goes on from there, and does not start anew with those weights.
+    """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
-    for directory in filter(None, (args.load, args.pretrained_checkpoint)):
+    for directory in filter(None, (args.load, None if resumed else args.pretrained_checkpoint)):
         tracker = Path(get_checkpoint_tracker_filename(directory))
         if not tracker.is_file():
             continue
         content = tracker.read_text().strip()
         release = content == "release"
+        if resumed and (release or args.finetune):
+            return None
         iteration = 0 if release else args.ckpt_step or int(content)
         return saved_state(directory, iteration, release).get("args")
     return None

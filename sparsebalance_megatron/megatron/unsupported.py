@@ -17,7 +17,11 @@ from typing import Any
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
-from sparsebalance_megatron.megatron.compat import has_yarn_flags, weighs_balancing_losses
+from sparsebalance_megatron.megatron.compat import (
+    arguments_of_weights,
+    has_yarn_flags,
+    weighs_balancing_losses,
+)
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
 
@@ -424,6 +428,27 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 def _needs_whole_documents(selection: str) -> bool:
     return bool(getattr(selector_named(selection), "needs_whole_documents", False))
+
+
+def check_resumed_optimizer(args: Namespace) -> None:
+    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism.
+
+    Experts of an expert-parallel group have an optimizer of their own.
+    """
+    if not args.num_experts or args.no_load_optim or not args.load:
+        return
+    saved = arguments_of_weights(args, resumed=True)
+    if saved is None or getattr(saved, "no_save_optim", False):
+        return
+    sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
+    if min(sizes) == 1 < max(sizes):
+        flag = "--expert-model-parallel-size"
+        raise ConfigError(
+            f"--load {args.load}: saved with {flag} {sizes[0]}, and this run has {sizes[1]}: an "
+            "optimizer's state does not go from experts on one rank to experts on several, or "
+            f"back; use {'more than 1' if sizes[0] > 1 else '1'}, or --no-load-optim to go on with "
+            "the weights alone"
+        )
 
 
 def check_batches(args: Namespace) -> None:

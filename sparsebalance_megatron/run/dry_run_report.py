@@ -27,7 +27,7 @@ from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, c
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_supported
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import predict
@@ -56,6 +56,7 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         print(line)
     config = config_from_args(args)
     check_supported(args, config)
+    check_resumed_optimizer(args)
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
     settings = RunSettings.from_args(args)

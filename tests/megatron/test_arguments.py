@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron import unsupported
 from sparsebalance_megatron.megatron.arguments import (
     add_sparse_balance_args,
     args_provider,
@@ -29,6 +30,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     TRAINING,
     Settings,
     check_model,
+    check_resumed_optimizer,
     check_segments,
     check_supported,
     shards_unequally,
@@ -188,6 +190,34 @@ def test_shards_are_saved_where_rows_divide(differs: dict[str, Any], refused: bo
     megatron |= {"hidden_size": 64, "kv_channels": 4, "num_attention_heads": 16} | differs
     get = Settings(Namespace(**megatron), SparseBalanceConfig())
     assert shards_unequally(get) == refused
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs", "refused"),
+    [
+        (2, 1, {}, True),
+        (1, 4, {}, True),
+        (2, 4, {}, False),
+        (1, 1, {}, False),
+        (2, 1, {"no_load_optim": True}, False),
+        (2, 1, {"num_experts": None}, False),
+        (2, 1, {"load": None}, False),
+    ],
+)
+def test_optimizers_of_experts_on_one_rank_and_on_several_are_not_mixed(
+    saved: int, now: int, differs: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        *(unsupported, "arguments_of_weights"),
+        lambda args, resumed: Namespace(expert_model_parallel_size=saved),
+    )
+    given = {"num_experts": 4, "no_load_optim": False, "load": "checkpoints"} | differs
+    args = Namespace(**given, expert_model_parallel_size=now)
+    if refused:
+        with pytest.raises(ConfigError, match="--no-load-optim"):
+            check_resumed_optimizer(args)
+    else:
+        check_resumed_optimizer(args)
 
 
 SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
