@@ -30,11 +30,13 @@ class BuiltIn:
     """Objects of one selection, below this package, and a clause for the flag's help.
 
     The work model is named apart from the selector, so that planning does without torch.
+    ``needs_whole_documents``: see :func:`check_whole_documents`.
     """
 
     selector: str
     work_model: str
     summary: str
+    needs_whole_documents: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -62,6 +64,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         selector="attention.select.vertical_slash:LAST_QUERIES",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="those that a document's last queries attend to, as in MTraining; looks ahead",
+        needs_whole_documents=True,
     ),
 }
 """Value of the flag -> selection."""
@@ -130,6 +133,27 @@ def load_work_model(name: str) -> Any:
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].work_model).load()
     return load_selector(name).work_model
+
+
+def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
+    """Refuse a selection whose probes are a document's last queries where documents are divided.
+
+    Args:
+        parts: flag -> among how many ranks, or into how many segments, it may divide them.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    flag = next((flag for flag, count in parts.items() if count > 1), None)
+    if flag is None:
+        return
+    built_in = BUILT_IN.get(name)
+    needs = built_in or load_selector(name)
+    if getattr(needs, "needs_whole_documents", False):
+        raise ConfigError(
+            f"{FLAG} {name} with {flag} {parts[flag]}: its probes are the last queries of a "
+            f"sequence, which one rank must hold in one piece; use vertical-slash, or {flag} 1"
+        )
 
 
 def _of_this_package(place: str) -> EntryPoint:

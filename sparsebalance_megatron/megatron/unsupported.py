@@ -23,7 +23,8 @@ from sparsebalance_megatron.megatron.compat import (
     weighs_balancing_losses,
 )
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import whole_parts
+from sparsebalance_megatron.plan.job import check_sharded_parameters, whole_parts
+from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
 @dataclass(frozen=True)
@@ -320,10 +321,6 @@ SEGMENTS = {
     "--num-virtual-stages-per-pipeline-rank": _ONE_CHUNK,
     "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
     "--context-parallel-size": "plans do not cut micro-batches that ranks share; use 1",
-    "--sparse-balance-selection": (
-        "its probes are the last queries of a sequence, which earlier segments have not seen; use "
-        "vertical-slash"
-    ),
     "--fp8-format": _UNTESTED,
     "--fp4-format": _UNTESTED,
     "--defer-embedding-wgrad-compute": _UNTESTED,
@@ -339,7 +336,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
         get("pipeline_model_parallel_size", 1) == 1 and not get("use_mp_args_from_checkpoint_args")
     ),
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
-    "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),
 }
@@ -355,6 +351,10 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     get = Settings(args, config)
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
+    if get("use_torch_fsdp2"):
+        flags = "--pipeline-model-parallel-size", "--expert-model-parallel-size"
+        sizes = (get(each[2:].replace("-", "_"), 1) for each in flags)
+        check_sharded_parameters(*sizes, flags=flags)
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 
@@ -402,10 +402,10 @@ def _check_sharing(get: Settings, longest: int) -> None:
     """Refuse what does not fit the number of ranks that may share a sequence.
 
     That is a cap on a rank's tokens that the shares of the longest sample exceed, and a selection
-    that needs a sequence's last queries on one rank.
+    that needs whole documents, which segments divide too.
     """
     config = get.config
-    cap, selection = config.max_tokens_per_micro_batch, config.selection
+    cap = config.max_tokens_per_micro_batch
     sharing = {
         "--context-parallel-size": get("context_parallel_size", 1),
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
@@ -417,17 +417,8 @@ def _check_sharing(get: Settings, longest: int) -> None:
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-longest // ranks)}"
         )
-    for flag, ranks in sharing.items():
-        if ranks > 1 and _needs_whole_documents(selection):
-            raise ConfigError(
-                f"{flag_name('selection')} {selection} with {flag} {ranks}: its probes are "
-                "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
-                "1 rank"
-            )
-
-
-def _needs_whole_documents(selection: str) -> bool:
-    return bool(getattr(selector_named(selection), "needs_whole_documents", False))
+    parts = sharing | {flag_name("max_segments"): config.max_segments}
+    check_whole_documents(config.selection, parts)
 
 
 def check_resumed_optimizer(args: Namespace) -> None:

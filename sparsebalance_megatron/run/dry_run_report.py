@@ -59,7 +59,8 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     check_resumed_optimizer(args)
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
-    settings = RunSettings.from_args(args)
+    with _one_line_refusals():
+        settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if device_type == "cpu":
         what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")

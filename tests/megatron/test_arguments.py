@@ -234,17 +234,13 @@ SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--moe-paged-stash": {"moe_paged_stash": True},
 }
-SEGMENTS_REFUSED_HERE: dict[str, dict[str, Any]] = {
-    "--sparse-balance-selection": {"selection": "vertical-slash-last-queries"},
-}
 
 
 @pytest.mark.parametrize("flag", SEGMENTS)
 def test_what_is_refused_with_segments(flag: str) -> None:
     def check(max_segments: int, refused: bool) -> None:
         given = SEGMENTS_REFUSED.get(flag, {}) if refused else {}
-        here = SEGMENTS_REFUSED_HERE.get(flag, {}) if refused else {}
-        config = SparseBalanceConfig(max_segments=max_segments, **here)
+        config = SparseBalanceConfig(max_segments=max_segments)
         megatron = {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
         check_segments(Settings(Namespace(**megatron | given), config))
 
@@ -317,6 +313,15 @@ def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: Argu
             "--sparse-balance-max-tokens-per-micro-batch 100",
             "with --seq-length 256: .* use at least 256",
         ),
+        (
+            "--use-torch-fsdp2 --pipeline-model-parallel-size 2",
+            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
+        ),
+        (
+            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
+            "--moe-token-dispatcher-type alltoall",
+            "^--expert-model-parallel-size 4: .* or no FSDP2",
+        ),
     ],
 )
 def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: ArgumentParser) -> None:
@@ -325,15 +330,21 @@ def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: Argum
 
 
 @pytest.mark.parametrize(
-    "sharing", ["--context-parallel-size 2", "--sparse-balance-max-context-parallel 4"]
+    "sharing",
+    [
+        "--context-parallel-size 2",
+        "--sparse-balance-max-context-parallel 4",
+        "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
+    ],
 )
-def test_a_selection_that_needs_the_last_queries_refuses_shared_micro_batches(
+def test_a_selection_that_needs_the_last_queries_refuses_divided_documents(
     sharing: str, megatron_parser: ArgumentParser
 ) -> None:
     selection = "vertical-slash-last-queries"
     words = (*SUPPORTED, "--sparse-balance-selection", selection)
     check_typed_flags(megatron_parser, words)
-    complaint = f"^--sparse-balance-selection {selection} with {sharing}: .* use vertical-slash, or"
+    divided = " ".join(sharing.split()[:2])
+    complaint = f"^--sparse-balance-selection {selection} with {divided}: .* use vertical-slash, or"
     with pytest.raises(ConfigError, match=complaint):
         check_typed_flags(megatron_parser, (*words, *sharing.split()))
 
