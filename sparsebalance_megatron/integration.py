@@ -153,6 +153,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
         TrainingArguments,
         settle_first_blocks,
     )
+    from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
     from sparsebalance_megatron.run.inputs import read_inputs
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
@@ -170,6 +171,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
                 "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
             )
     check_supported(args, config)
+    check_resumed_optimizer(args)
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     # Checkpoints hold what was trained with, not where it came from.
     setattr(args, destination("layer_budgets"), inputs.config.layer_budgets)

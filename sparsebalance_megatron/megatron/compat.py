@@ -7,6 +7,7 @@ Shape legend: P pipeline stages, V virtual stages.
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -289,28 +290,36 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     return tuple((int(threshold), int(size)) for threshold, size in calculator.schedule)
 
 
+def saved_state(directory: str, iteration: int, release: bool = False) -> dict[str, Any]:
+    """What all ranks have in common in a ``torch_dist`` checkpoint; empty where there is none."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import find_checkpoint_rank_0
+
+    found = find_checkpoint_rank_0(directory, iteration, release)
+    if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+        return {}
+    with warnings.catch_warnings():
+        # One process may read it by itself, of which PyTorch warns.
+        warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
+        state: dict[str, Any] = dist_checkpointing.load_common_state_dict(found)
+    return state
+
+
 def saved_arguments(args: Namespace) -> Namespace | None:
     """The ``args`` stored in the ``torch_dist`` checkpoint that this run resumed from, if any."""
     if not args.load or not getattr(args, "iteration", 0):
         return None
-    from megatron.core import dist_checkpointing
-    from megatron.training.checkpointing import find_checkpoint_rank_0
-
-    directory = find_checkpoint_rank_0(args.load, args.iteration, False)
-    if directory is None or not dist_checkpointing.check_is_distributed_checkpoint(directory):
-        return None
-    return dist_checkpointing.load_common_state_dict(directory).get("args")
+    return saved_state(args.load, args.iteration).get("args")
 
 
-def arguments_of_weights(args: Namespace) -> Namespace | None:
-    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any."""
-    from megatron.core import dist_checkpointing
-    from megatron.training.checkpointing import (
-        find_checkpoint_rank_0,
-        get_checkpoint_tracker_filename,
-    )
+def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace | None:
+    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any.
 
-    for directory in filter(None, (args.load, args.pretrained_checkpoint)):
+    ``resumed``: only where it goes on from there, and does not start anew with those weights.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    for directory in filter(None, (args.load, None if resumed else args.pretrained_checkpoint)):
         tracker = Path(get_checkpoint_tracker_filename(directory))
         if not tracker.is_file():
             continue
@@ -319,11 +328,10 @@ def arguments_of_weights(args: Namespace) -> Namespace | None:
         if not release and not content.isdecimal():
             # Megatron refuses it when it loads.
             return None
-        iteration = 0 if release else args.ckpt_step or int(content)
-        found = find_checkpoint_rank_0(directory, iteration, release)
-        if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+        if resumed and (release or args.finetune):
             return None
-        return dist_checkpointing.load_common_state_dict(found).get("args")
+        iteration = 0 if release else args.ckpt_step or int(content)
+        return saved_state(directory, iteration, release).get("args")
     return None
 
 

@@ -29,7 +29,7 @@ from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, c
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_supported
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import predict
@@ -58,9 +58,11 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         print(line)
     config = config_from_args(args)
     check_supported(args, config)
+    check_resumed_optimizer(args)
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
-    settings = RunSettings.from_args(args)
+    with _one_line_refusals():
+        settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if device_type == "cpu":
         what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")

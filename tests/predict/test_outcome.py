@@ -109,8 +109,10 @@ def test_experts_take_time_and_memory() -> None:
     held = [each.stages[0].weights_bytes for each in apart]
     assert held[0] > held[1]
     assert apart[0].makespan_ms < apart[1].makespan_ms  # tokens travel
-    sharded = outcome(model=model, sharded_parameters=True)
-    assert sharded.stages[0].weights_bytes < held[0]
+    whole, sharded = (
+        outcome(model=model, stages=1, sharded_parameters=each) for each in (False, True)
+    )
+    assert sharded.stages[0].weights_bytes < whole.stages[0].weights_bytes
 
 
 def test_a_mean_over_tokens_is_held_by_true_losses_of_samples() -> None:
