@@ -246,7 +246,17 @@ def _built(
     with redirect_stdout(io.StringIO()):
         args = building.parse_model_flags(model, flags, dtype=dtype)
         start_single_process(args.seed, torch.device("cpu"))
-        megatron_model = building.build_model(args)
+        try:
+            megatron_model = building.build_model(args)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            raise ConvertError(
+                f"a model of num_hidden_layers {model.num_hidden_layers}, hidden_size "
+                f"{model.hidden_size}, intermediate_size {model.intermediate_size} and vocab_size "
+                f"{model.vocab_size} exceeds this machine's memory; correct config.json, or "
+                "convert on a larger machine"
+            ) from error
     building.check_names(megatron_model, parameters(model))
     return args, megatron_model
 

@@ -179,6 +179,7 @@ class Work:
             "wider": {"intermediate_size": 128},
             "more rows": {"vocab_size": 300},
             "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+            "vast": {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
             "another epsilon": {"rms_norm_eps": 1e-5},
         }
         for name, changes in wrong.items():
@@ -412,6 +413,7 @@ REFUSED = {
     "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
     "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
     "another base": "was trained with rope_scaling True, --hf-config makes it False",
+    "vast": "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
     "another epsilon": "was trained with layernorm_epsilon 1e-06, --hf-config makes it 1e-05",
     "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
