@@ -37,7 +37,7 @@ _HEAD_DIM_OF_QWEN3 = 128
 _LARGEST = 2**24
 _MOST_LAYERS = 2**12
 _MOST_EXPERTS = 2**18
-"""Of all layers together; ten times those of the largest models."""
+"""Ten times the experts of all layers of the largest models."""
 
 _Size = Annotated[int, Meta(ge=1, le=_LARGEST)]
 _Layers = Annotated[int, Meta(ge=1, le=_MOST_LAYERS)]
