@@ -69,6 +69,11 @@ def prepare(
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
     packed = _all_packed(source.paths, train_vocab_size)
+    if (prepend_bos or template_arguments) and (packed or train_vocab_size is not None):
+        raise DataError(
+            "--prepend-bos, --chat-template-kwargs: packed sequences keep their tokens, and trained "
+            "tokenizers have neither; drop the flag"
+        )
     if train_vocab_size is None:
         assert tokenizer_name is not None
         tokenizer = load_tokenizer(tokenizer_name, template_arguments)
@@ -231,9 +236,10 @@ def _encoded(
                 token_ends = [end for _, end in encoding.offsets]
                 mask = trained_tokens(token_ends, document.trained_spans)
             ends_trained = document.ends_trained and mask.any()
-            if end_text is not None and document.text.rstrip().endswith(end_text):
+            (places,) = np.nonzero(tokens == ends.eod)
+            if len(places) and document.text.rstrip().endswith(str(end_text)):
                 counts["already_ended"] += 1
-                mask[np.flatnonzero(tokens == ends.eod)[-1:]] |= np.uint8(ends_trained)
+                mask[places[-1]] |= np.uint8(ends_trained)
             elif ends.eod is not None:
                 tokens = np.append(tokens, ends.eod)
                 mask = np.append(mask, np.uint8(ends_trained))

@@ -75,7 +75,13 @@ class DocumentTokenizer:
     def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-        return encode(list(texts), add_special_tokens=False)
+        try:
+            return encode(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
+                "encodes every text"
+            ) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
@@ -197,27 +203,23 @@ def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
         "PreTrainedTokenizerFast"
     )
     kind = f"transformers, as {type(loaded).__name__},"
-    try:
-        reference = None if file is None or not file.is_file() else Tokenizer.from_file(str(file))
-        backends = [loaded.backend_tokenizer, *([] if reference is None else [reference])]
-        probes = list(_PROBES)
-        if reference is not None:
-            reference.no_truncation()
-            reference.no_padding()
-            added = reference.get_added_tokens_decoder().values()
-            probes += [f"a{token.content} b {token.content}c" for token in added]
-            # Neighbours that the vocabulary knows to merge, in the order of merging.
-            step = 1 + reference.get_vocab_size() // _PROBED_TOKENS
-            ids = range(0, reference.get_vocab_size(), step)
-            words = reference.decode_batch([[each] for each in ids])
-            probes += ["".join(words), " ".join(words)]
-        encoded = [
-            [each.ids for each in backend.encode_batch(probes, add_special_tokens=False)]
-            for backend in backends
-        ]
-    except Exception as error:
-        raise DataError(f"--tokenizer {name}: {kind} cannot encode ({error}); {remedy}") from error
-    for text, found, expected in zip(probes, encoded[0], encoded[-1], strict=True):
+    if file is None or not file.is_file():
+        return
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    added = reference.get_added_tokens_decoder().values()
+    # Neighbours that the vocabulary knows to merge, in the order of merging.
+    step = 1 + reference.get_vocab_size() // _PROBED_TOKENS
+    words = reference.decode_batch([[each] for each in range(0, reference.get_vocab_size(), step)])
+    marked = [f"a{token.content} b {token.content}c" for token in added]
+    for text in (*_PROBES, *marked, "".join(words), " ".join(words)):
+        found, expected = (
+            _ids_or_error(loaded.backend_tokenizer, text),
+            _ids_or_error(reference, text),
+        )
+        if isinstance(found, str) and found != expected:
+            raise DataError(f"--tokenizer {name}: {kind} cannot encode ({found}); {remedy}")
         if found != expected:
             at = next(i for i, pair in enumerate(zip_longest(found, expected)) if len({*pair}) > 1)
             raise DataError(
@@ -227,7 +229,17 @@ def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
             )
 
 
+def _ids_or_error(backend: Any, text: str) -> list[int] | str:
+    try:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    # The library raises the bare Exception of Rust, at a text with an unknown token for example.
+    except Exception as error:
+        return str(error)
+    return ids
+
+
 def _begins_with(backend: Any, token: int | None) -> bool:
     """Whether the tokenizer puts a token before every text."""
-    with_special, without = (backend.encode("a", add_special_tokens=on).ids for on in (True, False))
-    return token is not None and with_special[:1] == [token] != without[:1]
+    if token is None or isinstance(without := _ids_or_error(backend, "a"), str):
+        return False
+    return backend.encode("a").ids[:1] == [token] != without[:1]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from sparsebalance_megatron.data.conversations import (
     render_plain,
 )
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.records import Message
+from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
 
 words = st.text(alphabet="ab \n", min_size=1, max_size=5)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
@@ -307,3 +308,33 @@ def test_flags_that_mean_nothing_are_refused(
 ) -> None:
     done = Prepared(tmp_path, CHATML, [{"messages": TALK}], capsys, *flags)
     assert done.status == 2 and named in done.err
+
+
+@pytest.mark.parametrize("flags", [("--prepend-bos",), ("--chat-template-kwargs", '{"a": 1}')])
+def test_trained_tokenizers_have_no_template_and_no_first_token(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    given = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "data"))
+    assert main(["prepare-data", *given, "--tokenizer-train", "300", *flags]) == 2
+    assert "trained tokenizers have neither; drop the flag" in capsys.readouterr().err
+
+
+def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:
+    """Its rows have the keys of all rows, and tools as text."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    calls = [TALK[0], CALL, {"role": "tool", "content": ""}, TALK[1]]
+    path = tmp_path / "in.parquet"
+    rows = [{"messages": calls, "tools": json.dumps([TOOL])}, {"messages": TALK, "tools": None}]
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    found = list(RecordFiles([path]).records(BadRecords(skip=False)))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({**row, "tools": row["tools"] or None}) + "\n" for row in rows)
+    )
+    expected = list(RecordFiles([tmp_path / "in.jsonl"]).records(BadRecords(skip=False)))
+    assert [record.messages for record in found] == [record.messages for record in expected]
+    assert [record.tools for record in found] == [[TOOL], None]
+    assert found[0].messages is not None
+    (call,) = found[0].messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"zone": "UTC"}

@@ -73,3 +73,17 @@ def test_the_token_that_texts_begin_with(begins: bool, tmp_path: Path) -> None:
     reference = save_tokenizer(tmp_path, begins_texts=begins)
     expected = reference.token_to_id("<s>") if begins else None
     assert load_tokenizer(str(tmp_path)).bos == expected
+
+
+def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:
+    """Where neither reading of it encodes a probe."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [each.ids for each in loaded.encode(["a", "b"], with_offsets=False)] == [[0], [1]]
+    with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: it cannot encode a document"):
+        loaded.encode(["c"], with_offsets=True)
