@@ -89,7 +89,7 @@ IMPORT_RULES = {
     ),
     "view": ImportRule(inside=("cost", "predict")),
     "evaluate": ImportRule(
-        outside=("lm_eval", "msgspec", "torch", "transformers"),
+        outside=("lm_eval", "msgspec", "safetensors", "torch", "transformers"),
         inside=("attention", "cost.work_model", "evaluate"),
     ),
     "cli": ImportRule(

@@ -10,6 +10,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -172,24 +173,60 @@ def gpt_model(
     """
     from megatron.core.models.gpt import GPTModel
 
-    unheard = {
-        "rope_scaling_factor": args.rope_scaling_factor,
-        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
-    }
     return GPTModel(
         config=transformer_config,
         transformer_layer_spec=layer_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
         **place,
-        **({} if as_megatron_builds_it else unheard),
+        **_position_keywords(args, unheard=not as_megatron_builds_it),
     )
+
+
+def _position_keywords(args: Namespace, *, unheard: bool) -> dict[str, Any]:
+    keywords = {
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+    }
+    if unheard:
+        keywords["rope_scaling_factor"] = args.rope_scaling_factor
+        keywords["seq_len_interpolation_factor"] = args.rotary_seq_len_interpolation_factor
+    return keywords
+
+
+def model_settings(args: Namespace) -> dict[str, Any]:
+    """What flags say of a GPT: fields of ``TransformerConfig``, keywords of ``GPTModel``, and
+    arguments that choose other classes, by name.
+
+    As they are given: Megatron would check and complete them for the machine that it runs on.
+    Fields of ``ModelParallelConfig`` are left out, which say where and when a model computes.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    @dataclass
+    class Given(TransformerConfig):
+        def __post_init__(self) -> None:
+            pass
+
+    other_classes = {
+        "multi_latent_attention": False,
+        **dict.fromkeys(("heterogeneous_layers_config_path", "spec", "yaml_cfg")),
+    }
+    unread = {"params_dtype": None, "te_precision_config_file": None}
+    plain = {**vars(args), **other_classes, **unread}
+    given = vars(core_transformer_config_from_args(Namespace(**plain), Given))
+    elsewhere = {field.name for field in fields(ModelParallelConfig)}
+    return {
+        **{name: value for name, value in given.items() if name not in elsewhere},
+        **_position_keywords(args, unheard=True),
+        **{name: getattr(args, name) for name in other_classes},
+    }
 
 
 def enable_variable_lengths(transformer_config: Any) -> None:

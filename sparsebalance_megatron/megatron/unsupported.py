@@ -110,6 +110,7 @@ _DIVIDED = (
     "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use megatron-core "
     "0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
 )
+_NO_INDEX_CACHE = "the plugin reads .idx files, and keeps no index of samples to load; drop it"
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
 _NO_SHARDED_WEIGHTS = (
@@ -228,6 +229,9 @@ TRAINING = {
     "--split": "every split has sources of its own already; drop it",
     "--dataloader-type": "the plugin brings its own iterator; use external or drop the flag",
     "--sft": "prepare conversations with `sparse-balance prepare-data` and drop it",
+    "--object-storage-cache-path": "data sets are read from local files; copy them, and drop it",
+    "--dataloader-fast-cache-load": _NO_INDEX_CACHE,
+    "--dataloader-defer-npy-index-mmap": _NO_INDEX_CACHE,
     "--fim-data": "samples are trained on as they are stored; drop it",
     "--eod-mask-loss": "loss masks are made by `sparse-balance prepare-data`; drop it",
     "--logits-save-dir": _NO_LOGITS,

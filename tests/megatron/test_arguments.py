@@ -114,6 +114,7 @@ TYPED = {
     "--rampup-batch-size": "1 1 8",
     "--iterations-to-skip": "3",
     "--phase-transition-iterations": "3",
+    "--object-storage-cache-path": "cache",
     "--split": "99 --train-data-path other",
     "--dataloader-type": "cyclic",
     "--logits-save-dir": "logits",
@@ -130,7 +131,8 @@ NEWER = {
     *("--enable-mhc-connections", "--cp-partition-mode", "--dynamic-context-parallel"),
     *("--linear-attention-type", "--pad-packed-seq-alignment", "--rotary-base-per-layer"),
     *("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--use-varlen-dataset"),
-    "--thd-tail-padding-policy",
+    *("--thd-tail-padding-policy", "--dataloader-fast-cache-load"),
+    "--dataloader-defer-npy-index-mmap",
 }
 """Flags that megatron-core 0.18 or 0.19 lacks."""
 NOT_TYPED = {
