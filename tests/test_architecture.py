@@ -59,7 +59,15 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.host_copy", "attention.sequence", "cost", "data", "learn", "log"),
+            *(
+                "attention.host_copy",
+                "attention.peaks",
+                "attention.sequence",
+                "cost",
+                "data",
+                "learn",
+            ),
+            "log",
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),

@@ -7,7 +7,7 @@ rows and heads; how much mass lies far away in all does not tell them apart
 (research/pretrained.md).
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, L layers,
-X bins of a histogram, R rows that are looked at, E query heads of a KV head, N blocks and B tokens
+X bins of a histogram, Y rows that are looked at, E query heads of a KV head, N blocks and B tokens
 of a block of a document.
 """
 
@@ -54,17 +54,17 @@ class PeakHistograms:
             if end - begin <= first:
                 continue
             rows = min(_ROWS_OF_A_DOCUMENT, end - begin - first)
-            row_R = torch.linspace(first, end - begin - 1, rows, device=q_THD.device).long()
+            row_Y = torch.linspace(first, end - begin - 1, rows, device=q_THD.device).long()
             at_once = max(1, _SCORES_AT_ONCE // (q_THD.shape[1] * (end - begin)))
-            for chunk_R in row_R.split(at_once):
-                peaks_GRE = far_peaks(
-                    q_THD[begin + chunk_R],
+            for chunk_Y in row_Y.split(at_once):
+                peaks_GYE = far_peaks(
+                    q_THD[begin + chunk_Y],
                     k_TGD[begin:end],
-                    chunk_R,
+                    chunk_Y,
                     block_size=layout.block_size,
                     softmax_scale=softmax_scale,
                 )
-                bins = (peaks_GRE.flatten() * _BINS).long().clamp_(0, _BINS - 1)
+                bins = (peaks_GYE.flatten() * _BINS).long().clamp_(0, _BINS - 1)
                 self.counts_LX[layer] += torch.bincount(bins, minlength=_BINS)
 
     def quantile_L(self, share: float) -> list[float]:
@@ -78,24 +78,24 @@ class PeakHistograms:
 
 
 def far_peaks(
-    q_RHD: Tensor, k_TGD: Tensor, row_R: Tensor, *, block_size: int, softmax_scale: float
+    q_YHD: Tensor, k_TGD: Tensor, row_Y: Tensor, *, block_size: int, softmax_scale: float
 ) -> Tensor:
-    """[G, R, E]: peaks of some queries of one document.
+    """[G, Y, E]: peaks of some queries of one document.
 
     Args:
-        q_RHD: the queries.
+        q_YHD: the queries.
         k_TGD: the document's keys from its first token.
-        row_R: int64, places of the queries in the document.
+        row_Y: int64, places of the queries in the document.
     """
     tokens, kv_heads, _ = k_TGD.shape
-    q_GXD = q_RHD.float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+    q_GXD = q_YHD.float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
     scores = exact_product(q_GXD, k_TGD.float().permute(1, 2, 0)).mul_(softmax_scale)
-    scores_GRET = scores.unflatten(1, (len(row_R), -1))
-    later_RT = torch.arange(tokens, device=row_R.device) > row_R[:, None]
-    mass_GRET = scores_GRET.masked_fill_(later_RT[:, None], -torch.inf).softmax(-1)
-    padded = pad(mass_GRET, (0, -tokens % block_size))
-    mass_GREN = padded.unflatten(-1, (-1, block_size)).sum(-1)
-    block_N, own_R1 = torch.arange(mass_GREN.shape[-1], device=row_R.device), row_R[:, None]
-    own_R1 = own_R1 // block_size
-    read_RN = (block_N == 0) | (block_N >= own_R1 - 1)
-    return mass_GREN.masked_fill_(read_RN[:, None], 0.0).amax(-1)
+    scores_GYET = scores.unflatten(1, (len(row_Y), -1))
+    later_YT = torch.arange(tokens, device=row_Y.device) > row_Y[:, None]
+    mass_GYET = scores_GYET.masked_fill_(later_YT[:, None], -torch.inf).softmax(-1)
+    padded = pad(mass_GYET, (0, -tokens % block_size))
+    mass_GYEN = padded.unflatten(-1, (-1, block_size)).sum(-1)
+    block_N, own_Y1 = torch.arange(mass_GYEN.shape[-1], device=row_Y.device), row_Y[:, None]
+    own_Y1 = own_Y1 // block_size
+    read_YN = (block_N == 0) | (block_N >= own_Y1 - 1)
+    return mass_GYEN.masked_fill_(read_YN[:, None], 0.0).amax(-1)

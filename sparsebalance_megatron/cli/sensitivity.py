@@ -39,15 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples {arguments.samples}: must be at least 1")
     check_writable(arguments.output)
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
-    import msgspec
-
     from sparsebalance_megatron.run.sensitivity import measure_sensitivities
 
     found = measure_sensitivities(arguments.passed_on, samples=arguments.samples)
     if found is None:  # the first rank has it
         return 0
-    text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
-    write_text(arguments.output, text + "\n")
+    write_text(arguments.output, found.text())
     greatest = max(found.sensitivities)
     print(f"{arguments.output}: {found.measure}, of {found.samples} samples")
     for layer, sensitivity in enumerate(found.sensitivities):

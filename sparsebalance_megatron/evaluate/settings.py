@@ -127,7 +127,11 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
     kept = getattr(config, KEY, None)
     if kept is None and not settings.keys() >= _NEEDED:
         raise ConfigError(_NO_SETTINGS)
-    found = checked_settings({**(kept or {}), **settings}, config)
+    kept = dict(kept or {})
+    if settings.get("sparse_selection") not in (None, kept.get("sparse_selection")):
+        # Another selection has a default of its own.
+        kept.pop("sparse_init_block", None)
+    found = checked_settings({**kept, **settings}, config)
     setattr(config, KEY, found.as_config())
     return found
 

@@ -9,15 +9,21 @@ all ranks add up.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import torch
 
-from sparsebalance_megatron import __version__, integration
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, flag_name
-from sparsebalance_megatron.megatron.arguments import destination, early_flags
-from sparsebalance_megatron.plan.budgets.by_layer import Sensitivities
+from sparsebalance_megatron.cost.sensitivity import Sensitivities
+from sparsebalance_megatron.megatron.arguments import (
+    args_provider,
+    check_typed_flags,
+    destination,
+    early_flags,
+)
 
 QUANTILE = 0.99
 _MEASURE = "99th percentile of the greatest mass on one far block"
@@ -50,8 +56,15 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         run_pretrain,
         validated_arguments,
     )
+    from sparsebalance_megatron.run.training_hooks import make_training_hooks
 
-    args = validated_arguments(integration.arguments_provider())
+    own = args_provider(enabled=True, on_cpu=device_type == "cpu")
+
+    def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
+        check_typed_flags(own(parser), sys.argv[1:])
+        return parser
+
+    args = validated_arguments(add_and_check_flags)
     if args.context_parallel_size > 1:
         raise ConfigError(
             f"sensitivity: --context-parallel-size {args.context_parallel_size}: a rank must hold "
@@ -60,7 +73,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     args.save = None
     for name, value in _WITHOUT.items():
         setattr(args, destination(name), value)
-    hooks = integration.training_hooks(args)
+    hooks = make_training_hooks(args, device_type, lambda line: None)
     session, peaks = hooks.session, hooks.counting_peaks()
     args.eval_iters = -(-samples // session.inputs.settings.evaluation_batch_size)
 

@@ -29,10 +29,10 @@ def _naive_peak(q_THD: torch.Tensor, k_TGD: torch.Tensor, row: int, head: int) -
 @pytest.mark.parametrize("tokens", [13, 16, 37])
 def test_a_peak_is_the_greatest_mass_on_one_far_block(tokens: int) -> None:
     q_THD, k_TGD = _inputs(tokens)
-    row_R = torch.arange(3 * BLOCK, tokens)
-    found_GRE = far_peaks(q_THD[row_R], k_TGD, row_R, block_size=BLOCK, softmax_scale=SCALE)
-    found = found_GRE.transpose(0, 1).flatten(1)
-    expected = [[_naive_peak(q_THD, k_TGD, int(row), h) for h in range(HEADS)] for row in row_R]
+    row_Y = torch.arange(3 * BLOCK, tokens)
+    found_GYE = far_peaks(q_THD[row_Y], k_TGD, row_Y, block_size=BLOCK, softmax_scale=SCALE)
+    found = found_GYE.transpose(0, 1).flatten(1)
+    expected = [[_naive_peak(q_THD, k_TGD, int(row), h) for h in range(HEADS)] for row in row_Y]
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=1e-5)
 
 
@@ -57,8 +57,8 @@ def test_a_quantile_is_exact_to_the_width_of_a_bin() -> None:
     q_THD, k_TGD = _inputs(200)
     peaks = PeakHistograms(1, torch.device("cpu"))
     peaks.add(0, q_THD, k_TGD, packed_layout([0, 200], BLOCK, "cpu"), softmax_scale=SCALE)
-    row_R = torch.arange(3 * BLOCK, 200)
-    all_peaks = far_peaks(q_THD[row_R], k_TGD, row_R, block_size=BLOCK, softmax_scale=SCALE)
+    row_Y = torch.arange(3 * BLOCK, 200)
+    all_peaks = far_peaks(q_THD[row_Y], k_TGD, row_Y, block_size=BLOCK, softmax_scale=SCALE)
     for share in (0.5, 0.99):
         exact = float(all_peaks.flatten().quantile(share))
         assert peaks.quantile_L(share)[0] == pytest.approx(exact, abs=2e-3)

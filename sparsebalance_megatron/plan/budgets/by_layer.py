@@ -11,64 +11,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
 
-import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.sensitivity import read_sensitivities
 from sparsebalance_megatron.cost.work_model import WorkModel, work_model_named
-from sparsebalance_megatron.errors import ConfigError
-from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.layer_budgets import layer_budgets_text
 
 LEAST_SHARE = 0.625
-"""Of the base budget that every layer keeps, whatever its sensitivity."""
-_REMEDY = "measure it with `sparse-balance sensitivity`"
+"""What every layer keeps of the base budget, whatever its sensitivity."""
 _HALVINGS = 60
-
-
-class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
-    """How sensitive each layer of a model is, and what it was measured on.
-
-    Attributes:
-        sensitivities: one for each layer, to any scale.
-        measure: what they are: the 99th percentile, over queries and heads, of the greatest
-            softmax mass on one far block (:mod:`..attention.peaks`).
-        block_size: tokens of such a block.
-        samples: that were read.
-        versions: package -> version.
-        date: ISO 8601.
-    """
-
-    sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
-    measure: str
-    block_size: int
-    samples: int
-    versions: dict[str, str]
-    date: str
-    format_version: Literal[1] = 1
-
-
-def read_sensitivities(path: Path, layers: int) -> np.ndarray:
-    """The sensitivities [L] in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, is of another number of layers, or all are 0.
-    """
-    place = f"{flag_name('sensitivity')} {path}"
-    try:
-        found: Sensitivities = read_json(path, Sensitivities)
-    except UnreadableFileError as error:
-        raise ConfigError(f"{place}: {error}; {_REMEDY}") from error
-    sensitivity_L = np.array(found.sensitivities)
-    if len(sensitivity_L) != layers:
-        raise ConfigError(
-            f"{place}: is of {len(sensitivity_L)} layers, the model has {layers}; {_REMEDY}"
-        )
-    if not sensitivity_L.any():
-        raise ConfigError(f"{place}: all sensitivities are 0; {_REMEDY} on longer documents")
-    return sensitivity_L
 
 
 def with_layer_budgets(
@@ -82,7 +35,7 @@ def with_layer_budgets(
         lengths_tokens: of all training samples.
 
     Raises:
-        ConfigError: see :func:`read_sensitivities`.
+        ConfigError: see :func:`.read_sensitivities`.
     """
     if config.sensitivity is None:
         return config

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.sensitivity import Sensitivities
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.plan.budgets.by_layer import (
     LEAST_SHARE,
-    Sensitivities,
     budgets_by_sensitivity,
     with_layer_budgets,
 )
@@ -113,4 +113,4 @@ def test_the_file_holds_what_was_measured():
     given_ = Sensitivities(
         sensitivities=(0.5,), measure="m", block_size=64, samples=2, versions={}, date="2026-11-28"
     )
-    assert msgspec.json.decode(msgspec.json.encode(given_), type=Sensitivities) == given_
+    assert msgspec.json.decode(given_.text(), type=Sensitivities) == given_
