@@ -59,15 +59,8 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *(
-                "attention.host_copy",
-                "attention.peaks",
-                "attention.sequence",
-                "cost",
-                "data",
-                "learn",
-            ),
-            "log",
+            *("attention.host_copy", "attention.peaks", "attention.sequence", "cost", "data"),
+            *("learn", "log"),
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),
