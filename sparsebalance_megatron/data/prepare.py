@@ -71,8 +71,8 @@ def prepare(
     packed = _all_packed(source.paths, train_vocab_size)
     if (prepend_bos or template_arguments) and (packed or train_vocab_size is not None):
         raise DataError(
-            "--prepend-bos, --chat-template-kwargs: packed sequences keep their tokens, and trained "
-            "tokenizers have neither; drop the flag"
+            "--prepend-bos, --chat-template-kwargs: packed sequences keep their tokens, and "
+            "trained tokenizers have neither; drop the flag"
         )
     if train_vocab_size is None:
         assert tokenizer_name is not None
