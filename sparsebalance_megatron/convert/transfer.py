@@ -339,16 +339,31 @@ def _paths(directory: Path) -> list[Path]:
 def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str, ...]:
     """Copy what is there of :data:`COMPANIONS`; config.json names the dtype of the new weights.
 
+    It also says RoPE and experts in the keys of ``transformers`` 4, which takes defaults for what
+    only those of 5 say.
+
     Returns:
         The names of the files copied.
     """
     present = tuple(name for name in COMPANIONS if (source / name).is_file())
     for name in present:
         shutil.copyfile(source / name, output / name)
-    path, name = output / CONFIG, str(dtype).removeprefix("torch.")
+    path = output / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    if config.get(key) != name:
-        config[key] = name
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    changed = {**_keys_of_transformers_4(config), **config}
+    changed[key] = str(dtype).removeprefix("torch.")
+    if changed != config:
+        path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     return present
+
+
+def _keys_of_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(config.get("rope_parameters") or {})
+    keys = {
+        "rope_theta": rope.pop("rope_theta", None),
+        "num_experts": config.get("num_local_experts"),
+    }
+    if rope.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = rope
+    return {key: value for key, value in keys.items() if value is not None}

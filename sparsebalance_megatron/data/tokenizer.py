@@ -214,12 +214,11 @@ def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
     words = reference.decode_batch([[each] for each in range(0, reference.get_vocab_size(), step)])
     marked = [f"a{token.content} b {token.content}c" for token in added]
     for text in (*_PROBES, *marked, "".join(words), " ".join(words)):
-        found, expected = (
-            _ids_or_error(loaded.backend_tokenizer, text),
-            _ids_or_error(reference, text),
-        )
-        if isinstance(found, str) and found != expected:
-            raise DataError(f"--tokenizer {name}: {kind} cannot encode ({found}); {remedy}")
+        found = _ids_or_error(loaded.backend_tokenizer, text)
+        expected = _ids_or_error(reference, text)
+        for ids, other, reader in ((found, expected, kind), (expected, found, TOKENIZER_FILE)):
+            if isinstance(ids, str) and ids != other:
+                raise DataError(f"--tokenizer {name}: {reader} cannot encode ({ids}); {remedy}")
         if found != expected:
             at = next(i for i, pair in enumerate(zip_longest(found, expected)) if len({*pair}) > 1)
             raise DataError(

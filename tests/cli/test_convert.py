@@ -352,7 +352,8 @@ def test_what_training_saved_is_what_came_in_to_the_bit(variant: str, work: Work
             assert copied.pop(KEY) == attention
         expected = json.loads((work.hf(variant) / name).read_text())
         expected.pop(KEY, None)
-        assert copied == expected
+        # Further keys of config.json are those of transformers 4.
+        assert copied.items() >= expected.items()
     loaded = AutoModelForCausalLM.from_pretrained(work.exported(variant))
     for name, weight in tiny_model(variant).state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name

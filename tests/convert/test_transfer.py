@@ -174,3 +174,24 @@ def test_companions_are_copied_and_the_dtype_follows_the_weights(
     assert sorted(path.name for path in output.iterdir()) == sorted(copied)
     assert json.loads((output / "config.json").read_text()) == stored | {key: dtype}
     assert (output / "tokenizer.json").read_text() == "tokens"
+
+
+def test_config_json_says_rope_and_experts_to_transformers_4_too(tmp_path: Path) -> None:
+    """It knows no other keys, and takes its defaults without a word."""
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    stored = {"rope_parameters": {**yarn, "rope_theta": 1e6}, "num_local_experts": 8}
+    added = {"rope_theta": 1e6, "rope_scaling": yarn, "num_experts": 8, "dtype": "float32"}
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    older = {"rope_theta": 1e6, "rope_scaling": yarn, "dtype": "float32"}
+    cases = (
+        (stored, {**stored, **added}),
+        (plain, {**plain, "rope_theta": 1e4, "dtype": "float32"}),
+        (older, older),
+    )
+    for number, (before, after) in enumerate(cases):
+        source, output = tmp_path / f"in{number}", tmp_path / f"out{number}"
+        source.mkdir()
+        output.mkdir()
+        (source / "config.json").write_text(json.dumps(before))
+        copy_companions(source, output, torch.float32)
+        assert json.loads((output / "config.json").read_text()) == after
