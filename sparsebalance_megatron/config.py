@@ -15,7 +15,7 @@ from sparsebalance_megatron.layer_budgets import (
     layer_budgets_text,
     parse_layer_budgets,
 )
-from sparsebalance_megatron.selector_registry import check_name, flag_help
+from sparsebalance_megatron.selector_registry import check_name, default_first_blocks, flag_help
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "waiting", "makespan"]
@@ -54,6 +54,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda blocks: 1 <= blocks <= MAX_BLOCKS,
         f"must be at least 1 block (a query's own), at most {MAX_BLOCKS}",
     ),
+    "first_blocks": (lambda blocks: 0 <= blocks <= 16, "must be 0 to 16 blocks"),
     "coverage_threshold": (lambda share: 0.0 <= share < 1.0, "must lie in [0, 1)"),
     "coverage_decay": (lambda weight: 0.0 <= weight < 1.0, "must lie in [0, 1)"),
     "plan_ms": (lambda ms: 0.0 <= ms <= 10_000.0, "must be finite, from 0 to 10000 ms"),
@@ -101,6 +102,11 @@ class SparseBalanceConfig:
         metadata={"argparse_meta": {"metavar": "NAME", "help": flag_help()}},
     )
     """Who selects; the registry has the names."""
+
+    first_blocks: int | None = None
+    """Blocks at the beginning of a document that every query reads besides its own, within its
+    budget. Default: 1, since pretrained models attend much to a document's first token; 0 where the
+    selection keeps first tokens itself. Choose 0 for MoBA's own rule."""
 
     attention: AttentionImplementation = "auto"
     """Attention implementation. On CUDA auto takes what the cost table measured fastest, else the
@@ -249,6 +255,12 @@ class SparseBalanceConfig:
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_name(each.name))
         check_name(self.selection)
+        if self.first_blocks and self.first_blocks >= self.base_budget:
+            raise ConfigError(
+                f"{flag_name('first_blocks')} {self.first_blocks}: a query reads them and its own "
+                f"block within its budget, and {flag_name('base_budget')} is {self.base_budget}; "
+                "lower the one or raise the other"
+            )
         if self.layer_budgets is not None:
             # A command line gives words; equal budgets have one text.
             given: object = self.layer_budgets
@@ -265,6 +277,14 @@ class SparseBalanceConfig:
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
                 "context parallelism; use --sparse-balance-context-parallel dynamic"
             )
+
+    @property
+    def selection_rule(self) -> str:
+        """The selection and what it always reads: coverage is measured under one such rule."""
+        first_blocks = self.first_blocks
+        if first_blocks is None:
+            first_blocks = default_first_blocks(self.selection)
+        return f"{self.selection}, first blocks {first_blocks}" if first_blocks else self.selection
 
 
 def check_range(field_name: str, value: float, flag: str) -> None:

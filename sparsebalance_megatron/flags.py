@@ -52,7 +52,8 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
 
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
-    *("coverage_threshold", "layer_budgets", "selection", "eval_attention", "recompute_attention"),
+    *("coverage_threshold", "layer_budgets", "selection", "first_blocks", "eval_attention"),
+    "recompute_attention",
     *("max_tokens_per_micro_batch", "max_context_parallel", "max_segments", "overlong"),
     *("missing_loss_mask", "counted_device"),
 )

@@ -144,10 +144,15 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
     from sparsebalance_megatron.megatron.settings import RunSettings
-    from sparsebalance_megatron.megatron.training_arguments import TrainingArguments
+    from sparsebalance_megatron.megatron.training_arguments import (
+        TrainingArguments,
+        settle_first_blocks,
+    )
     from sparsebalance_megatron.run.inputs import read_inputs
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
+    for line in settle_first_blocks(args):
+        _print_on_first_rank(f"sparse balance: {line}")
     config = config_from_args(args)
     device_type = "cpu" if cpu.installed() else "cuda"
     for name, unusable in (

@@ -30,11 +30,14 @@ class BuiltIn:
     """Objects of one selection, below this package, and a clause for the flag's help.
 
     The work model is named apart from the selector, so that planning does without torch.
+    ``first_blocks``: of a document, which every query reads unless it is told otherwise; None where
+    there is no choice.
     """
 
     selector: str
     work_model: str
     summary: str
+    first_blocks: int | None = 1
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -57,11 +60,13 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         selector="attention.select.vertical_slash:VERTICAL_SLASH",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="columns and diagonals of keys that queries of the block before attend to",
+        first_blocks=None,
     ),
     "vertical-slash-last-queries": BuiltIn(
         selector="attention.select.vertical_slash:LAST_QUERIES",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="those that a document's last queries attend to, as in MTraining; looks ahead",
+        first_blocks=None,
     ),
 }
 """Value of the flag -> selection."""
@@ -89,6 +94,14 @@ def check_name(name: str) -> None:
             f"{FLAG} {name}: must be one of {', '.join(names())} "
             f"(other packages add names by entry points of {GROUP})"
         )
+
+
+def default_first_blocks(name: str) -> int:
+    """First blocks of a document that a selection reads by default, without loading anything.
+
+    Selections of other packages read what they choose, and are taken to read none.
+    """
+    return (BUILT_IN[name].first_blocks or 0) if name in BUILT_IN else 0
 
 
 def source_of(name: str) -> str:

@@ -19,6 +19,7 @@ from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
 
@@ -182,7 +183,7 @@ def balanced_ms(step_ms: float, forward_DPVM: np.ndarray, backward_DPVM: np.ndar
 
 def _alone(times_2DPVM: np.ndarray) -> OperationTimes:
     _, ranks, _, _, positions = times_2DPVM.shape
-    return OperationTimes.of_micro_batches(times_2DPVM, unshared(ranks, positions))
+    return OperationTimes.of_micro_batches(times_2DPVM, unshared(ranks, positions), megatron_order)
 
 
 def _at_mean(times_DPVM: np.ndarray) -> np.ndarray:

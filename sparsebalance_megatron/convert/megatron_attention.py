@@ -21,7 +21,9 @@ from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention, checked_settings
 from sparsebalance_megatron.json_file import read_json
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, layer_budgets_text
-from sparsebalance_megatron.megatron.arguments import config_from_args, destination
+from sparsebalance_megatron.megatron.arguments import destination
+from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
+from sparsebalance_megatron.selector_registry import default_first_blocks
 
 
 def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
@@ -55,7 +57,9 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
     """The attention that a run with Megatron's ``args`` trained with; None without the plugin."""
     if args is None or not getattr(args, destination("enabled"), False):
         return None
-    trained = config_from_args(args)
+    # The run may be of a release with other flags.
+    names = ("block_size", "base_budget", "layer_budgets", "selection")
+    trained = SparseBalanceConfig(**{name: getattr(args, destination(name)) for name in names})
     base_L = base_budgets(trained.base_budget, trained.layer_budgets, args.num_layers)
     by_layer = tuple(None if budget == DENSE else budget for budget in base_L)
     return SparseAttention(
@@ -63,6 +67,7 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
         sparse_topk_blocks=trained.base_budget,
         sparse_selection=trained.selection,
         sparse_layer_topk_blocks=None if trained.layer_budgets is None else by_layer,
+        sparse_init_block=trained_first_blocks(args),
     )
 
 
@@ -94,10 +99,12 @@ def _fields(settings: SparseAttention) -> dict[str, Any]:
     layers = range(len(settings.sparse_layer_topk_blocks or ()))
     named = {layer: settings.base_budget(layer) for layer in layers}
     own = {layer: budget for layer, budget in named.items() if budget != base}
+    has_choice = settings.first_blocks or default_first_blocks(settings.sparse_selection)
     return {
         "enabled": True,
         "block_size": settings.sparse_block_size,
         "base_budget": base,
         "layer_budgets": layer_budgets_text(own) if own else None,
         "selection": settings.sparse_selection,
+        "first_blocks": settings.first_blocks if has_choice else None,
     }

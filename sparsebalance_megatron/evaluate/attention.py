@@ -59,7 +59,7 @@ def sparse_balance_attention(
     starts_BQ = _checked_mask(attention_mask, dropout, features)
     _check_positions(features.get("position_ids"), starts_BQ, key_BGTD.shape[2])
     settings = settings_of(module.config)
-    selector = selector_named(settings.sparse_selection)
+    selector = selector_named(settings.sparse_selection, first_blocks=settings.sparse_init_block)
     q_BQHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query_BHSD, key_BGTD, value_BGTD))
     (batch, asked), tokens = q_BQHD.shape[:2], k_BTGD.shape[1]
     q_BTHD = q_BQHD

@@ -15,7 +15,7 @@ from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
 from sparsebalance_megatron.layer_budgets import DENSE
-from sparsebalance_megatron.selector_registry import check_name
+from sparsebalance_megatron.selector_registry import check_name, default_first_blocks
 
 KEY = "sparse_attention_config"
 """The key of config.json, and the attribute of a ``transformers`` config."""
@@ -36,7 +36,8 @@ class SparseAttention(
             a layer dense.
         sparse_dense_up_to_tokens: documents of up to this length are read whole.
         sparse_local_block: blocks that are read wherever they score: the own one.
-        sparse_init_block: blocks at a document's beginning of which this holds: none.
+        sparse_init_block: blocks at a document's beginning of which this holds; None is what the
+            selection reads by default.
     """
 
     sparse_block_size: _Blocks
@@ -45,12 +46,19 @@ class SparseAttention(
     sparse_layer_topk_blocks: tuple[_Blocks | None, ...] | None = None
     sparse_dense_up_to_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     sparse_local_block: Literal[1] = 1
-    sparse_init_block: Literal[0] = 0
+    sparse_init_block: Annotated[int, msgspec.Meta(ge=0, le=16)] | None = None
 
     def as_config(self) -> dict[str, Any]:
         """Settings as config.json holds them."""
-        fixed = {"sparse_local_block": 1, "sparse_init_block": 0}
-        return msgspec.to_builtins(self) | fixed
+        kept = {"sparse_local_block": 1, "sparse_init_block": self.first_blocks}
+        return msgspec.to_builtins(self) | kept
+
+    @property
+    def first_blocks(self) -> int:
+        """First blocks of a document that every query reads besides its own, within its budget."""
+        if self.sparse_init_block is None:
+            return default_first_blocks(self.sparse_selection)
+        return self.sparse_init_block
 
     def base_budget(self, layer: int) -> int:
         """Blocks that a query of a layer may read; :data:`.DENSE` for a dense layer."""

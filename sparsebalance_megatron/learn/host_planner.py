@@ -147,7 +147,7 @@ class HostPlanner:
             coverage=self.coverage,
             global_batch_size=job.global_batch_size,
             calibrate=config.calibration,
-            selection=config.selection,
+            selection=config.selection_rule,
             # The samples of later steps are not known, so the next step makes up for a deficit.
             horizon_steps=1,
             clock=clock,

@@ -316,6 +316,9 @@ def arguments_of_weights(args: Namespace) -> Namespace | None:
             continue
         content = tracker.read_text().strip()
         release = content == "release"
+        if not release and not content.isdecimal():
+            # Megatron refuses it when it loads.
+            return None
         iteration = 0 if release else args.ckpt_step or int(content)
         found = find_checkpoint_rank_0(directory, iteration, release)
         if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):

@@ -69,7 +69,7 @@ class AttentionOptions:
     @cached_property
     def selector(self) -> Selector[Any, Any]:
         """Chooses blocks."""
-        return selector_named(self.config.selection, self.config.router)
+        return selector_named(self.config.selection, self.config.router, self.config.first_blocks)
 
     @property
     def keeps(self) -> bool:

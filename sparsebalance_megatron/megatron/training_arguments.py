@@ -15,6 +15,7 @@ from sparsebalance_megatron.megatron.compat import (
     saved_arguments,
     use_layer_spec,
 )
+from sparsebalance_megatron.selector_registry import default_first_blocks
 
 STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of ``args`` that carries the scheduler's state into checkpoints."""
@@ -75,13 +76,49 @@ class TrainingArguments:
         return model_provider(self._args, layer_spec)
 
 
+def trained_first_blocks(trained: Namespace) -> int:
+    """First blocks that a run with these arguments read; runs before there was a flag read none."""
+    return getattr(trained, destination("first_blocks"), None) or 0
+
+
+def settle_first_blocks(args: Namespace) -> list[str]:
+    """Set the number of first blocks where the flags leave it open, for checkpoints to hold it.
+
+    It is what the run read that the checkpoint comes from, else the selection's default.
+
+    Returns:
+        A sentence where the checkpoint decides otherwise than the default.
+    """
+    name, selection = destination("first_blocks"), getattr(args, destination("selection"))
+    default = default_first_blocks(selection)
+    if getattr(args, name) is not None or not default:
+        return []
+    setattr(args, name, default)
+    trained = arguments_of_weights(args)
+    if (
+        trained is None
+        or not getattr(trained, destination("enabled"), False)
+        or getattr(trained, destination("selection")) != selection
+        or (first_blocks := trained_first_blocks(trained)) == default
+    ):
+        return []
+    setattr(args, name, first_blocks)
+    return [
+        f"{flag_name('first_blocks')} is {first_blocks}, as in the checkpoint, not {default}; give "
+        "the flag to change it"
+    ]
+
+
 def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
     """Differences between two runs' selections, one sentence each; none without a first run."""
     if trained is None or not getattr(trained, destination("enabled"), False):
         return []
-    return [
-        f"{flag_name(name)} is {getattr(now, destination(name))}; these weights were trained with "
-        f"{getattr(trained, destination(name))}"
+    pairs = {
+        name: (getattr(now, destination(name)), getattr(trained, destination(name)))
         for name in ("block_size", "selection")
-        if getattr(trained, destination(name)) != getattr(now, destination(name))
+    } | {"first_blocks": (trained_first_blocks(now), trained_first_blocks(trained))}
+    return [
+        f"{flag_name(name)} is {ours}; these weights were trained with {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
     ]

@@ -327,7 +327,7 @@ def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
-    selector_named(get.config.selection, get.config.router)
+    selector_named(get.config.selection, get.config.router, get.config.first_blocks)
     _check_sharing(get, longest)
     check_segments(get)
 

@@ -22,14 +22,14 @@ class Arrangement:
 
     ``samples[rank][position]``: those of the micro-batch that begins on the rank, none where the
     rank takes part in a micro-batch that begins on another. ``cp_sizes_RM``: ranks of the
-    micro-batch that each takes part in. ``first_blocks[rank][position]``: where the segments of
-    the micro-batch that the rank takes part in begin; empty where every micro-batch of the step
-    runs in one piece.
+    micro-batch that each takes part in. ``segment_starts_blocks[rank][position]``: where the
+    segments of the micro-batch that the rank takes part in begin; empty where every micro-batch of
+    the step runs in one piece.
     """
 
     samples: Placement
     cp_sizes_RM: np.ndarray
-    first_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    segment_starts_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @classmethod
     def of_groups(cls, placement: Placement, cp_size: int = 1) -> Arrangement:
@@ -64,7 +64,7 @@ class Arrangement:
     @property
     def is_cut(self) -> bool:
         """Whether a micro-batch has several segments."""
-        return any(len(blocks) > 1 for of_rank in self.first_blocks for blocks in of_rank)
+        return any(len(blocks) > 1 for of_rank in self.segment_starts_blocks for blocks in of_rank)
 
     def cp_size(self, rank: int, position: int) -> int:
         """Ranks of the micro-batch that a rank takes part in."""

@@ -17,7 +17,7 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 
 def step_ms(problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray) -> float:
     """Makespan of placed samples at these budgets, rounded so that equal steps tie."""
-    if where.first_blocks:
+    if where.segment_starts_blocks:
         ms_R = segmented_times(problem.costs, where, budgets_LS)[1]
     else:
         ms_R = problem.budgets.makespans_ms(budgets_LS, where)

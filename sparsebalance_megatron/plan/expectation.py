@@ -24,9 +24,9 @@ def expectation(plan: Candidate) -> Expectation:
     problem, arrangement, tuned = plan.problem, plan.arrangement, plan.tuned
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    if arrangement.first_blocks:
+    if arrangement.segment_starts_blocks:
         times_2RPVM, makespans_R, ms_2UP = segmented_times(costs, arrangement, tuned.budgets_LS)
-        end_R = np.cumsum([sum(map(len, of_rank)) for of_rank in arrangement.first_blocks])
+        end_R = np.cumsum([sum(map(len, of_rank)) for of_rank in arrangement.segment_starts_blocks])
         segment_ms = tuple(np.split(ms_2UP.swapaxes(1, 2), end_R[:-1], axis=2))
     else:
         segment_ms = ()

@@ -291,7 +291,7 @@ def _micro_batches(
     problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
     """Every micro-batch on its first rank, with its budgets cut from one array of all."""
-    reorders = problem.placement is None and not arrangement.first_blocks
+    reorders = problem.placement is None and not arrangement.segment_starts_blocks
     placed = [
         [
             _covered_first(problem, micro_batch, budgets_LS)
@@ -321,9 +321,9 @@ def _micro_batches(
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
                     pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
-                    first_blocks=(
-                        arrangement.first_blocks[rank][position]
-                        if arrangement.first_blocks
+                    segment_starts_blocks=(
+                        arrangement.segment_starts_blocks[rank][position]
+                        if arrangement.segment_starts_blocks
                         else (0,)
                     ),
                 )

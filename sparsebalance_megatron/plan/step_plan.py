@@ -34,8 +34,8 @@ class MicroBatchPlan:
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
     of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
     it, beginning at ``rank``, a multiple of ``cp_size``. ``pinned``: whether each sample's budgets
-    were given, and are executed as they are; empty where none were. ``first_blocks``: where each
-    of its segments begins, counted in blocks of the packed sequence; the first is 0.
+    were given, and are executed as they are; empty where none were. ``segment_starts_blocks``:
+    where each of its segments begins, counted in blocks of the packed sequence; the first is 0.
     """
 
     samples: tuple[int, ...]
@@ -45,7 +45,7 @@ class MicroBatchPlan:
     position: int
     cp_size: int = 1
     pinned: tuple[bool, ...] = ()
-    first_blocks: tuple[int, ...] = (0,)
+    segment_starts_blocks: tuple[int, ...] = (0,)
 
     @property
     def tokens(self) -> int:
@@ -54,14 +54,16 @@ class MicroBatchPlan:
     @property
     def segments(self) -> int:
         """Pieces, along the sequence, in which it passes the pipeline."""
-        return len(self.first_blocks)
+        return len(self.segment_starts_blocks)
 
     def segment_tokens(self, block_size: int) -> np.ndarray:
         """Tokens of every segment; blocks begin anew with every sample."""
         blocks = np.cumsum([0, *(-(-tokens // block_size) for tokens in self.lengths_tokens)])
         tokens = np.cumsum([0, *self.lengths_tokens])
-        sample = np.searchsorted(blocks, self.first_blocks, side="right") - 1
-        starts = tokens[sample] + (np.array(self.first_blocks) - blocks[sample]) * block_size
+        sample = np.searchsorted(blocks, self.segment_starts_blocks, side="right") - 1
+        starts = (
+            tokens[sample] + (np.array(self.segment_starts_blocks) - blocks[sample]) * block_size
+        )
         return np.diff(starts, append=tokens[-1])
 
 
@@ -179,7 +181,7 @@ class StepPlan:
                     f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.cp_size}".encode()
                 )
             if micro_batch.segments > 1:
-                digest.update(f"segments from {micro_batch.first_blocks}".encode())
+                digest.update(f"segments from {micro_batch.segment_starts_blocks}".encode())
             if micro_batch.pinned:
                 digest.update(f"pinned {micro_batch.pinned}".encode())
             digest.update(repr(micro_batch.budgets_LS.shape).encode())
@@ -244,11 +246,12 @@ def _defect(
     if not samples:
         return "empty"
     blocks = sum(-(-length // plan_settings.block_size) for length in micro_batch.lengths_tokens)
-    bounds = (*micro_batch.first_blocks, blocks)
+    bounds = (*micro_batch.segment_starts_blocks, blocks)
     # A whole micro-batch with too few blocks for its ranks is padded.
     least = cp_size if micro_batch.segments > 1 else 1
     if bounds[0] != 0 or any(end - first < least for first, end in pairwise(bounds)):
-        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks} on {cp_size} ranks"
+        starts = micro_batch.segment_starts_blocks
+        return f"segments begin at blocks {starts} of {blocks} on {cp_size} ranks"
     if micro_batch.segments > plan_settings.max_segments:
         return f"{micro_batch.segments} segments, at most {plan_settings.max_segments}"
     if micro_batch.tokens > cap_tokens:

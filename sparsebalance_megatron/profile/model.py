@@ -158,10 +158,12 @@ class ProfiledModel:
             rank=0,
             position=0,
             pinned=(True,),
-            first_blocks=tuple(blocks * segment // segments for segment in range(segments)),
+            segment_starts_blocks=tuple(
+                blocks * segment // segments for segment in range(segments)
+            ),
         )
         slices = [
-            segment_slice(cu_seqlens, plan.first_blocks, segment, block_size=block_size)
+            segment_slice(cu_seqlens, plan.segment_starts_blocks, segment, block_size=block_size)
             if segments > 1
             else None
             for segment in range(segments)

@@ -130,7 +130,7 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             global_batch_size=sizes.largest,
             calibrate=config.calibration,
-            selection=config.selection,
+            selection=config.selection_rule,
             clock=time.perf_counter,
         )
         ahead = config.planning == "ahead"

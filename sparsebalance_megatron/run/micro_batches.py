@@ -112,7 +112,7 @@ class SequencePacking:
         return [
             segment_slice(
                 cu_seqlens,
-                micro_batch.first_blocks,
+                micro_batch.segment_starts_blocks,
                 segment,
                 block_size=self.block_size,
                 ranks=group,
@@ -149,7 +149,7 @@ class SequencePacking:
             return micro_batch.segment_tokens(self.block_size)[:, None]
         last = segment_slice(
             self.cu_seqlens(micro_batch),
-            micro_batch.first_blocks,
+            micro_batch.segment_starts_blocks,
             micro_batch.segments - 1,
             block_size=self.block_size,
             ranks=SequenceGroup(members=micro_batch.cp_size),

@@ -80,7 +80,7 @@ TRAINED_LAYERS = {
     ),
 }
 """Model -> what its config.json says besides once it is trained with these flags."""
-FIXED_ATTENTION = {"sparse_local_block": 1, "sparse_init_block": 0}
+ALWAYS_READ = {"sparse_local_block": 1, "sparse_init_block": 1}
 SPARSE_BUDGET = 3
 SPARSE_READINGS = [
     *(("llama-llama3", selection, "") for selection in CAUSAL),
@@ -344,7 +344,7 @@ def test_what_training_saved_is_what_came_in_to_the_bit(variant: str, work: Work
     for name in ("config.json", "generation_config.json"):
         copied = json.loads((work.exported(variant) / name).read_text())
         if name == "config.json":
-            attention = TRAINED_ATTENTION | FIXED_ATTENTION | TRAINED_LAYERS[variant][0]
+            attention = TRAINED_ATTENTION | ALWAYS_READ | TRAINED_LAYERS[variant][0]
             assert copied.pop(KEY) == attention
         expected = json.loads((work.hf(variant) / name).read_text())
         expected.pop(KEY, None)
@@ -379,6 +379,7 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
         *("--sparse-balance", "--sparse-balance-block-size", "32"),
         *("--sparse-balance-base-budget", "5", "--sparse-balance-layer-budgets", "dense:1"),
         *("--sparse-balance-selection", "token-kv-head"),
+        *("--sparse-balance-first-blocks", "1"),
     ]
     assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
 

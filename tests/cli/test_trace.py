@@ -22,6 +22,7 @@ from sparsebalance_megatron import cli
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import Timeline
 from sparsebalance_megatron.view.report.trace import Tracer
@@ -114,7 +115,9 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
     threads = names(events, "thread_name")
     processes = names(events, "process_name")
     times_2RPVM = expectation.times_2RPVM
-    times = OperationTimes.of_micro_batches(times_2RPVM, unshared(RUN.ranks, times_2RPVM.shape[-1]))
+    times = OperationTimes.of_micro_batches(
+        times_2RPVM, unshared(RUN.ranks, times_2RPVM.shape[-1]), megatron_order
+    )
     for rank in range(RUN.ranks):
         events_of_rank = simulate(times)[rank]
         expected = sorted(

@@ -271,7 +271,7 @@ def test_windows_are_refused():
         ({"sparse_selection": "best"}, "best"),
         ({"sparse_layer_topk_blocks": (1,)}, "2 layers"),
         ({"topk": 3}, "topk"),
-        ({"sparse_init_block": 1}, "sparse_init_block 1"),
+        ({"sparse_init_block": 17}, "sparse_init_block"),
         ({"sparse_local_block": 2}, "sparse_local_block 2"),
     ],
 )
@@ -293,7 +293,7 @@ def test_the_config_says_what_its_readers_elsewhere_must_know():
         "sparse_block_size": BLOCK,
         "sparse_topk_blocks": 3,
         "sparse_local_block": 1,
-        "sparse_init_block": 0,
+        "sparse_init_block": 1,
         "sparse_selection": "token-query-head",
     }
 

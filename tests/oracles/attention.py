@@ -76,13 +76,15 @@ def moba_lists(
     block_size: int,
     budgets: list[int],
     granularity: str,
+    first_blocks: int = 1,
 ) -> Lists:
     blocks = blocks_of(cu_seqlens, block_size)
     lists = {}
     for row, head, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, granularity):
         scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
-        past = sorted((number for number in scores if number != own), key=lambda n: (-scores[n], n))
-        lists[row, head] = [own, *past[: budgets[blocks[own][0]] - 1]]
+        firsts = sorted(scores.keys() - {own})[:first_blocks]
+        past = sorted(scores.keys() - {own, *firsts}, key=lambda n: (-scores[n], n))
+        lists[row, head] = [own, *firsts, *past][: budgets[blocks[own][0]]]
     return lists
 
 
@@ -94,8 +96,9 @@ def coverage(
     granularity: str,
     softmax_scale: float,
     budget: int,
+    first_blocks: int = 1,
 ) -> list[float]:
-    """Mean router mass per document inside the own and the best ``budget`` - 1 other blocks."""
+    """Mean router mass per document inside what a budget reads."""
     blocks = blocks_of(cu_seqlens, block_size)
     covered = [0.0] * (len(cu_seqlens) - 1)
     weights = [0.0] * (len(cu_seqlens) - 1)
@@ -103,7 +106,9 @@ def coverage(
         scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
         peak = max(scores.values())
         mass = {n: math.exp(softmax_scale * (s - peak)) for n, s in scores.items()}
-        others = sorted((mass[n] for n in mass if n != own), reverse=True)
+        firsts = sorted(mass.keys() - {own})[:first_blocks]
+        others = [mass[n] for n in firsts]
+        others += sorted((mass[n] for n in mass.keys() - {own, *firsts}), reverse=True)
         document, begin, end = blocks[own]
         weight = end - begin if granularity == "previous-block" else 1
         inside = mass[own] + sum(others[: budget - 1])

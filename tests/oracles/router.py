@@ -40,11 +40,23 @@ def scores_at_once(
     return scores_QCN.masked_fill(hidden_QN[:, None], -math.inf), own_Q
 
 
-def lists_at_once(scores_QCN: Tensor, own_Q: Tensor, places: int) -> Tensor:
-    """int32 [Q, C, places]: the own block, then the others by a stable sort; -1 past the end."""
+def kept_at_once(scores_QCN: Tensor, own_Q: Tensor, first_blocks: int) -> Tensor:
+    """float32 [Q, C, N]: scores, but of the first blocks 1e30 times what is left of them, and of
+    the own block infinity."""
+    kept_QCN = scores_QCN.clone()
+    for row, own in enumerate(own_Q.tolist()):
+        (visible,) = (scores_QCN[row, 0] > -math.inf).nonzero(as_tuple=True)
+        for place, block in enumerate(visible.tolist()[:first_blocks]):
+            kept_QCN[row, :, block] = (first_blocks - place) * 1e30
+        kept_QCN[row, :, own] = math.inf
+    return kept_QCN
+
+
+def lists_at_once(scores_QCN: Tensor, own_Q: Tensor, places: int, first_blocks: int = 1) -> Tensor:
+    """int32 [Q, C, places]: the own block, first ones, then the others by a stable sort; -1 past
+    the end."""
     blocks = scores_QCN.shape[2]
-    ranked_QCN = scores_QCN.clone()
-    ranked_QCN.scatter_(2, own_Q[:, None, None].expand(-1, scores_QCN.shape[1], 1), math.inf)
+    ranked_QCN = kept_at_once(scores_QCN, own_Q, first_blocks)
     values, number_QCK = ranked_QCN.sort(dim=-1, descending=True, stable=True)
     number_QCK = number_QCK.masked_fill(values == -math.inf, -1)
     padded = torch.nn.functional.pad(number_QCK, (0, max(0, places - blocks)), value=-1)
@@ -59,14 +71,15 @@ def mass_at_once(
     softmax_scale: float,
     *,
     by_token: bool,
+    first_blocks: int = 1,
 ) -> Tensor:
     """float64 [S, K]: mass in every place, summed over the tokens and heads of a document."""
     blocks = blocks_of(cu_seqlens, block_size)
     mass_QCN = (scores_QCN.double() * softmax_scale).softmax(-1)
-    own_QC1 = own_Q[:, None, None].expand(-1, mass_QCN.shape[1], 1)
-    own_mass_QC1 = mass_QCN.gather(2, own_QC1)
-    others = mass_QCN.scatter(2, own_QC1, -1.0).sort(dim=-1, descending=True).values[..., :-1]
-    mass_QK = torch.cat((own_mass_QC1, others), dim=2).sum(1)
+    order_QCK = kept_at_once(scores_QCN, own_Q, first_blocks).argsort(
+        dim=-1, descending=True, stable=True
+    )
+    mass_QK = mass_QCN.gather(2, order_QCK).sum(1)
     if not by_token:
         mass_QK *= torch.tensor([end - begin for _, begin, end in blocks])[:, None]
     total_SK = torch.zeros(len(cu_seqlens) - 1, mass_QK.shape[1], dtype=torch.float64)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
@@ -19,6 +20,8 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs
+
+DEFAULT_TUNING = SparseBalanceConfig.tuning
 
 FORWARD_MS = {
     Part.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
@@ -58,7 +61,7 @@ def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
 def plan_settings(**changes):
     values = {
         "batching": "makespan",
-        "tuning": "makespan",
+        "tuning": DEFAULT_TUNING,
         "anchor": "mean",
         "coverage_threshold": 0.1,
         "base_budget": 8,

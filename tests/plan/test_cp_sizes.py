@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     flat,
@@ -175,7 +176,7 @@ def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
         planned(**given_ | {"lengths_tokens": [1900, 101]})
 
 
-@pytest.mark.parametrize("tuning", ["off", "anchor", "makespan"])
+@pytest.mark.parametrize("tuning", ["off", "anchor", DEFAULT_TUNING])
 @pytest.mark.parametrize("batching", ["arrival", "latency", "makespan"])
 def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
     given_ = arguments((4, 4, 2, 1), 3, c=2, batching=batching, tuning=tuning)

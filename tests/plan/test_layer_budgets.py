@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -25,7 +26,7 @@ from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
 
 SHAPES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
-TUNINGS = st.sampled_from(["off", "anchor", "makespan"])
+TUNINGS = st.sampled_from(["off", "anchor", DEFAULT_TUNING])
 
 
 def arguments(shape, seed, **changes):
@@ -74,7 +75,7 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
         assert (expected.coverage_mean, expected.work_ratio) == (1.0, pytest.approx(1.0))
 
 
-@pytest.mark.parametrize("tuning", ["anchor", "makespan"])
+@pytest.mark.parametrize("tuning", ["anchor", DEFAULT_TUNING])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
     given_ = arguments((2, 4, 2, 1), 3, tuning=tuning, coverage_target="base")
     named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
+from plan.plan_cases import (
+    DEFAULT_TUNING,
+    cost_model,
+    coverage_curves,
+    job_shape,
+    plan_settings,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -53,7 +60,7 @@ def random_inputs(number: int) -> PlanInputs:
         lengths_tokens=tuple(lengths),
         job=job,
         plan_settings=plan_settings(
-            tuning=str(draw(["off", "makespan", "makespan"])),
+            tuning=str(draw(["off", DEFAULT_TUNING, DEFAULT_TUNING])),
             coverage_threshold=float(draw([0.0, 0.1, 0.3])),
             coverage_target=str(draw(["threshold", "threshold", "base"])),
             plan_ms=1.0,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import planned
+from plan.plan_cases import DEFAULT_TUNING, planned
 from plan.search.test_lockstep_order import arguments
 
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -34,7 +34,7 @@ def both(shape, seed, lockstep_ranks, **changes):
     return given_, [planned(**each) for each in given_]
 
 
-@given(SEEDS, SHAPES, st.sampled_from([2, 4]), st.sampled_from(["off", "makespan"]))
+@given(SEEDS, SHAPES, st.sampled_from([2, 4]), st.sampled_from(["off", DEFAULT_TUNING]))
 def test_every_sample_runs_once_in_no_more_positions_than_the_job_has(
     seed, shape, lockstep_ranks, tuning
 ):
@@ -72,8 +72,8 @@ def test_fewer_positions_are_found_and_the_cap_limits_them():
 @pytest.mark.parametrize(
     ("shape", "lockstep_ranks", "batching"),
     [
-        ((4, 4, 2, 1), 4, "makespan"),
-        ((4, 4, 1, 1), 1, "makespan"),
+        ((4, 4, 2, 1), 4, DEFAULT_TUNING),
+        ((4, 4, 1, 1), 1, DEFAULT_TUNING),
         ((4, 4, 1, 1), 4, "latency"),
         ((4, 4, 1, 1), 4, "arrival"),
     ],

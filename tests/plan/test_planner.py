@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -57,7 +58,7 @@ def arguments(
     KINDS,
     st.integers(1, 3),
     st.sampled_from(["length", "latency", "arrival", "makespan"]),
-    st.sampled_from(["off", "anchor", "makespan"]),
+    st.sampled_from(["off", "anchor", DEFAULT_TUNING]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.booleans(),
 )
@@ -86,7 +87,7 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, un
 
 
 @settings(max_examples=25)
-@given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]), st.booleans())
+@given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", DEFAULT_TUNING]), st.booleans())
 def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, uneven):
     times = {
         batching: planned(
@@ -119,7 +120,7 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     assert expected.coverage_min == pytest.approx(flat.min())
 
 
-@pytest.mark.parametrize("tuning", ["off", "makespan"])
+@pytest.mark.parametrize("tuning", ["off", DEFAULT_TUNING])
 def test_groups_of_micro_batches_are_planned_as_they_run(tuning):
     given_ = arguments((2, 6, 2, 2), 3, size=1, tuning=tuning)
     plan = planned(**given_ | {"job": replace(given_["job"], micro_batch_group_size=3)})
@@ -136,7 +137,7 @@ def test_groups_of_micro_batches_are_planned_as_they_run(tuning):
 
 
 @settings(max_examples=20)
-@given(SHAPES, SEEDS, st.sampled_from(["off", "makespan"]))
+@given(SHAPES, SEEDS, st.sampled_from(["off", DEFAULT_TUNING]))
 def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):
     given_ = arguments(shape, seed, uneven=True, tuning=tuning)
     plan = planned(**given_)
@@ -260,7 +261,7 @@ def test_published_latency_batching_is_not_searched():
 def test_search_follows_the_step_that_it_is_for():
     """Longer steps are searched for longer; a number of ms is kept to."""
     lengths = np.random.default_rng(4).integers(1000, 20000, 32).tolist()
-    given_ = arguments((4, 8, 4, 1), size=1) | {"lengths_tokens": lengths}
+    given_ = arguments((4, 8, 4, 1), size=1, tuning="makespan") | {"lengths_tokens": lengths}
     spent = {}
     for name, factor, plan_ms in (
         ("short", 1e-3, None),
@@ -284,6 +285,7 @@ def test_a_tuned_plan_is_compared_with_order_of_arrival_once_more():
     """The placement was the best at the budgets that the deficit asks for. The step has no time for
     them, and at those that it can afford order of arrival takes less."""
     changes = {"coverage_target": "base", "coverage_threshold": 0.3, "plan_ms": 5.0}
+    changes["tuning"] = "makespan"
     given_ = arguments((2, 4, 1, 1), seed=68, **changes)
     given_ |= {"lengths_tokens": random_lengths(16, 68, longest=2**14)}
     owing = planned(**given_, coverage_deficit=1.6)

@@ -133,7 +133,9 @@ def test_broken_wide_micro_batches(wide, changes, words):
 def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
     """Both run a shared micro-batch, then rank 0 one of three segments and rank 1 one of one."""
     joined, cut, whole = wide.micro_batches
-    found = replace(wide, micro_batches=(joined, replace(cut, first_blocks=(0, 2, 3)), whole))
+    found = replace(
+        wide, micro_batches=(joined, replace(cut, segment_starts_blocks=(0, 2, 3)), whole)
+    )
     policy = replace(POLICY, max_segments=3)
     found.validate(LENGTHS, JOB, policy)
     assert found.schedule_of(0) == SegmentedSchedule((1, 3), (1, 3))
@@ -145,10 +147,12 @@ def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
 def test_every_segment_has_a_block_for_each_of_its_ranks(wide):
     policy = replace(POLICY, max_segments=3)
     blocks = sum(-(-tokens // POLICY.block_size) for tokens in wide.micro_batches[0].lengths_tokens)
-    with_first(wide, first_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
-    for first_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
+    with_first(wide, segment_starts_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
+    for segment_starts_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
         with pytest.raises(PlanError, match=f"segments begin at .* of {blocks} on 2 ranks"):
-            with_first(wide, first_blocks=first_blocks).validate(LENGTHS, JOB, policy)
+            with_first(wide, segment_starts_blocks=segment_starts_blocks).validate(
+                LENGTHS, JOB, policy
+            )
 
 
 def test_the_cap_is_that_of_a_rank(wide):

@@ -87,7 +87,7 @@ def cut(
     spare = micro_batch.cp_size - 1
     inner = generator.choice(np.arange(1, blocks - segments * spare), segments - 1, replace=False)
     inner = np.sort(inner) + spare * np.arange(1, segments)
-    return replace(micro_batch, first_blocks=(0, *inner.tolist()))
+    return replace(micro_batch, segment_starts_blocks=(0, *inner.tolist()))
 
 
 def kept_lists() -> dict[tuple[int, int, int, int], list[int]]:

@@ -194,11 +194,11 @@ def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
 def segments_report(exchange: SequenceExchange, name: str) -> dict[str, Any]:
     """A layer that runs in segments, each shared by all members."""
     ranks = SequenceGroup(member=RANK, members=MEMBERS, exchange=exchange)
-    first_blocks = list(range(0, segmented.BLOCKS - MEMBERS + 1, MEMBERS + 1))
+    segment_starts_blocks = list(range(0, segmented.BLOCKS - MEMBERS + 1, MEMBERS + 1))
     case, selector = segmented.case_of(), segmented.CAUSAL[name]
     whole, curves_SK = segmented.whole_of(case, selector, torch.float64)
     run = segmented.Segmented(
-        case, selector, first_blocks, ranks=ranks, recompute=name == "vertical-slash"
+        case, selector, segment_starts_blocks, ranks=ranks, recompute=name == "vertical-slash"
     )
     found = run.run()
     expected = [x[run.tokens_T] for x in whole.ours("reference", torch.float64)]
@@ -207,10 +207,10 @@ def segments_report(exchange: SequenceExchange, name: str) -> dict[str, Any]:
     rows = run.tokens_T if whole.selection.by_token else rows
     lists = segmented.read(whole.selection)
     return {
-        "segments": len(first_blocks),
+        "segments": len(segment_starts_blocks),
         "lists": [row for each in selections for row in segmented.read(each)]
         == [lists[row] for row in rows.tolist()],
-        "coverage": float((run.curves[len(first_blocks) - 1] - curves_SK).abs().max()),
+        "coverage": float((run.curves[len(segment_starts_blocks) - 1] - curves_SK).abs().max()),
         "kept": [len(x) for x in vars(run.segments).values() if isinstance(x, list)],
         "errors": {
             result: float((a - b).abs().max())

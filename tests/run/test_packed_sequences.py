@@ -33,7 +33,10 @@ def groups(rank: int, widest: int) -> SequenceGroups:
 
 
 def micro_batch(
-    lengths: list[int], rank: int = 0, cp_size: int = 1, first_blocks: tuple[int, ...] = (0,)
+    lengths: list[int],
+    rank: int = 0,
+    cp_size: int = 1,
+    segment_starts_blocks: tuple[int, ...] = (0,),
 ) -> MicroBatchPlan:
     return MicroBatchPlan(
         samples=tuple(range(len(lengths))),
@@ -42,7 +45,7 @@ def micro_batch(
         rank=rank,
         position=3,
         cp_size=cp_size,
-        first_blocks=first_blocks,
+        segment_starts_blocks=segment_starts_blocks,
     )
 
 
@@ -58,7 +61,7 @@ def samples(lengths: list[int]) -> list[Sample]:
 
 
 def slices(
-    lengths: list[int], cp_size: int, multiple: int, first_blocks: tuple[int, ...] = (0,)
+    lengths: list[int], cp_size: int, multiple: int, segment_starts_blocks: tuple[int, ...] = (0,)
 ) -> list[tuple[Any, PackedSequence]]:
     """Every member's slices and rows, on ranks that begin at twice the cp_size."""
     found = []
@@ -66,7 +69,7 @@ def slices(
         packing = SequencePacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
-        plan = micro_batch(lengths, 2 * cp_size, cp_size, first_blocks)
+        plan = micro_batch(lengths, 2 * cp_size, cp_size, segment_starts_blocks)
         rows = packing.packed(plan, samples(lengths))
         assert packing.computed_tokens(plan) == [len(row.tokens) for row in rows]
         found += zip(packing.slices(plan), rows, strict=True)
@@ -85,14 +88,14 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     """Also in segments, of as many blocks as there are members and some more."""
     blocks = sum(-(-length // BLOCK_TOKENS) for length in lengths)
     firsts = np.cumsum([0, *(cp_size + more for more in further)])
-    first_blocks = tuple(firsts[firsts + cp_size <= max(blocks, cp_size)].tolist())
+    segment_starts_blocks = tuple(firsts[firsts + cp_size <= max(blocks, cp_size)].tolist())
     expected = {
         (1000 * (number + 1) + at, 1000 * (number + 1) + at + 1, at, float(at % 3 > 0))
         for number, length in enumerate(lengths)
         for at in range(length)
     }
     found, padded = [], 0
-    for held, row in slices(lengths, cp_size, multiple, first_blocks):
+    for held, row in slices(lengths, cp_size, multiple, segment_starts_blocks):
         assert len(row.tokens) % multiple == 0
         assert len(row.tokens) == len(held.tokens_T) + held.padding_tokens > 0
         assert row.position_ids.tolist() == held.positions_T.tolist()
@@ -107,7 +110,7 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     packing = SequencePacking(
         block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8)
     )
-    plan = micro_batch(lengths, cp_size=cp_size, first_blocks=first_blocks)
+    plan = micro_batch(lengths, cp_size=cp_size, segment_starts_blocks=segment_starts_blocks)
     assert packing.padded_tokens(plan) == padded
 
 

@@ -97,22 +97,29 @@ def rank_sequence[Summarised, Ranked](
     )
 
 
-def selector_named(name: str, router: Router = "auto") -> Selector[Any, Any]:
+def selector_named(
+    name: str, router: Router = "auto", first_blocks: int | None = None
+) -> Selector[Any, Any]:
     """The selector of a name that ``--sparse-balance-selection`` takes.
 
     Args:
         router: who computes the router; a selector that leaves the choice has ``with_router``.
+        first_blocks: blocks at the beginning of a document that every query reads; a selector that
+            leaves the choice has ``with_first_blocks``. None is its own default.
 
     Raises:
         ConfigError: there is none of that name, it cannot be loaded, or it leaves no choice of
-            router.
+            router or first blocks.
     """
     selector: Any = load_selector(name)
-    if router == "auto":
-        return selector
-    if not hasattr(selector, "with_router"):
-        raise ConfigError(
-            f"{flag_name('router')} {router}: selection {name} leaves no choice of router; drop "
-            "the flag"
-        )
-    return selector.with_router(router)
+    chosen: dict[str, Any] = {} if router == "auto" else {"router": router}
+    if first_blocks is not None and first_blocks != getattr(selector, "first_blocks", 0):
+        chosen["first_blocks"] = first_blocks
+    for option, value in chosen.items():
+        if not hasattr(selector, f"with_{option}"):
+            raise ConfigError(
+                f"{flag_name(option)} {value}: selection {name} leaves no choice of "
+                f"{option.replace('_', ' ')}; drop the flag"
+            )
+        selector = getattr(selector, f"with_{option}")(value)
+    return selector

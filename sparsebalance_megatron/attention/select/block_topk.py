@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoBA's parameter-free router: the own block, and the visible blocks of the best scores.
+"""MoBA's parameter-free router: the own block, a document's first ones, and the best of the others.
 
 Nothing here reads the device from the host, so budgets may differ in every call at no cost.
 Every result is the same in a recomputed pass: no atomics, no unstable sort.
@@ -30,7 +30,11 @@ from sparsebalance_megatron.config import Router
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTopK(RankingSelector):
-    """The own block and the best others, as many as the budget says (MoBA, arXiv:2502.13189).
+    """The own block, first blocks and the best others, as many as the budget says.
+
+    MoBA, arXiv:2502.13189, reads the own block and the best others: ``first_blocks`` 0. Pretrained
+    models put much of their attention on a document's first token ("attention sink", StreamingLLM,
+    arXiv:2309.17453), which its block's mean key does not show.
 
     A block's score is query . mean(keys of the block). MoBA, section 2.2: the mean is rounded to
     the keys' dtype, the product is float32. The query is the mean over the heads that select
@@ -41,16 +45,23 @@ class BlockTopK(RankingSelector):
         by_token: whether every token selects for itself, or the tokens of a block together.
         by_query_head: whether every query head selects for itself, or the heads of a KV head
             together.
+        first_blocks: blocks at the beginning of a document that every query reads besides its own,
+            within its budget; they come first in lists, in their order.
         router: who computes; see :func:`..router_choice.ranks_in_triton`.
     """
 
     by_token: bool
     by_query_head: bool
+    first_blocks: int = 1
     router: Router = "auto"
 
     def with_router(self, router: Router) -> BlockTopK:
         """Give the same selector with another router."""
         return replace(self, router=router)
+
+    def with_first_blocks(self, first_blocks: int) -> BlockTopK:
+        """Give the same selector with another number of first blocks."""
+        return replace(self, first_blocks=first_blocks)
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
@@ -96,6 +107,7 @@ class BlockTopK(RankingSelector):
                 softmax_scale=softmax_scale,
                 places=min(max_budget, layouts.kv_layout.max_blocks),
                 observe=observe,
+                first_blocks=self.first_blocks,
                 router=self.router,
             )
         return Ranking(

@@ -20,13 +20,13 @@ from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranking:
-    """The own block, then the other visible blocks, the best first, up to the widest budget.
+    """The own block, then the other visible blocks in the order in which budgets take them.
 
     Attributes:
         layouts: where queries and keys lie.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N).
-        indices_QCK: int16 or int32 numbers of blocks in the keys' sequence, -1 past the visible
-            ones.
+        indices_QCK: int16 or int32 numbers of blocks in the keys' sequence, up to the widest
+            budget, -1 past the visible ones.
         columns_NGX: where budgets buy columns too (:mod:`.columns`), int32 numbers of tokens in the
             keys' sequence, the best first, -1 past the visible ones; else None.
         mass_SK: float64; in column k - 1 the mass that budget k reads beyond budget k - 1, summed

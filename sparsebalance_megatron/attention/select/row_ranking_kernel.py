@@ -63,6 +63,7 @@ def rank_rows(
     by_token: bool,
     softmax_scale: float,
     observe: bool,
+    first_blocks: int,
 ) -> Tensor | None:
     """Write the lists, and give the mass; see :func:`..streaming.rank_in_chunks`."""
     _, heads, group, head_dim = queries_QCED.shape
@@ -96,6 +97,7 @@ def rank_rows(
             HEAD_DIM=head_dim,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             OBSERVE=observe,
+            FIRST_BLOCKS=min(first_blocks, columns - 1),
             HALF_PRODUCTS=_products_of_halves(queries_QCED, keys_NGD),
             SCORE_ROWS=rows,
             SCORE_COLUMNS=min(_SCORE_COLUMNS, shape["COLUMNS"]),
@@ -132,7 +134,7 @@ def _rank_kernel(
     q_stride_Q, q_stride_C, q_stride_E, units, parts, programs, places, softmax_scale,
     BY_TOKEN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OBSERVE: tl.constexpr,
-    HALF_PRODUCTS: tl.constexpr,
+    FIRST_BLOCKS: tl.constexpr, HALF_PRODUCTS: tl.constexpr,
     SCORE_ROWS: tl.constexpr, SCORE_COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
@@ -183,9 +185,10 @@ def _rank_kernel(
                     query_Y1 = (start + row + place_Y)[:, None]
                     best_YK = _list_rows(lists + (query_Y1 * HEADS + head) * places, score_YJ,
                                          inside_Y1, first, last, places, TILE_ROWS, COLUMNS,
-                                         TAKEN)  # fmt: skip
+                                         TAKEN, FIRST_BLOCKS)  # fmt: skip
                     if OBSERVE:
-                        mass_YK = _mass(score_YJ, best_YK, last, softmax_scale, COLUMNS)
+                        mass_YK = _mass(score_YJ, best_YK, last, softmax_scale, COLUMNS,
+                                        FIRST_BLOCKS)  # fmt: skip
                         mass_J += tl.sum(tl.where(inside_Y1, mass_YK, 0.0).to(tl.float64), 0)
                 tl.debug_barrier()
         if OBSERVE:
@@ -212,11 +215,13 @@ def _mean_query(queries, query_Y, valid_Y, q_stride_Q, q_stride_E, GROUP: tl.con
 
 @triton.jit
 def _list_rows(list_Y1, score_YJ, inside_Y1, first, last, places, ROWS: tl.constexpr,
-               COLUMNS: tl.constexpr, TAKEN: tl.constexpr):  # fmt: skip
+               COLUMNS: tl.constexpr, TAKEN: tl.constexpr,
+               FIRST_BLOCKS: tl.constexpr):  # fmt: skip
     """Write the lists of some rows, and give the keys in their order."""
     column_J, place_K = tl.arange(0, COLUMNS), tl.arange(0, TAKEN)
     visible_YJ = (column_J <= last)[None, :]
-    key_YJ = _ordered(score_YJ, (column_J == last)[None, :]).to(tl.int64) << 32
+    own_YJ, first_YJ = (column_J == last)[None, :], (column_J < FIRST_BLOCKS)[None, :]
+    key_YJ = _ordered(score_YJ, own_YJ, first_YJ).to(tl.int64) << 32
     key_YJ = tl.where(visible_YJ, key_YJ | (COLUMNS - 1 - column_J)[None, :], _NO_KEY)
     best_YK = _greatest(key_YJ, ROWS, COLUMNS, TAKEN)
     block_YK = first + (COLUMNS - 1 - (best_YK & (COLUMNS - 1)))
@@ -233,7 +238,8 @@ def _list_rows(list_Y1, score_YJ, inside_Y1, first, last, places, ROWS: tl.const
 
 
 @triton.jit
-def _mass(score_YJ, best_YJ, last, softmax_scale, COLUMNS: tl.constexpr):
+def _mass(score_YJ, best_YJ, last, softmax_scale, COLUMNS: tl.constexpr,
+          FIRST_BLOCKS: tl.constexpr):  # fmt: skip
     """Softmax mass in the order of the keys; 0 past the visible columns."""
     column_J = tl.arange(0, COLUMNS)
     visible_YJ = (column_J <= last)[None, :]
@@ -244,6 +250,10 @@ def _mass(score_YJ, best_YJ, last, softmax_scale, COLUMNS: tl.constexpr):
     bits_YJ = _flipped_if_negative((best_YJ >> 32).to(tl.int32))
     ranked_YJ = bits_YJ.to(tl.float32, bitcast=True)
     ranked_YJ = tl.where((column_J == 0)[None, :], own_score_Y1, ranked_YJ)
+    for block in tl.static_range(FIRST_BLOCKS):
+        score_Y1 = tl.sum(tl.where((column_J == block)[None, :], score_YJ, 0.0), 1)[:, None]
+        is_place_J = (column_J == block + 1) & (block < last)
+        ranked_YJ = tl.where(is_place_J[None, :], score_Y1, ranked_YJ)
     return tl.where(visible_YJ, tl.exp(ranked_YJ * softmax_scale - peak_Y1) / total_Y1, 0.0)
 
 
@@ -284,14 +294,16 @@ def _mass_kernel(
 
 
 @triton.jit
-def _ordered(score_YJ, own_YJ):
-    """Integers in the order of scores: NaN below all numbers, the own column above."""
+def _ordered(score_YJ, own_YJ, first_YJ):
+    """Integers in the order of scores: NaN below all numbers, above them the first columns, above
+    those the own one."""
     kept_YJ = tl.minimum(tl.maximum(score_YJ, -_LARGEST_SCORE), _LARGEST_SCORE)
     kept_YJ = tl.where(score_YJ != score_YJ, float("-inf"), kept_YJ)
-    kept_YJ = tl.where(own_YJ, float("inf"), kept_YJ)
+    kept_YJ = tl.where(first_YJ, float("inf"), kept_YJ)
     # -0.0 equals 0.0, and so must its bits.
     kept_YJ = tl.where(kept_YJ == 0.0, 0.0, kept_YJ)
-    return _flipped_if_negative(kept_YJ.to(tl.int32, bitcast=True))
+    ordered_YJ = _flipped_if_negative(kept_YJ.to(tl.int32, bitcast=True))
+    return tl.where(own_YJ, _SIGN_AND_BITS, ordered_YJ)
 
 
 @triton.jit

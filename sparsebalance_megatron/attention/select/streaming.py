@@ -40,6 +40,7 @@ def rank_in_chunks(
     softmax_scale: float,
     places: int,
     observe: bool,
+    first_blocks: int = 0,
     router: Router = "torch",
 ) -> tuple[Tensor, Tensor | None]:
     """indices_QCK of ``places`` places and mass_SK of :class:`..ranking.Ranking`.
@@ -51,6 +52,7 @@ def rank_in_chunks(
         queries_QCED: a row asks with the mean over E.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         by_token: whether rows are tokens, or blocks that speak for their tokens.
+        first_blocks: of a document, which come after the own block whatever their scores.
         router: who ranks; see :func:`..router_choice.ranks_in_triton`.
 
     Raises:
@@ -69,8 +71,9 @@ def rank_in_chunks(
             by_token=by_token,
             softmax_scale=softmax_scale,
             observe=observe,
+            first_blocks=first_blocks,
         )
-    ranker = RowRanker(softmax_scale=softmax_scale, observe=observe)
+    ranker = RowRanker(softmax_scale=softmax_scale, observe=observe, first_blocks=first_blocks)
     elements = SCORES_AT_ONCE * (_CUDA_FACTOR if device.type == "cuda" else 1)
     first_Q = kv_layout.document_first_N[own_Q]
     mass = DocumentMass(layouts, by_token=by_token) if observe else None

@@ -38,7 +38,7 @@ from sparsebalance_megatron.attention.sequence.slice import (
 
 def segment_slice(
     cu_seqlens: Sequence[int],
-    first_blocks: Sequence[int],
+    segment_starts_blocks: Sequence[int],
     segment: int,
     *,
     block_size: int,
@@ -54,7 +54,7 @@ def segment_slice(
 
     Args:
         cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
-        first_blocks: the first block of every segment, from 0, strictly increasing.
+        segment_starts_blocks: the first block of every segment, from 0, strictly increasing.
         segment: which segment.
         ranks: that share the sequence; None where this rank is alone.
         block_size, pad_to_multiple_of, device: see :class:`.slice.SequenceSlice`.
@@ -65,11 +65,11 @@ def segment_slice(
     """
     ranks = ranks or SequenceGroup()
     grid = block_grid(cu_seqlens, block_size)
-    bounds = np.asarray([*first_blocks, len(grid.start_N)], dtype=np.int64)
+    bounds = np.asarray([*segment_starts_blocks, len(grid.start_N)], dtype=np.int64)
     if bounds[0] != 0 or (np.diff(bounds) < 1).any():
         raise ValueError(
-            f"segments begin at blocks {list(first_blocks)} of {len(grid.start_N)}: must begin at "
-            "0, and increase to less than the number of blocks"
+            f"segments begin at blocks {list(segment_starts_blocks)} of {len(grid.start_N)}: must "
+            "begin at 0, and increase to less than the number of blocks"
         )
     last_block = bounds[segment + 1] - 1
     end = grid.start_N[last_block] + grid.length_N[last_block]

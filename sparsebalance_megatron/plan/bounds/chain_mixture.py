@@ -14,7 +14,7 @@ import numpy as np
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
+from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.pipeline.simulator import longest_chain
 
 _ROUNDS = (60, 300)
@@ -26,9 +26,7 @@ _PROFILE_STEP = 0.05
 """Rounding of a chunk's work over the mean chunk's: one mixture serves all steps of a run."""
 
 
-def chain_mixture(
-    work_2PV: np.ndarray, micro_batches: int, schedule: Schedule = megatron_order
-) -> np.ndarray:
+def chain_mixture(work_2PV: np.ndarray, micro_batches: int, schedule: Schedule) -> np.ndarray:
     """[2, P, V, M]: in which share of the mixed chains each operation is.
 
     A pipeline takes at least as long as any chain of operations that wait for one another, and so

@@ -147,7 +147,9 @@ class BudgetProblem:
         mean_2RPVM = times_2RPVM.mean(axis=(1, 4), keepdims=True)
         positions = times_2RPVM.shape[-1]
         even = OperationTimes.of_micro_batches(
-            np.repeat(mean_2RPVM, positions, axis=4), unshared(1, positions)
+            np.repeat(mean_2RPVM, positions, axis=4),
+            unshared(1, positions),
+            self.costs.job.schedule,
         )
         return float(makespans_ms(even).max())
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.context_groups import Members, unshared
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, segmented_graph
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
+from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.plan_error import PlanError
 
 
@@ -24,7 +24,9 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 class OperationTimes:
     """Ms of every operation of a schedule on every rank, who shares operations, and who waits.
 
-    >>> times = OperationTimes.of_micro_batches(np.ones((2, 1, 2, 1, 3)), np.ones((1, 3), int))
+    >>> from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+    >>> ms_2RPVM, cp_sizes_RM = np.ones((2, 1, 2, 1, 3)), np.ones((1, 3), int)
+    >>> times = OperationTimes.of_micro_batches(ms_2RPVM, cp_sizes_RM, megatron_order)
     >>> times.ms_OR.shape, times.by_micro_batch_2RPVM.shape
     ((12, 1), (2, 1, 2, 1, 3))
 
@@ -46,7 +48,7 @@ class OperationTimes:
         cls,
         times_2RPVM: np.ndarray,
         cp_sizes_RM: np.ndarray,
-        schedule: Schedule = megatron_order,
+        schedule: Schedule,
         lockstep_ranks: int = 1,
     ) -> OperationTimes:
         """Times of micro-batches that pass the pipeline in one piece.

@@ -35,7 +35,7 @@ MicroBatch = tuple[int, ...]
 class Cut(NamedTuple):
     """The segments of a micro-batch: where each begins, its ms on every stage, its tokens."""
 
-    first_blocks: tuple[int, ...]
+    segment_starts_blocks: tuple[int, ...]
     forward_UP: np.ndarray
     backward_UP: np.ndarray
     tokens_U: np.ndarray
@@ -65,7 +65,7 @@ def cut_at(
     costs: StepCosts,
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
-    first_blocks: Sequence[tuple[int, ...]],
+    segment_starts_blocks: Sequence[tuple[int, ...]],
     cp_sizes: Sequence[int] | None = None,
 ) -> list[Cut]:
     """Micro-batches in segments that begin at these blocks; times of an average device.
@@ -79,10 +79,10 @@ def cut_at(
     columns = Columns.of_chunks(costs)
     cp_size_M = np.ones(len(micro_batches), dtype=int) if cp_sizes is None else np.array(cp_sizes)
     ms_2UP, tokens_U = pieces(
-        costs, columns, budgets_LS, micro_batches, first_blocks, costs.share_W[cp_size_M]
+        costs, columns, budgets_LS, micro_batches, segment_starts_blocks, costs.share_W[cp_size_M]
     )
     ms_2UP += whatever_it_holds_2C(costs)[:, None]
-    ends = [*accumulate(map(len, first_blocks), initial=0)]
+    ends = [*accumulate(map(len, segment_starts_blocks), initial=0)]
     token_2P = costs.exchange_2SC[:, 0] / costs.lengths_tokens_S[0]
     for cp_size, (first, end) in zip(cp_size_M.tolist(), pairwise(ends), strict=True):
         if cp_size > 1:
@@ -90,7 +90,7 @@ def cut_at(
             ms_2UP[:, first:end] += so_far_U1 * token_2P[:, None]
     return [
         Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
-        for blocks, (first, end) in zip(first_blocks, pairwise(ends), strict=True)
+        for blocks, (first, end) in zip(segment_starts_blocks, pairwise(ends), strict=True)
     ]
 
 
@@ -104,7 +104,7 @@ def pieces(
     columns: Columns,
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
-    first_blocks: Sequence[tuple[int, ...]],
+    segment_starts_blocks: Sequence[tuple[int, ...]],
     share_M: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U].
@@ -117,8 +117,8 @@ def pieces(
     # All micro-batches end to end, in blocks.
     start_I = np.cumsum(blocks_I) - blocks_I
     first_I = np.fromiter(accumulate(map(len, micro_batches[:-1]), initial=0), dtype=np.int64)
-    segments_M = np.fromiter(map(len, first_blocks), dtype=np.int64)
-    start_U = np.fromiter(chain.from_iterable(first_blocks), dtype=np.int64)
+    segments_M = np.fromiter(map(len, segment_starts_blocks), dtype=np.int64)
+    start_U = np.fromiter(chain.from_iterable(segment_starts_blocks), dtype=np.int64)
     start_U += np.repeat(start_I[first_I], segments_M)
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
@@ -202,7 +202,7 @@ class Places:
         """[S] ms of every sample on all stages, forward and backward."""
         return self.work_SX[:, -1]
 
-    def first_blocks(
+    def segment_starts_blocks(
         self, micro_batches: Sequence[MicroBatch], segments: Sequence[int]
     ) -> list[tuple[int, ...]]:
         """First blocks of segments: the places nearest to equal shares of the work."""

@@ -69,7 +69,7 @@ class _RowCut:
     begin."""
 
     times: tuple[Cut, ...]
-    first_blocks: tuple[tuple[int, ...], ...]
+    segment_starts_blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,18 +287,20 @@ class SegmentSearch:
         new = [key for key in dict.fromkeys(wanted) if key not in self._cuts]
         if not new:
             return
-        first_blocks = self._first_blocks(new)
+        segment_starts_blocks = self._segment_starts_blocks(new)
         rows = [row for _, row, _ in new]
         costs, budgets_LS = self._problem.costs, self._places.budgets_LS
         if self._alone:
             firsts = [self._groups[group].start for group, *_ in new]
-            cuts = rank_cuts(costs, budgets_LS, rows, first_blocks, firsts)
+            cuts = rank_cuts(costs, budgets_LS, rows, segment_starts_blocks, firsts)
         else:
             groups = [group for group, *_ in new]
-            cuts = [(cut,) for cut in row_cuts(costs, budgets_LS, rows, first_blocks, groups)]
+            cuts = [
+                (cut,) for cut in row_cuts(costs, budgets_LS, rows, segment_starts_blocks, groups)
+            ]
         short = []
-        for key, times, blocks in zip(new, cuts, first_blocks, strict=True):
-            self._cuts[key] = _RowCut(times=times, first_blocks=blocks)
+        for key, times, blocks in zip(new, cuts, segment_starts_blocks, strict=True):
+            self._cuts[key] = _RowCut(times=times, segment_starts_blocks=blocks)
             if self._is_short(key[1], times):
                 most = max(len(cut.tokens_U) for cut in times)
                 short.append((key, (*key[:2], most - 1)))
@@ -315,22 +317,22 @@ class SegmentSearch:
             if cut.tokens_U.min() * cp_size < self._settings.segment_tokens:
                 return True
             end = sum(self._blocks_of[sample] for sample in row[number])
-            if cp_size > 1 and np.diff(cut.first_blocks, append=end).min() < cp_size:
+            if cp_size > 1 and np.diff(cut.segment_starts_blocks, append=end).min() < cp_size:
                 return True
         return False
 
-    def _first_blocks(
+    def _segment_starts_blocks(
         self, keys: Sequence[tuple[int, Row, int]]
     ) -> list[tuple[tuple[int, ...], ...]]:
         """Where segments begin, by member. In lockstep, places may serve for fewer segments of one
         member than of another; then each member is cut into pieces of equally many blocks."""
         found = iter(
-            self._places.first_blocks(
+            self._places.segment_starts_blocks(
                 [samples for _, row, _ in keys for samples in row],
                 [each for _, row, segments in keys for each in self._segments(row, segments)],
             )
         )
-        first_blocks = []
+        segment_starts_blocks = []
         for _, row, segments in keys:
             blocks = tuple(itertools.islice(found, len(row)))
             if not self._alone and len(set(map(len, blocks))) > 1:
@@ -338,8 +340,8 @@ class SegmentSearch:
                 blocks = tuple(
                     tuple(end * segment // segments for segment in range(segments)) for end in ends
                 )
-            first_blocks.append(blocks)
-        return first_blocks
+            segment_starts_blocks.append(blocks)
+        return segment_starts_blocks
 
     def _trade(self, found: list[_Group]) -> None:
         """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
@@ -393,22 +395,22 @@ class SegmentSearch:
 
     def _arranged(self, found: Sequence[_Group]) -> Arrangement:
         samples: dict[int, tuple[MicroBatch, ...]] = {}
-        first_blocks: dict[int, tuple[tuple[int, ...], ...]] = {}
+        segment_starts_blocks: dict[int, tuple[tuple[int, ...], ...]] = {}
         cp_sizes: dict[int, list[int]] = {}
         for number, group in enumerate(found):
             rows = [row for row, _ in group.order]
-            blocks = [self._cuts[number, *each].first_blocks for each in group.order]
+            blocks = [self._cuts[number, *each].segment_starts_blocks for each in group.order]
             for member, rank in enumerate(self._groups[number]):
                 samples[rank] = tuple(
                     row[member] if row.index(row[member]) == member else () for row in rows
                 )
-                first_blocks[rank] = tuple(of_row[member] for of_row in blocks)
+                segment_starts_blocks[rank] = tuple(of_row[member] for of_row in blocks)
                 cp_sizes[rank] = [row.count(row[member]) for row in rows]
         ranks = range(len(samples))
         return Arrangement(
             samples=tuple(samples[rank] for rank in ranks),
             cp_sizes_RM=np.array([cp_sizes[rank] for rank in ranks]),
-            first_blocks=tuple(first_blocks[rank] for rank in ranks),
+            segment_starts_blocks=tuple(segment_starts_blocks[rank] for rank in ranks),
         )
 
 

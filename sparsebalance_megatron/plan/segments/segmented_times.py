@@ -53,17 +53,18 @@ def segmented_times(
     In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
     rank's by itself.
     """
-    micro_batches, first_blocks = (
-        list(itertools.chain.from_iterable(of)) for of in (where.samples, where.first_blocks)
+    micro_batches, segment_starts_blocks = (
+        list(itertools.chain.from_iterable(of))
+        for of in (where.samples, where.segment_starts_blocks)
     )
-    segments_RM = [list(map(len, of_rank)) for of_rank in where.first_blocks]
+    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
     cp_sizes_RM, holder_J = where.cp_sizes_RM, first_places(where.cp_sizes_RM).tolist()
     held = sorted(set(holder_J))
     cuts = cut_at(
         costs,
         budgets_LS,
         [micro_batches[place] for place in held],
-        [first_blocks[place] for place in held],
+        [segment_starts_blocks[place] for place in held],
         cp_sizes_RM.reshape(-1)[held].tolist(),
     )
     cut_of = dict(zip(held, cuts, strict=True))
@@ -71,8 +72,10 @@ def segmented_times(
     slowness_RMP = costs.on_devices(
         np.ones((2, *cp_sizes_RM.shape, costs.chunks)), np.arange(len(cp_sizes_RM)), cp_sizes_RM
     )[0]
-    ms_2UP *= np.repeat(slowness_RMP.reshape(-1, costs.chunks), list(map(len, first_blocks)), 0)
-    first_J = [0, *itertools.accumulate(map(len, first_blocks[:-1]))]
+    ms_2UP *= np.repeat(
+        slowness_RMP.reshape(-1, costs.chunks), list(map(len, segment_starts_blocks)), 0
+    )
+    first_J = [0, *itertools.accumulate(map(len, segment_starts_blocks[:-1]))]
     ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
     times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
     if costs.job.lockstep_ranks > 1:
@@ -102,13 +105,13 @@ def rank_cuts(
     costs: StepCosts,
     budgets_LS: np.ndarray,
     rows: Sequence[Row],
-    first_blocks: Sequence[Sequence[tuple[int, ...]]],
+    segment_starts_blocks: Sequence[Sequence[tuple[int, ...]]],
     first_rank_of_row: Sequence[int],
 ) -> list[tuple[Cut, ...]]:
     """Rows in segments, by member: what each takes on its devices, and its share of the tokens.
 
     Args:
-        first_blocks: of the segments of every member of every row.
+        segment_starts_blocks: of the segments of every member of every row.
     """
     held = [
         (number, member, row.count(samples))
@@ -120,7 +123,7 @@ def rank_cuts(
         costs,
         budgets_LS,
         [rows[number][member] for number, member, _ in held],
-        [first_blocks[number][member] for number, member, _ in held],
+        [segment_starts_blocks[number][member] for number, member, _ in held],
         [cp_size for *_, cp_size in held],
     )
     found: list[tuple[Cut, ...]] = [()] * len(rows)
@@ -140,14 +143,14 @@ def row_cuts(
     costs: StepCosts,
     budgets_LS: np.ndarray,
     rows: Sequence[Row],
-    first_blocks: Sequence[Sequence[tuple[int, ...]]],
+    segment_starts_blocks: Sequence[Sequence[tuple[int, ...]]],
     group_of_row: Sequence[int],
 ) -> list[Cut]:
     """Rows of lockstep groups in segments: what the group takes for each on its devices, and the
     most tokens of a member.
 
     Args:
-        first_blocks: of the segments of every member of every row.
+        segment_starts_blocks: of the segments of every member of every row.
         group_of_row: the group whose devices run it.
     """
     assert costs.layers is not None, "ranks that wait in layers have costs by layer"
@@ -159,13 +162,13 @@ def row_cuts(
         columns,
         budgets_LS,
         list(itertools.chain.from_iterable(rows)),
-        list(itertools.chain.from_iterable(first_blocks)),
+        list(itertools.chain.from_iterable(segment_starts_blocks)),
     )
     chunk_of_X = np.concatenate([costs.chunk_of_layer_L, *[np.arange(costs.chunks)] * 2])
     slowness_EWX = costs.slowness_RP[:, chunk_of_X].reshape(-1, members, len(chunk_of_X))
     together = layers + costs.chunks
     cuts, first = [], 0
-    for blocks, group in zip(first_blocks, group_of_row, strict=True):
+    for blocks, group in zip(segment_starts_blocks, group_of_row, strict=True):
         segments = len(blocks[0])
         part = slice(first, first + members * segments)
         first = part.stop
@@ -185,12 +188,12 @@ def row_cuts(
 def _lockstep_2UP(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> np.ndarray:
     """[2, U, P] ms of the segments of all ranks, one after another: on each those of its group."""
     members, positions = costs.job.lockstep_ranks, len(where.samples[0])
-    rows, first_blocks = (
+    rows, segment_starts_blocks = (
         list(itertools.chain.from_iterable(rows_of(of, members)))
-        for of in (where.samples, where.first_blocks)
+        for of in (where.samples, where.segment_starts_blocks)
     )
     groups = [number // positions for number in range(len(rows))]
-    cuts = row_cuts(costs, budgets_LS, rows, first_blocks, groups)
+    cuts = row_cuts(costs, budgets_LS, rows, segment_starts_blocks, groups)
     of_groups = map(_joined_2UP, itertools.batched(cuts, positions))
     return np.concatenate([ms_2UP for ms_2UP in of_groups for _ in range(members)], axis=1)
 

@@ -47,9 +47,10 @@ def _ranking(
     softmax_scale: float = 0.3,
     max_budget: int = 99,
     observe: bool = False,
+    first_blocks: int = 1,
 ) -> Ranking:
     return rank_sequence(
-        selector_named(granularity),
+        selector_named(granularity, first_blocks=first_blocks),
         *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
@@ -68,14 +69,20 @@ def _as_lists(selection: Selection) -> oracle.Lists:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("cu_seqlens", PACKINGS)
-@pytest.mark.parametrize("budget", [1, 2, 3, 16])
-def test_selection_is_mobas(granularity: str, cu_seqlens: list[int], budget: int) -> None:
+@pytest.mark.parametrize(("budget", "first_blocks"), [(1, 1), (2, 0), (3, 0), (3, 1), (16, 3)])
+def test_selection_is_mobas_besides_first_blocks(
+    granularity: str, cu_seqlens: list[int], budget: int, first_blocks: int
+) -> None:
     inputs = _inputs(cu_seqlens[-1])
-    ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=max(2, budget))
+    ranking = _ranking(
+        granularity, inputs, cu_seqlens, max_budget=max(2, budget), first_blocks=first_blocks
+    )
     budgets_S = torch.full((len(cu_seqlens) - 1,), budget, dtype=torch.int32)
     budgets_S[-1] = 2
     selection = selector_named(granularity).select(ranking, budgets_S)
-    expected = oracle.moba_lists(*inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
+    expected = oracle.moba_lists(
+        *inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity, first_blocks
+    )
     assert _as_lists(selection) == expected
     assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
 
@@ -89,6 +96,7 @@ lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
     group=st.sampled_from([1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     places=st.integers(1, 13),
+    first_blocks=st.integers(0, 3),
     chunk_elements=st.sampled_from([1, 100, 1 << 18]),
     seed=st.integers(0, 1000),
 )
@@ -98,6 +106,7 @@ def test_chunks_give_what_all_at_once_gives(
     group: int,
     dtype: torch.dtype,
     places: int,
+    first_blocks: int,
     chunk_elements: int,
     seed: int,
 ) -> None:
@@ -111,14 +120,23 @@ def test_chunks_give_what_all_at_once_gives(
     scores_QCN, own_Q = at_once.scores_at_once(*inputs, cu_seqlens, BLOCK, granularity)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
-        ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=places, observe=True)
+        ranking = _ranking(
+            granularity,
+            inputs,
+            cu_seqlens,
+            max_budget=places,
+            observe=True,
+            first_blocks=first_blocks,
+        )
     width = ranking.indices_QCK.shape[2]
-    expected_QCK = at_once.lists_at_once(scores_QCN, own_Q, width)
+    expected_QCK = at_once.lists_at_once(scores_QCN, own_Q, width, first_blocks)
     # Scores that differ by rounding alone may trade places.
     tied_QC = _nearly_tied(scores_QCN)
     assert torch.equal(ranking.indices_QCK[~tied_QC], expected_QCK[~tied_QC])
     expected_SK = at_once.mass_at_once(
-        *(scores_QCN, own_Q, cu_seqlens, BLOCK, 0.3), by_token=ranking.by_token
+        *(scores_QCN, own_Q, cu_seqlens, BLOCK, 0.3),
+        by_token=ranking.by_token,
+        first_blocks=first_blocks,
     )
     assert ranking.mass_SK is not None
     columns = min(ranking.mass_SK.shape[1], expected_SK.shape[1])

@@ -36,7 +36,7 @@ class Segmented:
 
     case: Case
     selector: Any
-    first_blocks: list[int]
+    segment_starts_blocks: list[int]
     dtype: torch.dtype = torch.float64
     implementation: str = "auto"
     recompute: bool = False
@@ -51,7 +51,7 @@ class Segmented:
 
     def forward(self, segment: int) -> None:
         held = segment_slice(
-            CU_SEQLENS, self.first_blocks, segment, block_size=BLOCK, ranks=self.ranks
+            CU_SEQLENS, self.segment_starts_blocks, segment, block_size=BLOCK, ranks=self.ranks
         )
         tokens = torch.from_numpy(held.tokens_T)
         inputs = (x[tokens] for x in (self.case.q_THD, self.case.k_TGD, self.case.v_TGF))
@@ -87,7 +87,7 @@ class Segmented:
     def run(self) -> tuple[Tensor, ...]:
         """out, lse, dq, dk, dv of all segments one after the other; of those tokens that are
         :attr:`tokens_T`."""
-        order = range(len(self.first_blocks))
+        order = range(len(self.segment_starts_blocks))
         for segment in order:
             self.forward(segment)
         for segment in reversed(order):

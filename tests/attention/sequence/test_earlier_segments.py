@@ -127,7 +127,9 @@ def test_selections_that_need_whole_documents_are_refused(segment: int) -> None:
         run.forward(segment)
 
 
-@pytest.mark.parametrize("first_blocks", [[1, 5], [0, 5, 5], [0, 29]])
-def test_cuts_that_leave_a_segment_without_blocks_are_refused(first_blocks: list[int]) -> None:
+@pytest.mark.parametrize("segment_starts_blocks", [[1, 5], [0, 5, 5], [0, 29]])
+def test_cuts_that_leave_a_segment_without_blocks_are_refused(
+    segment_starts_blocks: list[int],
+) -> None:
     with pytest.raises(ValueError, match="must begin at 0, and increase to less than"):
-        segment_slice(CU_SEQLENS, first_blocks, 0, block_size=BLOCK)
+        segment_slice(CU_SEQLENS, segment_starts_blocks, 0, block_size=BLOCK)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     costs_without_constants,
     flat,
@@ -82,7 +83,7 @@ def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, membe
         if widest > 1
         else {"plans_positions": bool(generator.integers(2))}
     )
-    tuning = str(generator.choice(["off", "makespan"]))
+    tuning = str(generator.choice(["off", DEFAULT_TUNING]))
     members, size = min(members, shape[0]), int(generator.integers(1, 3))
     inputs = arguments(shape, seed, members, size=size, tuning=tuning, **changes)
     row = generator.uniform(0.0, 0.1), generator.uniform(), 10 ** generator.uniform(-5, -2), 0, 0

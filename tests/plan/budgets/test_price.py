@@ -25,7 +25,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 JOB = job_shape(2, 2)
-POLICY = plan_settings(coverage_target="base")
+POLICY = plan_settings(tuning="makespan", coverage_target="base")
 COST, SCALES = cost_model(), StageScales.ones(1)
 LONG, SHORT = [16000, 15000, 14000, 12000], [700, 800, 900, 1000]
 
@@ -233,7 +233,7 @@ def test_a_plan_follows_what_its_step_wants():
 def test_a_threshold_wants_nothing_and_expects_floors():
     """Whatever comes later."""
     for others in ([], SHORT):
-        step = Step(LONG, others, spread_evenly(), tuning_policy=plan_settings())
+        step = Step(LONG, others, spread_evenly(), tuning_policy=plan_settings(tuning="makespan"))
         assert step.pricing.wanted_coverage == -np.inf
         assert (step.pricing.expected_LS == step.allowed.floor_LS[:, step.own]).all()
 

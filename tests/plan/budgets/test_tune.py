@@ -14,6 +14,7 @@ from oracles import plan as oracle
 from plan.plan_cases import (
     cost_model,
     coverage_curves,
+    flat,
     job_shape,
     placed,
     plan_settings,
@@ -25,7 +26,6 @@ from sparsebalance_megatron.plan.budgets import policy as budget_policies
 from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
 from sparsebalance_megatron.plan.budgets.price import LEVELS, price, price_from_base
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -235,8 +235,7 @@ def even_ms(case):
     times_2RPVM = case.times(case.allowed.base_LS).by_micro_batch_2RPVM
     mean_2RPVM = np.empty_like(times_2RPVM)
     mean_2RPVM[:] = times_2RPVM.mean(axis=(1, 4), keepdims=True)
-    cp_sizes_RM = np.ones((times_2RPVM.shape[1], times_2RPVM.shape[4]), dtype=int)
-    return makespans_ms(OperationTimes.of_micro_batches(mean_2RPVM, cp_sizes_RM)).max()
+    return makespans_ms(flat(mean_2RPVM, case.costs.job.schedule)).max()
 
 
 def test_waiting_ends_with_equal_ranks_and_raises_the_rest():

@@ -229,7 +229,9 @@ def waiting_times(sizes, shape, seed):
     times = np.take_along_axis(times, first_RM[None, :, None, None], axis=1)
     name = schedule_name(stages, chunks)
     naive = oracle.waiting_pipelines(*times.tolist(), cp_sizes_RM.tolist(), name, lockstep)
-    found = OperationTimes.of_micro_batches(times, cp_sizes_RM, lockstep_ranks=lockstep)
+    found = OperationTimes.of_micro_batches(
+        times, cp_sizes_RM, megatron_order, lockstep_ranks=lockstep
+    )
     return found, naive
 
 
@@ -274,7 +276,7 @@ def test_a_rank_of_a_lockstep_group_may_grow_until_its_longest_chain_is_the_step
             grown_2RPVM = times.by_micro_batch_2RPVM.copy()
             grown_2RPVM[direction, members, 0, 0, position] += added_ms
             grown = OperationTimes.of_micro_batches(
-                grown_2RPVM, times.cp_sizes_RM, lockstep_ranks=sizes[1]
+                grown_2RPVM, times.cp_sizes_RM, megatron_order, lockstep_ranks=sizes[1]
             )
             grown_ms.append(makespans_ms(grown).max())
         assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
@@ -284,7 +286,7 @@ def test_a_rank_of_a_lockstep_group_may_grow_until_its_longest_chain_is_the_step
 def test_lockstep_groups_that_micro_batches_straddle_are_refused(ranks, lockstep, cp_size):
     cp_sizes_RM = np.full((ranks, 2), cp_size)
     times = OperationTimes.of_micro_batches(
-        np.ones((2, ranks, 2, 1, 2)), cp_sizes_RM, lockstep_ranks=lockstep
+        np.ones((2, ranks, 2, 1, 2)), cp_sizes_RM, megatron_order, lockstep_ranks=lockstep
     )
     with pytest.raises(PlanError, match=f"lockstep groups of {lockstep} ranks"):
         makespans_ms(times)

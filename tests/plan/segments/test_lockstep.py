@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -83,7 +84,7 @@ def blocks_of(micro_batch):
     kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
     size=st.sampled_from([1, 2]),
     members=st.sampled_from([2, 4]),
-    tuning=st.sampled_from(["makespan", "off"]),
+    tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
 )
 def test_groups_cut_a_position_alike_and_steps_are_never_slower(seed, kind, size, members, tuning):
     lengths = random_lengths(12 * size, seed, kind=kind)
@@ -147,14 +148,14 @@ def random_rows(seed, segments):
         )
         for rank in where.samples
     )
-    return problem, budgets_LS, replace(where, first_blocks=drawn)
+    return problem, budgets_LS, replace(where, segment_starts_blocks=drawn)
 
 
 @given(st.integers(0, 999))
 def test_one_segment_takes_what_a_whole_micro_batch_takes(seed):
     problem, budgets_LS, where = random_rows(seed, 1)
     ms_2RPVM, ms_R, ms_2UP = segmented_times(problem.costs, where, budgets_LS)
-    whole = group_times(problem.costs, budgets_LS, replace(where, first_blocks=()))
+    whole = group_times(problem.costs, budgets_LS, replace(where, segment_starts_blocks=()))
     whole_2RPVM = whole.by_micro_batch_2RPVM
     np.testing.assert_allclose(
         ms_2UP.reshape(2, 4, 3, STAGES).swapaxes(2, 3), whole_2RPVM[:, :, :, 0], rtol=1e-9
@@ -172,13 +173,13 @@ def test_segments_of_a_group_add_up_and_wait_for_the_slowest(seed, segments):
     costs = problem.costs
     own_2RPVM, _, ms_2UP = segmented_times(costs, where, budgets_LS)
     group_2RPM = ms_2UP.reshape(2, 4, 3, segments, STAGES).sum(axis=3).swapaxes(2, 3)
-    whole = group_times(costs, budgets_LS, replace(where, first_blocks=()))
+    whole = group_times(costs, budgets_LS, replace(where, segment_starts_blocks=()))
     whole_2RPM = whole.by_micro_batch_2RPVM[:, :, :, 0]
     assert (group_2RPM >= whole_2RPM * (1 - 1e-9)).all()
     without = replace(costs.layers, columns_2XF=costs.layers.columns_2XF.copy())
     without.columns_2XF[:, len(costs.chunk_of_layer_L) + costs.chunks :] = 0.0
     rows = [tuple(where.samples[rank][0] for rank in (0, 1))]
-    blocks = [tuple(where.first_blocks[rank][0] for rank in (0, 1))]
+    blocks = [tuple(where.segment_starts_blocks[rank][0] for rank in (0, 1))]
     (row,) = row_cuts(replace(costs, layers=without), budgets_LS, rows, blocks, [0])
     (both,) = row_cuts(costs, budgets_LS, rows, blocks, [0])
     assert (both.forward_UP > row.forward_UP).all()
@@ -212,7 +213,7 @@ def test_a_plan_whose_group_has_unequal_numbers_is_refused():
     plan = planned(**given_)
     first, *others = plan.micro_batches
     assert first.segments > 1
-    unequal = replace(plan, micro_batches=(replace(first, first_blocks=(0,)), *others))
+    unequal = replace(plan, micro_batches=(replace(first, segment_starts_blocks=(0,)), *others))
     plan.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])
     with pytest.raises(PlanError, match="lockstep group"):
         unequal.validate(given_["lengths_tokens"], given_["job"], given_["plan_settings"])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    DEFAULT_TUNING,
     cost_model,
     coverage_curves,
     job_shape,
@@ -41,7 +42,7 @@ def random_cuts(segments_M, stages, seed):
     generator = np.random.default_rng(seed)
     return [
         Cut(
-            first_blocks=tuple(range(segments)),
+            segment_starts_blocks=tuple(range(segments)),
             forward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
             backward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
             tokens_U=generator.integers(1, 50, segments),
@@ -85,21 +86,23 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     samples = tuple(range(len(lengths)))
     # Cut together with another micro-batch, as plans cut them.
     both = [samples[:1], samples]
-    first_blocks = Places.at(costs, budgets_LS, 9).first_blocks(both, [2, segments])
-    _, cut = cut_at(costs, budgets_LS, both, first_blocks)
+    segment_starts_blocks = Places.at(costs, budgets_LS, 9).segment_starts_blocks(
+        both, [2, segments]
+    )
+    _, cut = cut_at(costs, budgets_LS, both, segment_starts_blocks)
     blocks = int(costs.blocks_S.sum())
-    assert len(cut.first_blocks) <= min(segments, blocks)
-    bounds = [*cut.first_blocks, blocks]
+    assert len(cut.segment_starts_blocks) <= min(segments, blocks)
+    bounds = [*cut.segment_starts_blocks, blocks]
     assert bounds[0] == 0 and all(first < end for first, end in itertools.pairwise(bounds))
     assert cut.tokens_U.sum() == sum(lengths)
-    pieces = len(cut.first_blocks)
+    pieces = len(cut.segment_starts_blocks)
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
     ends_S = np.cumsum(costs.blocks_S)
-    crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in cut.first_blocks)
+    crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in cut.segment_starts_blocks)
     expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2C
     found_2P = [cut.forward_UP.sum(axis=0), cut.backward_UP.sum(axis=0)]
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
-    (at,) = cut_at(costs, budgets_LS, [samples], [cut.first_blocks])
+    (at,) = cut_at(costs, budgets_LS, [samples], [cut.segment_starts_blocks])
     np.testing.assert_allclose(at.forward_UP, cut.forward_UP, rtol=1e-9)
     np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
 
@@ -126,7 +129,7 @@ def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=
     seed=st.integers(0, 999),
     kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
     packed=st.booleans(),
-    tuning=st.sampled_from(["makespan", "off"]),
+    tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
 )
 def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     """A permutation, above the bound, no slower than in one piece, repeatable, within limits."""
@@ -139,7 +142,10 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     assert expected.makespan_ms <= whole.expectation.makespan_ms * (1 + 1e-9)
     for micro_batch in plan.micro_batches:
-        bounds = [*micro_batch.first_blocks, sum(-(-n // 64) for n in micro_batch.lengths_tokens)]
+        bounds = [
+            *micro_batch.segment_starts_blocks,
+            sum(-(-n // 64) for n in micro_batch.lengths_tokens),
+        ]
         if micro_batch.segments > 1:
             assert min(end - first for first, end in itertools.pairwise(bounds)) * 64 >= 256
     is_cut = any(micro_batch.segments > 1 for micro_batch in plan.micro_batches)
@@ -159,7 +165,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
 
 def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
-    given_ = inputs(lengths)
+    given_ = inputs(lengths, tuning="makespan")
     plan = planned(**given_)
     whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
@@ -206,7 +212,7 @@ def test_the_bound_holds_for_every_placement_and_cut():
     alone = [(sample,) for sample in range(4)]
     places = Places.at(problem.costs, base_LS, 3)
     cut_of = {
-        many: cut_at(problem.costs, base_LS, alone, places.first_blocks(alone, [many] * 4))
+        many: cut_at(problem.costs, base_LS, alone, places.segment_starts_blocks(alone, [many] * 4))
         for many in (1, 2, 3)
     }
     least = np.inf

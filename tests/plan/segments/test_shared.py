@@ -151,8 +151,10 @@ def drawn_step(problem, seed, most):
         cp_size = int(cp_sizes_RM.reshape(-1)[place])
         segments = min(1 + (seed * 7 + place) % most, max(1, end // cp_size))
         blocks_J.append(tuple(end * segment // segments for segment in range(segments)))
-    first_blocks = [tuple(blocks_J[rank * positions :][:positions]) for rank in range(ranks)]
-    return replace(where, first_blocks=tuple(first_blocks))
+    segment_starts_blocks = [
+        tuple(blocks_J[rank * positions :][:positions]) for rank in range(ranks)
+    ]
+    return replace(where, segment_starts_blocks=tuple(segment_starts_blocks))
 
 
 @settings(max_examples=30)
@@ -176,10 +178,12 @@ def test_every_segment_receives_the_keys_so_far(segments, cp_size):
     given_ = inputs(lengths, ranks=4, positions=1)
     costs = step_costs(lengths, given_["job"], given_["cost"], given_["scales"])
     budgets_LS = np.full((given_["job"].layers, 1), 5)
-    first_blocks = Places.at(costs, budgets_LS, 9).first_blocks([(0,)], [segments])
-    (cut,) = cut_at(costs, budgets_LS, [(0,)], first_blocks, [cp_size])
-    (alone,) = cut_at(costs, budgets_LS, [(0,)], first_blocks)
-    pieces = len(first_blocks[0])
+    segment_starts_blocks = Places.at(costs, budgets_LS, 9).segment_starts_blocks(
+        [(0,)], [segments]
+    )
+    (cut,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks, [cp_size])
+    (alone,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks)
+    pieces = len(segment_starts_blocks[0])
     beside_2P = pieces * (costs.constant_2C + costs.sequence_2C)
     so_far = np.cumsum(cut.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
     exchanged_2P = costs.exchange_2SC[:, 0] * so_far
@@ -233,7 +237,8 @@ def test_plans_of_both_hold_what_plans_hold(seed, kind, ranks, segment_tokens):
 
 def test_two_long_samples_on_four_ranks_are_shared_and_cut():
     lengths = [2**17, 2**17 - 5000, *[3000] * 14]
-    given_ = inputs(lengths, ranks=4, segments=SegmentCost(operation_ms=(0.01, 0.02)))
+    segments = SegmentCost(operation_ms=(0.01, 0.02))
+    given_ = inputs(lengths, ranks=4, segments=segments, tuning="makespan")
     plan = planned(**given_)
     long = [each for each in plan.micro_batches if max(each.lengths_tokens) > 2**16]
     assert all(each.cp_size > 1 and each.segments > 1 for each in long)
