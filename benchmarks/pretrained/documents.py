@@ -21,16 +21,19 @@ _TAIL_TOKENS = 256
 """Of a document, that ask after what they ask for; needles are fewer."""
 _CALIBRATION_SEED = 1_000_003
 _NEEDLE_EVERY_TOKENS, _QUESTION_TOKENS, _TAIL_MULTIPLE = 170, 20, 64
-_WORDS = (
-    "barrel beacon canyon cedar chapel cobalt comet coral crater cypress dagger ember falcon fjord "
-    "gravel harbor hazel heron ivory jasmine kernel lagoon lantern magpie maple marble meadow mirror "
-    "nectar onyx orchid otter pebble plaza prairie raven saffron spruce thunder walnut"
-).split()
-_FIRST_NAMES = (
-    "Amara Bjorn Clara Dmitri Esther Farid Greta Hassan Ingrid Jonas Kavita Leon Mei Noah Olga Pablo "
-    "Quentin Rosa Samuel Tessa"
-).split()
-_LAST_NAMES = "Adler Bianchi Castro Dahl Eriksen Fischer Gupta Haddad Ito Jansen Keller Lund".split()
+_WORDS = """
+    barrel beacon canyon cedar chapel cobalt comet coral crater cypress dagger ember falcon
+    fjord gravel harbor hazel heron ivory jasmine kernel lagoon lantern magpie maple marble
+    meadow mirror nectar onyx orchid otter pebble plaza prairie raven saffron spruce thunder
+    walnut
+"""
+_FIRST_NAMES = """
+    Amara Bjorn Clara Dmitri Esther Farid Greta Hassan Ingrid Jonas Kavita Leon Mei Noah
+    Olga Pablo Quentin Rosa Samuel Tessa
+"""
+_LAST_NAMES = """
+    Adler Bianchi Castro Dahl Eriksen Fischer Gupta Haddad Ito Jansen Keller Lund
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,19 @@ class Document:
     @property
     def name(self) -> str:
         return f"{self.group} {self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Documents of a kind and a length, and the blocks that they are cut into."""
+
+    kind: str
+    tokens: int
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.tokens}"
 
 
 def make_documents(
@@ -109,7 +125,8 @@ def _texts(
 def _key_values(tokens: int, number: int, encode: Encode, seed: int) -> Document:
     """Lines ``word-word: 12345``, then some of them again in another order."""
     draw = random.Random(f"{KEY_VALUE} {seed} {number}")
-    keys = [f"{one}-{other}" for one in _WORDS for other in _WORDS if one != other]
+    words = _WORDS.split()
+    keys = [f"{one}-{other}" for one in words for other in words if one != other]
     draw.shuffle(keys)
     context, questions, tail = encode("Registry of codes.\n"), [], tokens - _TAIL_TOKENS
     for key in keys:
@@ -124,7 +141,7 @@ def _key_values(tokens: int, number: int, encode: Encode, seed: int) -> Document
 def _needles(tokens: int, number: int, encode: Encode, seed: int) -> Document:
     """Sentences ``The access code of NAME is 12345.`` in prose, then the same in another order."""
     draw = random.Random(f"{NEEDLE} {seed} {number}")
-    people = [f"{first} {last}" for first in _FIRST_NAMES for last in _LAST_NAMES]
+    people = [f"{one} {other}" for one in _FIRST_NAMES.split() for other in _LAST_NAMES.split()]
     draw.shuffle(people)
     needles = tokens // _NEEDLE_EVERY_TOKENS
     tail = tokens - -(-needles * _QUESTION_TOKENS // _TAIL_MULTIPLE) * _TAIL_MULTIPLE

