@@ -133,13 +133,11 @@ _EQUAL_BLOCKS = """
     token-query-head 8 first=1 layers=cuts-lookups
     previous-block 8 first=1 layers=peaks
     previous-block 8 first=1 layers=cuts-lookups
-    token-tile 8 first=1 tile=16 wishes=3
 """
 _EQUAL_TIME = """
     token-query-head 3 first=1
     previous-block 22 first=1
     vertical-slash 22
-    oracle-block 22 first=1
     previous-block 22 first=1 layers=peaks
     previous-block 8 first=1 layers=dense-4-peaks
     previous-block 8 first=1 layers=dense-4-cuts-lookups
@@ -147,15 +145,12 @@ _EQUAL_TIME = """
     token-tile 22 first=1 tile=16 wishes=7
     token-tile 22 first=1 tile=16 wishes=7 carry=1
     token-tile 22 first=1 tile=32 wishes=7
-    token-tile 22 first=1 tile=16 wishes=7 layers=peaks
 """
 _PREFIX = """
     token-query-head 8 first=1 prefix=dense
-    token-query-head 8 first=0 prefix=dense
     token-query-head 8 first=1 layers=peaks prefix=dense
     previous-block 22 first=1 prefix=dense
     previous-block 8 first=1 layers=dense-4-peaks prefix=dense
-    token-tile 22 first=1 tile=16 wishes=7 prefix=dense
 """
 _LONGER = """
     token-query-head 8 first=1

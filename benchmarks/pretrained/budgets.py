@@ -69,7 +69,7 @@ def layer_budgets(
         return greedy(known, mean_blocks=arm.blocks, least=1 + arm.first_blocks, most=most)
     return proportional(
         known,
-        mean_blocks=arm.blocks,
+        total=min(arm.blocks, most) * layers,
         floor=max(1 + arm.first_blocks, round(FLOOR_SHARE * arm.blocks)),
         most=most,
         power=POWERS.get(source, 1.0),
@@ -100,7 +100,7 @@ def greedy(
 
 
 def proportional(
-    sensitivities: Sequence[float], *, mean_blocks: int, floor: int, most: int, power: float
+    sensitivities: Sequence[float], *, total: int, floor: int, most: int, power: float
 ) -> tuple[int, ...]:
     """A floor, and the rest in proportion to a power of positive sensitivities.
 
@@ -108,7 +108,6 @@ def proportional(
     """
     layers = len(sensitivities)
     weights = [max(each, 0.0) ** power for each in sensitivities]
-    total = min(mean_blocks, most) * layers
     capped: set[int] = set()
     while True:
         rest = total - floor * (layers - len(capped)) - most * len(capped)

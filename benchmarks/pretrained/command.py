@@ -49,7 +49,7 @@ GROUPS = {
         Group(kind=TEXT, tokens=8192, block_size=128),
     )
 }
-_DOCUMENTS, _CALIBRATION_DOCUMENTS, _CALIBRATION_TOKENS, _CALIBRATION_BLOCK = 10, 4, 1024, 32
+_DOCUMENTS, _CALIBRATION_DOCUMENTS, _CALIBRATION_TOKENS, _CALIBRATION_BLOCK = 10, 2, 1024, 32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
