@@ -16,10 +16,11 @@ from pretrained.arms import UNIFORM, Arm
 from pretrained.model import PretrainedError
 from sparsebalance_megatron.layer_budgets import DENSE
 
-COVERAGE = "coverage"
+COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
+"""Sensitivities that are measured."""
 FLOOR_SHARE = 5 / 8
 """Of the mean budget, that every layer has where the rest follows sensitivities."""
-POWERS = {"peaks": 2.0}
+POWERS = {PEAKS: 2.0}
 """The rest is in proportion to this power of a layer's sensitivity; 1 where none is named."""
 
 
@@ -52,17 +53,15 @@ def layer_budgets(
     if name.startswith("dense:"):
         dense = {int(layer) for layer in name.removeprefix("dense:").split(",")}
         return tuple(DENSE if layer in dense else arm.blocks for layer in range(layers))
-    dense_layers, source = 0, name
-    if name.startswith("dense-"):
-        _, number, source = name.split("-", 2)
-        dense_layers = int(number)
+    source = source_of(name)
     if source not in sensitivities:
         raise PretrainedError(
             f"layers={name}: no sensitivities are called {source}; there are "
             f"{', '.join(sensitivities) or 'none'}"
         )
     known = sensitivities[source]
-    if dense_layers:
+    if name != source:
+        dense_layers = int(name.split("-")[1])
         first = sorted(range(layers), key=lambda layer: -known[layer])[:dense_layers]
         return tuple(DENSE if layer in first else arm.blocks for layer in range(layers))
     if source == COVERAGE:
@@ -74,6 +73,13 @@ def layer_budgets(
         most=most,
         power=POWERS.get(source, 1.0),
     )
+
+
+def source_of(name: str) -> str | None:
+    """The sensitivities that budgets by this name follow; None where they follow none."""
+    if name == UNIFORM or name.endswith(".json") or name.startswith("dense:"):
+        return None
+    return name.split("-", 2)[2] if name.startswith("dense-") else name
 
 
 def greedy(

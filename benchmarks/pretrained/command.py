@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,9 @@ from pretrained.documents import KEY_VALUE, NEEDLE, TEXT, Document, Group, make_
 from pretrained.model import PRECISIONS, PretrainedError, load_model, saved_model
 
 if TYPE_CHECKING:
+    from pretrained.arms import Arm
     from pretrained.reading import Reader
+    from pretrained.texts import Encode
 
 
 GROUPS = {
@@ -124,6 +126,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
     from pretrained import arms, results
+    from pretrained.budgets import source_of
     from pretrained.reading import Reader
     from pretrained.session import Session
 
@@ -135,25 +138,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return tokens
 
     reader = Reader(load_model(directory, options.precision))
-    sensitivities = layer_sensitivities(options, reader, encode)
+    chosen = {name: chosen_arms(options, GROUPS[name]) for name in options.groups}
+    wanted = {source_of(arm.layers) for some in chosen.values() for arm in some}
+    sensitivities = layer_sensitivities(options, reader, encode, wanted)
     session = Session(
         reader=reader,
         files=results.ScoreFiles(options.directory / "scores", options.precision),
         sensitivities=sensitivities,
     )
     groups: dict[str, Any] = {}
-    for name in options.groups:
+    for name, some in chosen.items():
         group = GROUPS[name]
-        chosen = arms.standard_arms(group.tokens)
-        if options.arms is not None:
-            chosen = tuple(map(arms.parse_arm, options.arms))
-        elif group.kind == TEXT:
-            chosen = tuple(arm for arm in chosen if not arm.dense_prefix)
         documents = make_documents(
             group.kind, group.tokens, options.documents, encode, seed=options.seed
         )
-        groups[name] = session.read(group, documents, chosen)
-    measured = {name: each for name, each in sensitivities.items() if name != "coverage"}
+        groups[name] = session.read(group, documents, some)
     return {
         "benchmark": "pretrained",
         "machine": _machine(options),
@@ -165,13 +164,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "reference": arms.REFERENCE.name,
         },
         "sensitivities": sensitivities,
-        "agreement": results.agreement(measured, "cuts-lookups", sensitivities["coverage"], (8, 2)),
+        "agreement": results.agreement(sensitivities),
         "groups": groups,
     }
 
 
-def layer_sensitivities(options: argparse.Namespace, reader: Reader, encode: Any) -> dict[str, Any]:
-    """Sensitivities by name, measured once and kept; and those that are given."""
+def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
+    """Arms that read a group: those that were asked for, or the standard set.
+
+    Raises:
+        PretrainedError: an arm is wrong.
+    """
+    from pretrained.arms import parse_arm, standard_arms
+
+    if options.arms is not None:
+        return tuple(map(parse_arm, options.arms))
+    some = standard_arms(group.tokens)
+    return tuple(arm for arm in some if group.kind != TEXT or not arm.dense_prefix)
+
+
+def layer_sensitivities(
+    options: argparse.Namespace, reader: Reader, encode: Encode, wanted: Collection[str | None]
+) -> dict[str, Any]:
+    """Those of the wanted names, measured once and kept; and those that are given."""
+    from pretrained import budgets
     from pretrained import sensitivities as measure
 
     def documents(kind: str) -> list[Document]:
@@ -181,10 +197,10 @@ def layer_sensitivities(options: argparse.Namespace, reader: Reader, encode: Any
         )
 
     ways = {
-        "coverage": lambda: measure.coverage(reader, documents(TEXT), _CALIBRATION_BLOCK),
-        "peaks": lambda: measure.peaks(reader, documents(TEXT), _CALIBRATION_BLOCK),
-        "cuts-text": lambda: measure.cuts(reader, documents(TEXT), _CALIBRATION_BLOCK),
-        "cuts-lookups": lambda: measure.cuts(
+        budgets.COVERAGE: lambda: measure.coverage(reader, documents(TEXT), _CALIBRATION_BLOCK),
+        budgets.PEAKS: lambda: measure.peaks(reader, documents(TEXT), _CALIBRATION_BLOCK),
+        budgets.CUTS_TEXT: lambda: measure.cuts(reader, documents(TEXT), _CALIBRATION_BLOCK),
+        budgets.CUTS_LOOKUPS: lambda: measure.cuts(
             reader, [*documents(KEY_VALUE), *documents(NEEDLE)], _CALIBRATION_BLOCK
         ),
     }
@@ -192,6 +208,8 @@ def layer_sensitivities(options: argparse.Namespace, reader: Reader, encode: Any
     folder = options.directory / "sensitivities"
     folder.mkdir(exist_ok=True)
     for name, way in ways.items():
+        if name not in wanted:
+            continue
         kept = folder / f"{name}-{options.seed}-{min(options.documents, _CALIBRATION_DOCUMENTS)}-"
         kept = kept.with_name(f"{kept.name}{options.precision}.json")
         if not kept.exists():

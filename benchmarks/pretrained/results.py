@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from quality.intervals import Interval, interval
 
+from pretrained.arms import REFERENCE
+from pretrained.budgets import COVERAGE, CUTS_LOOKUPS
 from pretrained.documents import Document, digest
 from pretrained.measures import DIGITS, EXACT, FAR, LOSS, NATS
 from pretrained.reading import Scores
+from pretrained.sensitivities import CUT_BLOCKS
 
 _SHOWN = (EXACT, DIGITS, NATS, LOSS, FAR)
 
@@ -83,27 +86,27 @@ def _plain(each: Interval) -> dict[str, float | None]:
     }
 
 
-def agreement(
-    sensitivities: Mapping[str, Sequence[float]],
-    goal: str,
-    coverage_LK: Sequence[Sequence[float]],
-    budgets: tuple[int, int],
-) -> dict[str, dict[str, float]]:
-    """Correlations of every sensitivity with one of them, over layers: ``r`` and by ``rank``.
+def agreement(sensitivities: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Correlations over layers with what cuts cost look-ups: ``r``, and by ``rank``.
 
-    Beside them the coverage that the same cut loses.
+    Of all other sensitivities that were measured, and of the coverage that the same cuts lose.
     """
     from scipy.stats import spearmanr
 
-    most, least = budgets
-    lost = [curve[most - 1] - curve[least - 1] for curve in coverage_LK]
-    others = {name: each for name, each in sensitivities.items() if name != goal}
+    if CUTS_LOOKUPS not in sensitivities:
+        return {}
+    others = {name: each for name, each in sensitivities.items() if name != CUTS_LOOKUPS}
+    if COVERAGE in others:
+        others["coverage lost"] = [
+            curve[REFERENCE.blocks - 1] - curve[CUT_BLOCKS - 1] for curve in others.pop(COVERAGE)
+        ]
+    goal = sensitivities[CUTS_LOOKUPS]
     return {
         name: {
-            "r": float(np.corrcoef(each, sensitivities[goal])[0, 1]),
-            "rank": float(spearmanr(each, sensitivities[goal]).statistic),
+            "r": float(np.corrcoef(each, goal)[0, 1]),
+            "rank": float(spearmanr(each, goal).statistic),
         }
-        for name, each in (others | {"coverage lost": lost}).items()
+        for name, each in others.items()
     }
 
 

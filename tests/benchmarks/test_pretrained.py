@@ -154,10 +154,13 @@ def test_differences_are_paired_by_document() -> None:
 
 
 def test_agreement_of_sensitivities() -> None:
-    curves = [[0.5, 0.6, 0.7], [0.5, 0.7, 0.9], [0.5, 0.8, 1.1]]
-    found = agreement({"a": [1.0, 2.0, 4.0], "goal": [2.0, 4.0, 8.0]}, "goal", curves, (3, 1))
+    """Cuts from 8 blocks to 2 lose 0.2, 0.4 and 0.6 of the coverage."""
+    curves = [[0.0, 0.1, *[0.1 + 0.2 * each] * 6] for each in (1, 2, 3)]
+    measured = {"a": [1.0, 2.0, 4.0], "cuts-lookups": [2.0, 4.0, 8.0], "coverage": curves}
+    found = agreement(measured)
     assert found["a"] == pytest.approx({"r": 1.0, "rank": 1.0})
-    assert found["coverage lost"]["rank"] == pytest.approx(1.0)
+    assert found["coverage lost"] == pytest.approx({"r": 0.98198, "rank": 1.0}, abs=1e-5)
+    assert agreement({}) == {}
 
 
 # Arms and budgets
