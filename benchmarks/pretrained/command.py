@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(table(found["groups"]))
     for name, each in found["agreement"].items():
-        print(f"{name} with cuts of look-ups: r {each['r']:.2f}, by rank {each['rank']:.2f}")
+        print(
+            f"{name} with cuts of look-ups: r {each['r']:.2f}, by rank {each['rank']:.2f}, "
+            f"{each['common']} of 4 layers"
+        )
     if options.json is not None:
         write_json(options.json, found)
     return 0
@@ -103,6 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME=FILE",
         help="further sensitivities: a JSON list with one number for each layer",
     )
+    add("--finished", action="store_true", help="results of what has finished; reads nothing")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="default: 1")
     add(
@@ -145,6 +149,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         reader=reader,
         files=results.ScoreFiles(options.directory / "scores", options.precision),
         sensitivities=sensitivities,
+        finished_only=options.finished,
     )
     groups: dict[str, Any] = {}
     for name, some in chosen.items():
@@ -152,7 +157,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         documents = make_documents(
             group.kind, group.tokens, options.documents, encode, seed=options.seed
         )
-        groups[name] = session.read(group, documents, some)
+        found = session.read(group, documents, some)
+        if found is not None:
+            groups[name] = found
     return {
         "benchmark": "pretrained",
         "machine": _machine(options),

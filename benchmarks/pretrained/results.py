@@ -87,7 +87,8 @@ def _plain(each: Interval) -> dict[str, float | None]:
 
 
 def agreement(sensitivities: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Correlations over layers with what cuts cost look-ups: ``r``, and by ``rank``.
+    """Correlations over layers with what cuts cost look-ups: ``r``, by ``rank``, and how many of
+    the four most sensitive layers are ``common``.
 
     Of all other sensitivities that were measured, and of the coverage that the same cuts lose.
     """
@@ -105,9 +106,14 @@ def agreement(sensitivities: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         name: {
             "r": float(np.corrcoef(each, goal)[0, 1]),
             "rank": float(spearmanr(each, goal).statistic),
+            "common": len(_most_sensitive(each) & _most_sensitive(goal)),
         }
         for name, each in others.items()
     }
+
+
+def _most_sensitive(values: Sequence[float]) -> set[int]:
+    return {int(each) for each in np.argsort(values)[-4:]}
 
 
 def table(groups: Mapping[str, Any]) -> str:

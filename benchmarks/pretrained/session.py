@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pretrained import arms, measures, results
@@ -25,11 +26,16 @@ class Session:
     reader: Reader
     files: results.ScoreFiles
     sensitivities: Mapping[str, Any]
+    finished_only: bool = False
 
     def read(
         self, group: Group, documents: Sequence[Document], chosen: Sequence[Arm]
-    ) -> dict[str, Any]:
-        """Read documents by all arms; their figures."""
+    ) -> dict[str, Any] | None:
+        """Read documents by all arms; their figures.
+
+        With ``finished_only`` of the first documents that all arms have read already; None where
+        there is no such document.
+        """
 
         chosen = tuple(
             dict.fromkeys(
@@ -46,6 +52,12 @@ class Session:
         }
         figures: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in chosen_arms}
         cpu_seconds = dict.fromkeys(figures, 0.0)
+        if self.finished_only:
+            documents = list(
+                takewhile(lambda each: self._is_finished(each, budgets, group), documents)
+            )
+        if not documents:
+            return None
         for document in documents:
             prefix: list[Prefix] = []
             scores: dict[str, Scores] = {}
@@ -89,6 +101,14 @@ class Session:
                 for arm in chosen_arms
             },
         }
+
+    def _is_finished(
+        self, document: Document, budgets: Mapping[str, Sequence[int]], group: Group
+    ) -> bool:
+        return all(
+            self.files.path(document, arm, each, group.block_size).exists()
+            for arm, each in budgets.items()
+        )
 
     def _scores(
         self,

@@ -154,12 +154,15 @@ def test_differences_are_paired_by_document() -> None:
 
 
 def test_agreement_of_sensitivities() -> None:
-    """Cuts from 8 blocks to 2 lose 0.2, 0.4 and 0.6 of the coverage."""
-    curves = [[0.0, 0.1, *[0.1 + 0.2 * each] * 6] for each in (1, 2, 3)]
-    measured = {"a": [1.0, 2.0, 4.0], "cuts-lookups": [2.0, 4.0, 8.0], "coverage": curves}
-    found = agreement(measured)
-    assert found["a"] == pytest.approx({"r": 1.0, "rank": 1.0})
-    assert found["coverage lost"] == pytest.approx({"r": 0.98198, "rank": 1.0}, abs=1e-5)
+    """Cuts from 8 blocks to 2 lose 0.2, 0.4 and so on of the coverage."""
+    curves = [[0.0, 0.1, *[0.1 + 0.2 * each] * 6] for each in (1, 2, 3, 4, 5)]
+    cuts = [2.0, 4.0, 8.0, 16.0, 32.0]
+    other = [-each for each in cuts]
+    found = agreement({"other": other, "cuts-lookups": cuts, "coverage": curves})
+    assert found["other"] == pytest.approx({"r": -1.0, "rank": -1.0, "common": 3})
+    assert found["coverage lost"]["r"] == pytest.approx(0.93326, abs=1e-5)
+    assert found["coverage lost"]["rank"] == pytest.approx(1.0)
+    assert found["coverage lost"]["common"] == 4
     assert agreement({}) == {}
 
 
@@ -401,6 +404,10 @@ def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
     assert found["arms"].keys() >= {each.name for each in arms.SHORT_ARMS}
     again = session.read(group, documents(kind), arms.SHORT_ARMS)
     assert json.dumps(found) == json.dumps(again)
+    finished = replace(session, finished_only=True)
+    three = documents(kind, how_many=3)
+    assert json.dumps(finished.read(group, three, arms.SHORT_ARMS)) == json.dumps(found)
+    assert finished.read(group, three[2:], arms.SHORT_ARMS) is None
     dense = found["arms"][arms.ALL]["figures"]
     if kind == TEXT:
         assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
