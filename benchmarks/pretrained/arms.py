@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arms: who selects, how many blocks, in which layers; and the work that this is predicted to be.
+
+An arm is a line of words: ``token-query-head 8 first=1 layers=peaks prefix=dense tile=16``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pretrained.model import PretrainedError
+from pretrained.rules import BY_TOKEN, EXPERIMENTS
+from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.selector_registry import BUILT_IN, default_first_blocks
+
+TOKEN_PAIR_COST = 2.8
+"""Assumed: a pair of a token's own list costs this many pairs of a list that a block or tile of
+queries shares, as on a Hopper GPU (2.6 to 2.9). A pair of a dense layer is counted as one."""
+UNIFORM = "uniform"
+ALL = "dense"
+_SHORT_TOKENS, _LONGEST_TOKENS = 1024, 8192
+_RULES = {"tile", "wishes", "carry"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to read.
+
+    Attributes:
+        selection: a built-in one, an experiment, or ``dense``.
+        blocks: mean budget of the layers; of those that are not dense, where ``layers`` names
+            dense ones.
+        first_blocks: of a document, read besides the own block, within the budget.
+        layers: how budgets differ by layer; see :mod:`.budgets`.
+        dense_prefix: whether only a document's tail reads sparsely.
+        how: arguments of an experiment.
+    """
+
+    selection: str
+    blocks: int = 0
+    first_blocks: int = 0
+    layers: str = UNIFORM
+    dense_prefix: bool = False
+    how: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The words of the arm; :func:`parse_arm` reads them."""
+        words = [self.selection]
+        if self.selection != ALL:
+            words += [str(self.blocks), f"first={self.first_blocks}"]
+        words += [f"layers={self.layers}"] if self.layers != UNIFORM else []
+        words += [f"{name}={value}" for name, value in self.how.items()]
+        return " ".join(words + ["prefix=dense"] * self.dense_prefix)
+
+    @property
+    def pair_cost(self) -> float:
+        """Cost of a pair of a sparse layer in pairs of a shared list."""
+        by_token = self.selection in (*BY_TOKEN, "token-query-head", "token-kv-head")
+        return TOKEN_PAIR_COST if by_token else 1.0
+
+
+def parse_arm(text: str) -> Arm:
+    """Read an arm's words.
+
+    Raises:
+        PretrainedError: one is wrong.
+    """
+    selection, *words = text.split()
+    if selection not in (ALL, *BUILT_IN, *EXPERIMENTS):
+        known = ", ".join((ALL, *BUILT_IN, *EXPERIMENTS))
+        raise PretrainedError(
+            f"arm {text!r}: no selection is called {selection}; there are {known}"
+        )
+    first_blocks = default_first_blocks(selection) if selection in BUILT_IN else 1
+    settings: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.rpartition("=")
+        settings[name if equals else "blocks"] = value
+    how = {name: int(settings.pop(name)) for name in sorted(_RULES & settings.keys())}
+    if unknown := settings.keys() - {"blocks", "first", "layers", "prefix"}:
+        raise PretrainedError(f"arm {text!r}: nothing is called {', '.join(sorted(unknown))}")
+    blocks = int(settings.get("blocks", 0))
+    if selection != ALL and blocks < 2:
+        raise PretrainedError(f"arm {text!r}: needs a budget of at least 2 blocks after its name")
+    return Arm(
+        selection=selection,
+        blocks=blocks,
+        first_blocks=int(settings.get("first", first_blocks)),
+        layers=settings.get("layers", UNIFORM),
+        dense_prefix=settings.get("prefix") == ALL,
+        how=how,
+    )
+
+
+def predicted_cost(arm: Arm, budgets: Sequence[int], tokens: int, block_size: int) -> float:
+    """Pairs of a shared list, by layer and token, that take as long as the arm; wholly sparse."""
+    cost = 0.0
+    for budget in budgets:
+        read = mean_blocks(budget, tokens, block_size)
+        cost += read * (1.0 if budget == DENSE else arm.pair_cost)
+    return cost / len(budgets)
+
+
+def mean_blocks(budget: int, tokens: int, block_size: int) -> float:
+    """Blocks that a token reads, the mean over a document's tokens."""
+    blocks = -(-tokens // block_size)
+    return sum(min(budget, visible) for visible in range(1, blocks + 1)) / blocks
+
+
+REFERENCE = parse_arm("token-query-head 8 first=1")
+"""What arms are compared with, document by document."""
+WINDOW = parse_arm("window 9 first=1")
+"""Far tokens are those that lose most to it."""
+DENSE_ARM = Arm(selection=ALL)
+
+_EQUAL_BLOCKS = """
+    token-query-head 8 first=1
+    window 9 first=1
+    token-query-head 8 first=0
+    token-kv-head 8 first=1
+    token-kv-head 8 first=0
+    previous-block 8 first=1
+    previous-block 8 first=0
+    vertical-slash 8
+    vertical-slash-last-queries 8
+    oracle-token 8 first=1
+    oracle-block 8 first=1
+    token-query-head 8 first=1 layers=coverage
+    token-query-head 8 first=1 layers=peaks
+    token-query-head 8 first=1 layers=cuts-text
+    token-query-head 8 first=1 layers=cuts-lookups
+    previous-block 8 first=1 layers=peaks
+    previous-block 8 first=1 layers=cuts-lookups
+"""
+_EQUAL_TIME = """
+    token-query-head 3 first=1
+    previous-block 22 first=1
+    vertical-slash 22
+    previous-block 22 first=1 layers=peaks
+    previous-block 8 first=1 layers=dense-4-peaks
+    previous-block 8 first=1 layers=dense-4-cuts-lookups
+    token-query-head 8 first=1 layers=dense-4-peaks
+    token-tile 22 first=1 tile=16 wishes=7
+    token-tile 22 first=1 tile=16 wishes=7 carry=1
+    token-tile 22 first=1 tile=32 wishes=7
+"""
+_PREFIX = """
+    token-query-head 8 first=1 prefix=dense
+    token-query-head 8 first=1 layers=peaks prefix=dense
+    previous-block 22 first=1 prefix=dense
+    previous-block 8 first=1 layers=dense-4-peaks prefix=dense
+"""
+_LONGER = """
+    token-query-head 8 first=1
+    window 9 first=1
+    token-query-head 8 first=0
+    previous-block 8 first=1
+    oracle-token 8 first=1
+    oracle-block 8 first=1
+    token-query-head 8 first=1 layers=coverage
+    token-query-head 8 first=1 layers=peaks
+    token-query-head 8 first=1 layers=cuts-lookups
+    previous-block 22 first=1
+    previous-block 22 first=1 layers=peaks
+    previous-block 8 first=1 layers=dense-4-peaks
+    token-tile 22 first=1 tile=32 wishes=7
+"""
+_LONGEST = """
+    token-query-head 8 first=1
+    window 9 first=1
+    token-query-head 8 first=0
+    token-query-head 8 first=1 layers=peaks
+    previous-block 22 first=1
+"""
+
+
+def _lines(*texts: str) -> list[str]:
+    return [line for text in texts for line in text.strip().splitlines()]
+
+
+SHORT_ARMS = tuple(map(parse_arm, _lines(_EQUAL_BLOCKS, _EQUAL_TIME, _PREFIX)))
+LONGER_ARMS = tuple(map(parse_arm, _lines(_LONGER)))
+LONGEST_ARMS = tuple(map(parse_arm, _lines(_LONGEST)))
+
+
+def standard_arms(tokens: int) -> tuple[Arm, ...]:
+    """The standard set for documents of a length; fewer where a pass takes long."""
+    if tokens <= _SHORT_TOKENS:
+        return SHORT_ARMS
+    return LONGER_ARMS if tokens < _LONGEST_TOKENS else LONGEST_ARMS

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets by layer: from one number for each layer, or given.
+
+Shape legend: L layers, K budgets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrained.arms import UNIFORM, Arm
+from pretrained.model import PretrainedError
+from sparsebalance_megatron.layer_budgets import DENSE
+
+COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
+"""Sensitivities that are measured."""
+FLOOR_SHARE = 5 / 8
+"""Of the mean budget, that every layer has where the rest follows sensitivities."""
+POWERS = {PEAKS: 2.0}
+"""The rest is in proportion to this power of a layer's sensitivity; 1 where none is named."""
+
+
+def layer_budgets(
+    arm: Arm, layers: int, most: int, sensitivities: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Blocks by layer, or DENSE.
+
+    ``arm.layers`` is ``uniform``; ``coverage`` (greedy on router coverage); the name of
+    sensitivities; ``dense-N-NAME``, where the N most sensitive layers are dense; ``dense:1,2``,
+    where these are; or a JSON file with one number for each layer, null for dense.
+
+    Args:
+        most: blocks of the document; no budget is larger.
+        sensitivities: name -> one number for each layer; for ``coverage``, curves [L, K].
+
+    Raises:
+        PretrainedError: the name is unknown, or a file has another number of layers.
+    """
+    name = arm.layers
+    if name == UNIFORM:
+        return (arm.blocks,) * layers
+    if name.endswith(".json"):
+        given = json.loads(Path(name).read_text("utf-8"))
+        if len(given) != layers:
+            raise PretrainedError(
+                f"{name}: has {len(given)} numbers: the model has {layers} layers"
+            )
+        return tuple(DENSE if each is None else int(each) for each in given)
+    if name.startswith("dense:"):
+        dense = {int(layer) for layer in name.removeprefix("dense:").split(",")}
+        return tuple(DENSE if layer in dense else arm.blocks for layer in range(layers))
+    source = source_of(name)
+    if source not in sensitivities:
+        raise PretrainedError(
+            f"layers={name}: no sensitivities are called {source}; there are "
+            f"{', '.join(sensitivities) or 'none'}"
+        )
+    known = sensitivities[source]
+    if name != source:
+        dense_layers = int(name.split("-")[1])
+        first = sorted(range(layers), key=lambda layer: -known[layer])[:dense_layers]
+        return tuple(DENSE if layer in first else arm.blocks for layer in range(layers))
+    if source == COVERAGE:
+        return greedy(known, mean_blocks=arm.blocks, least=1 + arm.first_blocks, most=most)
+    return proportional(
+        known,
+        total=min(arm.blocks, most) * layers,
+        floor=max(1 + arm.first_blocks, round(FLOOR_SHARE * arm.blocks)),
+        most=most,
+        power=POWERS.get(source, 1.0),
+    )
+
+
+def source_of(name: str) -> str | None:
+    """The sensitivities that budgets by this name follow; None where they follow none."""
+    if name == UNIFORM or name.endswith(".json") or name.startswith("dense:"):
+        return None
+    return name.split("-", 2)[2] if name.startswith("dense-") else name
+
+
+def greedy(
+    curves_LK: Sequence[Sequence[float]], *, mean_blocks: int, least: int, most: int
+) -> tuple[int, ...]:
+    """Budgets of the greatest sum of coverage: the next block goes where it adds most."""
+    budgets = [least] * len(curves_LK)
+
+    def gain(layer: int) -> tuple[float, int]:
+        curve, budget = curves_LK[layer], budgets[layer]
+        if budget >= min(most, len(curve)):
+            return 0.0, layer
+        return curve[budget - 1] - curve[budget], layer
+
+    heap = [gain(layer) for layer in range(len(budgets))]
+    heapq.heapify(heap)
+    for _ in range(mean_blocks * len(budgets) - sum(budgets)):
+        layer = heap[0][1]
+        if budgets[layer] >= most:
+            break
+        budgets[layer] += 1
+        heapq.heapreplace(heap, gain(layer))
+    return tuple(budgets)
+
+
+def proportional(
+    sensitivities: Sequence[float], *, total: int, floor: int, most: int, power: float
+) -> tuple[int, ...]:
+    """A floor, and the rest in proportion to a power of positive sensitivities.
+
+    What a layer cannot use beyond ``most`` goes to the others; remainders to the largest.
+    """
+    layers = len(sensitivities)
+    weights = [max(each, 0.0) ** power for each in sensitivities]
+    capped: set[int] = set()
+    while True:
+        rest = total - floor * (layers - len(capped)) - most * len(capped)
+        weight = sum(each for layer, each in enumerate(weights) if layer not in capped)
+        exact = [
+            float(most)
+            if layer in capped
+            else floor + (rest * each / weight if weight else rest / (layers - len(capped)))
+            for layer, each in enumerate(weights)
+        ]
+        above = {layer for layer in range(layers) if exact[layer] > most} - capped
+        if not above:
+            break
+        capped |= above
+    budgets = [int(each) for each in exact]
+    by_remainder = sorted(range(layers), key=lambda layer: budgets[layer] - exact[layer])
+    for layer in by_remainder[: total - sum(budgets)]:
+        budgets[layer] += 1
+    return tuple(budgets)

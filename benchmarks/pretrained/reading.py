@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of a model over a document, with attention that a benchmark chooses.
+
+Built-in selections that read a whole document sparsely run through ``evaluate``, as users run
+them. Everything else goes through :data:`NAME`, which asks a rule for lists of blocks and gives
+them to ``block_sparse_attention``.
+
+Shape legend: T tokens that are read, Q of them that ask, H query heads, G KV heads, D head dim, E
+hidden size, V vocabulary, X scored labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache
+
+from pretrained.documents import Document
+from sparsebalance_megatron import evaluate
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.layer_budgets import DENSE
+
+NAME = "sparse_balance_lists"
+"""Value of ``attn_implementation``."""
+_LOGITS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """What a rule is asked for: the lists of one layer.
+
+    Attributes:
+        q_QHD: the queries; blocks are whole.
+        earlier_THD: all queries of the document; zeros before the block before the first query.
+        k_TGD: the keys.
+        layouts: the blocks of both.
+    """
+
+    layer: int
+    q_QHD: Tensor
+    earlier_THD: Tensor
+    k_TGD: Tensor
+    layouts: LayoutPair
+    softmax_scale: float
+
+
+type Rule = Callable[[Asked], Selection | None]
+"""Lists of blocks; None for dense attention."""
+type Observer = Callable[[Asked], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Of the scored labels: float32 loss in nats, and whether the label is the best guess."""
+
+    loss_X: Tensor
+    right_X: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefix:
+    """A dense pass over what comes before a document's tail: its keys, values and last queries."""
+
+    cache: DynamicCache
+    last_queries: dict[int, Tensor]
+
+
+class Reader:
+    """One model and how it reads."""
+
+    def __init__(self, model: Any) -> None:
+        AttentionInterface.register(NAME, _attention)
+        self.model = model
+        self.layers: int = model.config.num_hidden_layers
+
+    @torch.inference_mode()
+    def dense(self, document: Document) -> Scores:
+        """Read everything."""
+        self.model.set_attn_implementation("sdpa")
+        return self._scores(document, self._states(document.tokens[:-1]))
+
+    @torch.inference_mode()
+    def product(
+        self,
+        document: Document,
+        *,
+        block_size: int,
+        selection: str,
+        budgets: Sequence[int],
+        **settings: Any,
+    ) -> Scores:
+        """Read sparsely from the first token, through ``evaluate``.
+
+        Args:
+            budgets: blocks by layer, or DENSE.
+            settings: further fields of :class:`.evaluate.SparseAttention`.
+        """
+        self.configure(block_size, selection, budgets, **settings)
+        return self._scores(document, self._states(document.tokens[:-1]))
+
+    def configure(
+        self, block_size: int, selection: str, budgets: Sequence[int], **settings: Any
+    ) -> None:
+        """Let the model read by a built-in selection."""
+        evaluate.configure(
+            self.model,
+            sparse_block_size=block_size,
+            sparse_topk_blocks=1,
+            sparse_layer_topk_blocks=[None if each == DENSE else each for each in budgets],
+            sparse_selection=selection,
+            **settings,
+        )
+        self.model.set_attn_implementation(evaluate.NAME)
+
+    @torch.inference_mode()
+    def by_rule(self, document: Document, block_size: int, rule: Rule) -> Scores:
+        """Read by a rule's lists from the first token."""
+        with self._attending(_Reading(block_size=block_size, rule=rule)):
+            return self._scores(document, self._states(document.tokens[:-1]))
+
+    @torch.inference_mode()
+    def observed(self, document: Document, block_size: int, observe: Observer) -> None:
+        """Read everything, and show every layer's queries and keys."""
+        with self._attending(_Reading(block_size=block_size, rule=_dense, observe=observe)):
+            self._states(document.tokens[:-1])
+
+    @torch.inference_mode()
+    def prefix(self, document: Document, block_size: int) -> Prefix:
+        """Read the prefix densely."""
+        found = Prefix(cache=DynamicCache(), last_queries={})
+
+        def keep(asked: Asked) -> None:
+            found.last_queries[asked.layer] = asked.q_QHD[-block_size:].clone()
+
+        with self._attending(_Reading(block_size=block_size, rule=_dense, observe=keep)):
+            self._states(document.tokens[: document.tail], found.cache)
+        return found
+
+    @torch.inference_mode()
+    def tail(self, document: Document, block_size: int, rule: Rule, prefix: Prefix) -> Scores:
+        """Read a document's tail by a rule's lists, after its dense prefix.
+
+        Raises:
+            ValueError: the tail does not begin with a block.
+        """
+        if document.tail % block_size:
+            raise ValueError(
+                f"{document.name}: the tail begins at {document.tail}: must be a multiple of the "
+                f"block of {block_size} tokens"
+            )
+        reading = _Reading(block_size=block_size, rule=rule, before=prefix.last_queries)
+        with self._attending(reading):
+            states_QE = self._states(document.tokens[document.tail : -1], prefix.cache)
+        prefix.cache.crop(document.tail - document.length)
+        return self._scores(document, states_QE, first=document.tail)
+
+    def _states(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
+        """Last hidden states, [Q, E]."""
+        cached = {} if cache is None else {"past_key_values": cache}
+        found: Tensor = self.model.model(
+            torch.tensor([tokens]), use_cache=cache is not None, **cached
+        ).last_hidden_state[0]
+        return found
+
+    def _scores(self, document: Document, states_QE: Tensor, first: int = 0) -> Scores:
+        """Scores of the labels from token ``first`` on."""
+        scored_X = torch.tensor([each for each in document.scored if each >= first])
+        label_X = torch.tensor(document.tokens)[scored_X + 1]
+        return self.scores_of(states_QE[scored_X - first], label_X)
+
+    @torch.inference_mode()
+    def scores_of(self, states_XE: Tensor, label_X: Tensor) -> Scores:
+        """Scores of labels from the states before them, a few logits at a time."""
+        loss, right = [], []
+        for states, label in zip(
+            states_XE.split(_LOGITS_AT_ONCE), label_X.split(_LOGITS_AT_ONCE), strict=True
+        ):
+            logits = self.model.lm_head(states)
+            loss.append(cross_entropy(logits, label, reduction="none"))
+            right.append(logits.argmax(-1) == label)
+        return Scores(loss_X=torch.cat(loss), right_X=torch.cat(right))
+
+    def _attending(self, reading: _Reading) -> _Reading:
+        self.model.set_attn_implementation(NAME)
+        reading.modules = [layer.self_attn for layer in self.model.model.layers]
+        return reading
+
+
+class _Reading:
+    """How all layers attend while it is entered."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        rule: Rule,
+        observe: Observer | None = None,
+        before: dict[int, Tensor] | None = None,
+    ) -> None:
+        self.block_size, self.rule, self.observe, self.before = block_size, rule, observe, before
+        self.modules: list[torch.nn.Module] = []
+
+    def __enter__(self) -> None:
+        for module in self.modules:
+            module.reading = self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module.reading
+
+    def asked(self, layer: int, q_QHD: Tensor, k_TGD: Tensor, softmax_scale: float) -> Asked:
+        tokens, size = len(k_TGD), self.block_size
+        first = tokens - len(q_QHD)
+        kv_layout = packed_layout((0, tokens), size, "cpu")
+        layouts, earlier_THD = LayoutPair.within(kv_layout), q_QHD
+        if first:
+            own = range(first // size, kv_layout.blocks)
+            layouts = LayoutPair.of_blocks(
+                packed_layout((0, len(q_QHD)), size, "cpu"), kv_layout, own
+            )
+            earlier_THD = q_QHD.new_zeros(tokens, *q_QHD.shape[1:])
+            earlier_THD[first:] = q_QHD
+            if self.before is not None:
+                earlier_THD[first - size : first] = self.before[layer]
+        return Asked(
+            layer=layer,
+            q_QHD=q_QHD,
+            earlier_THD=earlier_THD,
+            k_TGD=k_TGD,
+            layouts=layouts,
+            softmax_scale=softmax_scale,
+        )
+
+
+def _attention(
+    module: Any,
+    query_1HQD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend to the lists of the module's rule; for ``transformers``, which passes no mask here."""
+    assert attention_mask is None
+    reading = module.reading
+    q_QHD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1HQD, key_1GTD, value_1GTD))
+    asked = reading.asked(module.layer_idx, q_QHD, k_TGD, scaling)
+    if reading.observe is not None:
+        reading.observe(asked)
+    selection = reading.rule(asked)
+    if selection is not None:
+        out_QHD, _ = block_sparse_attention(q_QHD, k_TGD, v_TGD, selection, softmax_scale=scaling)
+        return out_QHD[None], None
+    before = len(k_TGD) - len(q_QHD)
+    mask = torch.ones(len(q_QHD), len(k_TGD), dtype=torch.bool).tril(before) if before else None
+    out_1HQD = scaled_dot_product_attention(
+        *(query_1HQD, key_1GTD, value_1GTD, mask),
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return out_1HQD.transpose(1, 2), None
+
+
+def _dense(asked: Asked) -> None:
+    """The rule that reads everything."""

