@@ -137,7 +137,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
 
     Returns:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
-        model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
+        model's config.
     """
 
     from sparsebalance_megatron.megatron import cpu

@@ -60,7 +60,7 @@ def _train(device_type: str) -> None:
                 args,
                 dataset_provider=hooks.dataset_provider,
                 forward_step=hooks.forward_step,
-                layer_spec=hooks.layer_spec,
+                configure_model=hooks.configure_model,
             )
     else:
         from sparsebalance_megatron.megatron import plain_gpt

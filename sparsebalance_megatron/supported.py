@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sparsebalance_megatron.errors import ConfigError
 
-RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
+RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.19,<0.21"}
 """As in pyproject.toml. With "a0" the builds of NVIDIA's containers, such as 2.8.0a0+5228986c39,
 satisfy it."""
 

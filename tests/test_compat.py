@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything of Megatron that this package uses, by name: an upgrade that moves it fails here.
 
-The uses are read from the source. Holds for every megatron-core that this package supports;
-scripts/test_megatron_0_18.sh runs it under the oldest.
+The uses are read from the source. scripts/test_megatron_main.sh runs it under Megatron's main.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS
 
 PACKAGE = Path(compat.__file__).parents[1]
-NEWEST = (0, 19)
 
 INDIRECT = {
     "megatron.core.datasets.gpt_dataset:GPTDatasetConfig": (
         "random_seed sequence_length blend blend_per_split path_to_cache tokenizer "
         "create_attention_mask sequence_parallel_size"
     ),
-    "megatron.core.models.gpt:GPTModel": (
-        "pre_process post_process vp_stage pg_collection rope_scaling_factor "
-        "seq_len_interpolation_factor"
-    ),
+    "megatron.core.models.gpt:GPTModel": "rope_scaling_factor seq_len_interpolation_factor",
     # These two take what the functions of submodules take.
     "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": (
         "qk_layernorm normalization"
@@ -50,24 +45,14 @@ INDIRECT = {
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": (
         "tensor as_numpy record_stream"
     ),
-    "megatron.training:pretrain": (
-        "cfg_container train_valid_test_dataset_provider model_type forward_step_func "
-        "model_provider"
-    ),
 }
 """Parameters and fields that are passed as ``**keywords``, inherited, or taken by a replacement."""
-
-SINCE_0_19 = {"megatron.training.argument_utils:gpt_config_from_args"}
 
 SET_WHILE_VALIDATING = {
     *("consumed_train_samples", "consumed_valid_samples", "data_parallel_size", "iteration"),
     *("local_rank", "padded_vocab_size", "params_dtype", "rank", "recompute_modules", "world_size"),
 }
 """Attributes that Megatron adds to its arguments after parsing them."""
-
-
-def megatron_is_at_least(*version: int) -> bool:
-    return tuple(int(part) for part in compat.megatron_version().split(".")[:2]) >= version
 
 
 def uses_in(source: str) -> Iterator[tuple[str, ast.Call | None]]:
@@ -137,9 +122,6 @@ def parameters_of(found: Any) -> set[str]:
 
 @pytest.mark.parametrize("symbol", USES)
 def test_megatron_has_what_the_package_uses(symbol: str) -> None:
-    if symbol in SINCE_0_19 and not megatron_is_at_least(*NEWEST):
-        assert not compat.has_model_config()
-        return
     found = resolve(symbol)
     if not isinstance(found, BuiltinFunctionType):  # compiled: without a signature
         for call in USES[symbol]:
@@ -149,14 +131,6 @@ def test_megatron_has_what_the_package_uses(symbol: str) -> None:
 @pytest.mark.parametrize("symbol", INDIRECT)
 def test_megatron_takes_what_is_passed_indirectly(symbol: str) -> None:
     assert set(INDIRECT[symbol].split()) <= parameters_of(resolve(symbol))
-
-
-def test_answers_about_the_version_are_those_of_the_version() -> None:
-    newest = megatron_is_at_least(*NEWEST)
-    assert compat.has_model_config() == newest
-    assert compat.has_yarn_flags() == newest
-    training = importlib.import_module("megatron.training.training")
-    assert callable(training.update_seqlen_stats_from_cu_seqlens)
 
 
 def test_the_models_config_has_the_fields_that_are_read() -> None:

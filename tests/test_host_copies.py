@@ -23,9 +23,8 @@ ALLOWED = {
     "run/step_reducer.py": {"cpu"},
     # The digest that all ranks compare once a step, and before the first.
     "run/agreement.py": {"cpu", "tensor"},
-    # Before training, or by whoever tests a selector.
+    # Before training.
     "attention/self_check.py": {"cpu", "tensor"},
-    "attention/selector_check.py": {"cpu", "nonzero", "tensor"},
 }
 
 

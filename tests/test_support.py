@@ -19,11 +19,6 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "SUPPORT.md").read_text("utf-8")
 MAIN = (TESTS.parent / "research" / "testing.md").read_text("utf-8")
-SINCE_0_19 = {
-    "--attention-output-gate",
-    "--dataloader-inter-document-masking",
-    "--yarn-original-max-position-embeddings",
-}
 LISTS_FLAGS = """
 from argparse import ArgumentParser
 from megatron.core.package_info import __version__
@@ -59,7 +54,7 @@ def test_named_flags_exist() -> None:
     from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args
 
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    known = set(add_sparse_balance_args(parser)._option_string_actions) | SINCE_0_19
+    known = set(add_sparse_balance_args(parser)._option_string_actions)
     known |= newer_flags("main") | newer_flags("dev")
     refused = {flag.partition(" ")[0] for flag in MODEL | SEGMENTS | TRAINING}
     assert set(re.findall(r"`(--[\w-]+)", PAGE)) - known - refused == set()

@@ -71,7 +71,6 @@ class Selection:
         indices_QCK: Tensor,
         counts_QC: Tensor,
         by_token: bool,
-        columns: ColumnLists | None = None,
     ) -> Selection:
         """A selection whose queries and keys lie in the same sequence."""
         return cls(
@@ -81,7 +80,6 @@ class Selection:
             query_layout=layout,
             kv_layout=layout,
             own_block_N=layout.number_N,
-            columns=columns,
         )
 
     @classmethod

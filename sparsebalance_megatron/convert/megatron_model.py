@@ -22,8 +22,6 @@ from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.megatron.compat import (
     default_layer_spec,
     gpt_model,
-    has_yarn_flags,
-    megatron_version,
     model_settings,
 )
 from sparsebalance_megatron.megatron.single_process import (
@@ -84,12 +82,8 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
 
     Raises:
         ConfigError: if the user's flags contradict the model, or spread it over ranks.
-        ConvertError: if this Megatron cannot build the model, or not with those flags.
+        ConvertError: if Megatron cannot build the model with those flags.
     """
-    if model.rope.rope_type == "yarn" and not has_yarn_flags():
-        raise ConvertError(
-            f"rope_type yarn: megatron-core {megatron_version()} has no flags for it; use 0.19"
-        )
     divisor = default_divisor(model.vocab_size)
     own = model_flags(model, divisor=divisor, padded_vocab_size=model.vocab_size)
     own = tuple(flag for flag in own if flag[0] != "--padded-vocab-size")

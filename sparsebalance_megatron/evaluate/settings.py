@@ -117,7 +117,7 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
     Raises:
         ConfigError: a setting is missing, unknown or wrong.
     """
-    config = _text_config(model.config)
+    config = model.config.get_text_config()
     unknown = settings.keys() - set(SparseAttention.__struct_fields__)
     if unknown:
         raise ConfigError(
@@ -142,7 +142,7 @@ def settings_of(config: Any) -> SparseAttention:
     Raises:
         ConfigError: there are none, or one is missing or wrong.
     """
-    config = _text_config(config)
+    config = config.get_text_config()
     found = getattr(config, KEY, None)
     if found is None:
         raise ConfigError(_NO_SETTINGS)
@@ -167,7 +167,3 @@ def checked_settings(values: Any, config: Any) -> SparseAttention:
             f"{config.num_hidden_layers} layers: give one per layer"
         )
     return found
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config()

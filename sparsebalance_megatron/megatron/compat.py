@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.18 to 0.20).
+"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.19 and 0.20).
 
 Shape legend: P pipeline stages, V virtual stages.
 """
@@ -25,34 +25,13 @@ def megatron_version() -> str:
     return str(__version__).partition("+")[0]
 
 
-def has_model_config() -> bool:
-    """Whether GPT models are built from a config (0.19) or by a provider function (0.18)."""
-    import megatron.training.argument_utils as argument_utils
-
-    return hasattr(argument_utils, "gpt_config_from_args")
-
-
-def has_yarn_flags() -> bool:
-    """Whether YaRN's settings reach GPT models from the command line (0.19)."""
-    import megatron.training.argument_utils as argument_utils
-
-    return hasattr(argument_utils, "_apply_yarn_config_from_args")
-
-
-def weighs_balancing_losses() -> bool:
-    """Whether losses that balance experts weigh alike at any tensor- and context-parallel size,
-    with ``--calculate-per-token-loss`` (0.19); before, they are divided by the number of ranks."""
-    major, minor = megatron_version().split(".")[:2]
-    return (int(major), int(minor)) >= (0, 19)
-
-
 def quantized_token_multiple(config: Any) -> int:
     """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
 
     As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4 128
     (``get_align_size_for_quantization``).
     """
-    if not (config.fp8 or getattr(config, "fp4", None)):
+    if not (config.fp8 or config.fp4):
         return 1
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
@@ -86,91 +65,30 @@ def run_pretrain(
     *,
     dataset_provider: Callable[..., Any],
     forward_step: Callable[..., Any],
-    layer_spec: Callable[..., Any] | None = None,
+    configure_model: Callable[[Any], None] | None = None,
 ) -> None:
-    """Call Megatron's ``pretrain`` by keyword, with this plugin's layer spec where one is given.
-
-    ``layer_spec(transformer_config, vp_stage)`` returns the decoder's layer or block spec, and lets
-    pipeline stages exchange sequences of any length; None leaves Megatron's own.
-    """
+    """Call Megatron's ``pretrain``; ``configure_model`` may change its ``GPTModelConfig`` first."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
 
     keep_built_data_set_helpers()
-    keywords: dict[str, Any] = {
-        "train_valid_test_dataset_provider": dataset_provider,
-        "model_type": ModelType.encoder_or_decoder,
-        "forward_step_func": forward_step,
-    }
-    if has_model_config():
-        from megatron.training.argument_utils import gpt_config_from_args
-
-        model_config = gpt_config_from_args(args)
-        if layer_spec is not None:
-            use_layer_spec(args, model_config, layer_spec)
-        keywords["cfg_container"] = pretrain_cfg_container_from_args(args, model_config)
-    else:
-        keywords["cfg_container"] = pretrain_cfg_container_from_args(args)
-        keywords["model_provider"] = model_provider(args, layer_spec)
-    pretrain(**keywords)
+    model_config = gpt_config_from_args(args)
+    if configure_model is not None:
+        configure_model(model_config)
+    pretrain(
+        cfg_container=pretrain_cfg_container_from_args(args, model_config),
+        train_valid_test_dataset_provider=dataset_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
 
 
-def use_layer_spec(args: Namespace, model_config: Any, layer_spec: Callable[..., Any]) -> None:
-    """Have a ``GPTModelConfig`` (0.19) ask ``layer_spec(transformer_config, vp_stage)``."""
-    # Megatron parses the flag and leaves the config at its default.
-    model_config.rope_scaling_factor = args.rope_scaling_factor
-
-    def spec_for_builder(model_config: Any, vp_stage: int | None = None) -> Any:
-        return layer_spec(model_config.transformer, vp_stage)
-
-    model_config.transformer_layer_spec = spec_for_builder
-    enable_variable_lengths(model_config.transformer)
-
-
-def model_provider(args: Namespace, layer_spec: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Megatron's ``model_provider`` for a GPT (0.18); arguments as for :func:`run_pretrain`."""
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    def provide(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        config: Any = None,
-        pg_collection: Any = None,
-    ) -> Any:
-        transformer_config = config or core_transformer_config_from_args(args)
-        if layer_spec is not None:
-            enable_variable_lengths(transformer_config)
-        spec = (layer_spec or default_layer_spec)(transformer_config, vp_stage)
-        return gpt_model(
-            args,
-            transformer_config,
-            spec,
-            as_megatron_builds_it=layer_spec is None,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
-
-    return provide
-
-
-def gpt_model(
-    args: Namespace,
-    transformer_config: Any,
-    layer_spec: Any,
-    *,
-    as_megatron_builds_it: bool = False,
-    **place: Any,
-) -> Any:
-    """The ``GPTModel`` that flags describe; ``place`` says which part of it, in ``GPTModel``'s
-    keywords.
-
-    ``as_megatron_builds_it``: without the flags of rotary embeddings that Megatron 0.18 parses and
-    does not pass on.
-    """
+def gpt_model(args: Namespace, transformer_config: Any, layer_spec: Any) -> Any:
+    """The whole ``GPTModel`` that flags describe."""
     from megatron.core.models.gpt import GPTModel
 
     return GPTModel(
@@ -179,23 +97,20 @@ def gpt_model(
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        **place,
-        **_position_keywords(args, unheard=not as_megatron_builds_it),
+        **_position_keywords(args),
     )
 
 
-def _position_keywords(args: Namespace, *, unheard: bool) -> dict[str, Any]:
-    keywords = {
+def _position_keywords(args: Namespace) -> dict[str, Any]:
+    return {
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
         "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
     }
-    if unheard:
-        keywords["rope_scaling_factor"] = args.rope_scaling_factor
-        keywords["seq_len_interpolation_factor"] = args.rotary_seq_len_interpolation_factor
-    return keywords
 
 
 def model_settings(args: Namespace) -> dict[str, Any]:
@@ -224,7 +139,7 @@ def model_settings(args: Namespace) -> dict[str, Any]:
     elsewhere = {field.name for field in fields(ModelParallelConfig)}
     return {
         **{name: value for name, value in given.items() if name not in elsewhere},
-        **_position_keywords(args, unheard=True),
+        **_position_keywords(args),
         **{name: getattr(args, name) for name in other_classes},
     }
 
@@ -412,16 +327,14 @@ def metric_writers() -> tuple[Any, Any, int] | None:
 
 
 def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
-    """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook.
+    """Feed the true sequence lengths to Megatron's FLOP count.
 
     Megatron sums over all ranks, if this one has fed anything, and divides by the context-parallel
     size among others. So every rank feeds something, and a sequence counts ``times``; 0 only says
     that this rank takes part.
     """
-    import megatron.training.training as training
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    hook = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
-    if hook is not None:
-        hook(cu_seqlens if times else cu_seqlens * 0)
-        for _ in range(times - 1):
-            hook(cu_seqlens)
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens if times else cu_seqlens * 0)
+    for _ in range(times - 1):
+        update_seqlen_stats_from_cu_seqlens(cu_seqlens)

@@ -11,9 +11,8 @@ from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
-    model_provider,
+    enable_variable_lengths,
     saved_arguments,
-    use_layer_spec,
 )
 from sparsebalance_megatron.megatron.sharded_checkpoints import use_sharded_checkpoints
 from sparsebalance_megatron.selector_registry import default_first_blocks
@@ -71,12 +70,15 @@ class TrainingArguments:
         )
 
     def configure_model(self, model_config: Any, layer_spec: Callable[..., Any]) -> None:
-        """Put a layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
-        use_layer_spec(self._args, model_config, layer_spec)
+        """Have a ``GPTModelConfig`` ask ``layer_spec(transformer_config, vp_stage)``."""
+        # Megatron parses the flag and leaves the config at its default.
+        model_config.rope_scaling_factor = self._args.rope_scaling_factor
 
-    def model_provider(self, layer_spec: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``model_provider`` whose models have a layer spec (megatron-core 0.18)."""
-        return model_provider(self._args, layer_spec)
+        def spec_for_builder(model_config: Any, vp_stage: int | None = None) -> Any:
+            return layer_spec(model_config.transformer, vp_stage)
+
+        model_config.transformer_layer_spec = spec_for_builder
+        enable_variable_lengths(model_config.transformer)
 
 
 def trained_first_blocks(trained: Namespace) -> int:

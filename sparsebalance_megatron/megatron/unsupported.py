@@ -17,11 +17,7 @@ from typing import Any
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
-from sparsebalance_megatron.megatron.compat import (
-    arguments_of_weights,
-    has_yarn_flags,
-    weighs_balancing_losses,
-)
+from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import check_sharded_parameters, whole_parts
 from sparsebalance_megatron.selector_registry import check_whole_documents
@@ -56,14 +52,6 @@ def _kv_heads_are_shared(get: Settings) -> bool:
 
 def _has_experts(get: Settings) -> bool:
     return bool(get("num_experts") or get("num_moe_experts"))
-
-
-def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
-    """Whether this Megatron divides a balancing loss by tensor- and context-parallel ranks."""
-    given = get(coefficient, 0.0)
-    ranks = get("tensor_model_parallel_size", 1) * get("context_parallel_size", 1)
-    is_used = any(given) if isinstance(given, list | tuple) else bool(given)
-    return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
 
 
 def shards_unequally(get: Settings) -> bool:
@@ -106,10 +94,6 @@ _DATA_FLAGS = (
     "per_split_data_args_path",
 )
 _GPT_ONLY = "only layers with attention have budgets; drop it"
-_DIVIDED = (
-    "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use megatron-core "
-    "0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
-)
 _NO_INDEX_CACHE = "the plugin reads .idx files, and keeps no index of samples to load; drop it"
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
@@ -152,8 +136,6 @@ MODEL = {
         "global_aux_loss divides by the tokens of one micro-batch, and these differ; use aux_loss "
         "or seq_aux_loss"
     ),
-    "--moe-aux-loss-coeff": _DIVIDED,
-    "--moe-z-loss-coeff": _DIVIDED,
     "--moe-paged-stash": (
         "plans may have fewer micro-batches than it reads; use --sparse-balance-positions fixed"
     ),
@@ -188,9 +170,6 @@ MODEL = {
     "--rotary-base-per-layer": (
         "shared sequences would be rotated by wrong positions; use --rotary-base"
     ),
-    "--position-embedding-type yarn": (
-        "this release has no flags for it; use megatron-core 0.19 or newer, or rope"
-    ),
     "--attention-dropout": "block-sparse attention has no dropout; use --attention-dropout 0",
     "--window-size": "the block selection replaces sliding windows; drop it",
     "--qk-clip": _NO_UNSELECTED_LOGITS,
@@ -215,7 +194,7 @@ TRAINING = {
     "--hybrid-override-pattern": _GPT_ONLY,
     "--spec": "both choose the layers; drop it",
     "ModelOpt": "both choose the layers; train without it",
-    "--rampup-batch-size": "megatron-core 0.18 and newer ignore it; use --step-batch-size-schedule",
+    "--rampup-batch-size": "Megatron ignores it; use --step-batch-size-schedule",
     "--decrease-batch-size-if-needed": (
         "the global batch size must not depend on the number of ranks; drop it"
     ),
@@ -266,8 +245,6 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--moe-router-load-balancing-type": lambda get: (
         _has_experts(get) and "global_aux_loss" in get("moe_router_load_balancing_type", ())
     ),
-    "--moe-aux-loss-coeff": lambda get: _weighs_wrongly(get, "moe_aux_loss_coeff"),
-    "--moe-z-loss-coeff": lambda get: _weighs_wrongly(get, "moe_z_loss_coeff"),
     "--moe-paged-stash": lambda get: (
         get("moe_paged_stash")
         and get("expert_model_parallel_size", 1) > 1
@@ -292,9 +269,6 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--attention-backend": lambda get: getattr(get("attention_backend"), "name", None) == "local",
     "--position-embedding-type": lambda get: (
         get("position_embedding_type") in ("mrope", "relative")
-    ),
-    "--position-embedding-type yarn": lambda get: (
-        get("position_embedding_type") == "yarn" and not has_yarn_flags()
     ),
     "--attention-dropout": lambda get: get("attention_dropout", 0.0) > 0.0,
     "per-sample loss": lambda get: not get("calculate_per_token_loss"),

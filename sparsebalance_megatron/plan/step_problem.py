@@ -234,14 +234,10 @@ class StepProblem:
         """[R] makespans, from the ms of every sample on a rank by itself."""
         return makespans_ms(self.costs.micro_batch_ms(sample_2SC, arrangement))
 
-    def search_ms(self, start: Arrangement, share: float, parts: int = 1) -> float:
-        """Ms of search: what the policy says, or a share of the step that search begins with.
-
-        Args:
-            parts: searches among which the policy's ms are divided.
-        """
+    def search_ms(self, start: Arrangement, share: float) -> float:
+        """Ms of search: what the policy says, or a share of the step that search begins with."""
         if self.plan_settings.plan_ms is not None:
-            return self.plan_settings.plan_ms / parts
+            return self.plan_settings.plan_ms
         return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
 
 

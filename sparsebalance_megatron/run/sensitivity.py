@@ -87,7 +87,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         args,
         dataset_provider=dataset_provider,
         forward_step=hooks.forward_step,
-        layer_spec=hooks.layer_spec,
+        configure_model=hooks.configure_model,
     )
     torch.distributed.all_reduce(peaks.counts_LX)
     if args.rank > 0:

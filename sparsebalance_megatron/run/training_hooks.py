@@ -75,8 +75,7 @@ class TrainingHooks:
     """The arguments of Megatron's ``pretrain`` that differ with ``--sparse-balance``.
 
     ``forward_step`` is the ``forward_step_func``; ``layer_spec(transformer_config, vp_stage)``
-    gives the decoder's spec, which :meth:`configure_model` or :attr:`model_provider` puts into the
-    model.
+    gives the decoder's spec, which :meth:`configure_model` puts into the model.
     """
 
     def __init__(
@@ -113,13 +112,8 @@ class TrainingHooks:
         return peaks
 
     def configure_model(self, model_config: Any) -> None:
-        """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
+        """Put the layer spec into a ``GPTModelConfig``."""
         self._arguments.configure_model(model_config, self.layer_spec)
-
-    @property
-    def model_provider(self) -> Callable[..., Any]:
-        """A ``model_provider`` whose models have the layer spec (megatron-core 0.18)."""
-        return self._arguments.model_provider(self.layer_spec)
 
     def dataset_provider(
         self, sample_counts: Any, vp_stage: int | None = None

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import SELECTORS, example_selector
+from attention.selector_check import SelectorError, check_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selector_check import SelectorError, check_selector
 
 LOOKING_AHEAD = ("vertical-slash-last-queries",)
 GOOD = {name: selector for name, selector in SELECTORS.items() if name not in LOOKING_AHEAD} | {

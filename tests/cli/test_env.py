@@ -23,7 +23,7 @@ EVERYWHERE = {"implementation blocks", "implementation tokens", "implementation 
 
 @pytest.mark.parametrize(
     ("known", "inside"),
-    [("0.18", True), ("0.17.9", False), ("0.21.0rc1", False), ("0.20.0rc1+abc", True)],
+    [("0.19", True), ("0.18.9", False), ("0.21.0rc1", False), ("0.20.0rc1+abc", True)],
 )
 def test_pre_releases_count_as_their_release(known: str, inside: bool) -> None:
     assert supported.is_supported("megatron-core", known) is inside

@@ -19,11 +19,7 @@ from sparsebalance_megatron.megatron.arguments import (
     config_from_args,
     destination,
 )
-from sparsebalance_megatron.megatron.compat import (
-    has_yarn_flags,
-    megatron_version,
-    weighs_balancing_losses,
-)
+from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.unsupported import (
     MODEL,
     SEGMENTS,
@@ -89,10 +85,6 @@ TYPED = {
     "--moe-token-dispatcher-type alltoall",
     "--moe-router-load-balancing-type": "aux_loss global_aux_loss --num-experts 4 "
     "--moe-token-dispatcher-type alltoall",
-    "--moe-aux-loss-coeff": "0.01 --num-experts 4 --tensor-model-parallel-size 2 "
-    "--moe-token-dispatcher-type alltoall",
-    "--moe-z-loss-coeff": "0.001 --num-experts 4 --context-parallel-size 2 "
-    "--moe-token-dispatcher-type alltoall",
     "--moe-paged-stash": " --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall",
     "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2 "
@@ -126,15 +118,13 @@ TYPED = {
 }
 """Flag -> what to type after it for it to be refused; nothing after the others."""
 NEWER = {
-    *("--expert-tensor-parallel-num-weight-shards", "--logits-load-dir", "--logits-save-dir"),
-    *("--override-ckpt-iteration", "--tensor-parallel-num-weight-shards"),
     *("--enable-mhc-connections", "--cp-partition-mode", "--dynamic-context-parallel"),
     *("--linear-attention-type", "--pad-packed-seq-alignment", "--rotary-base-per-layer"),
     *("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--use-varlen-dataset"),
     *("--thd-tail-padding-policy", "--dataloader-fast-cache-load"),
     "--dataloader-defer-npy-index-mmap",
 }
-"""Flags that megatron-core 0.18 or 0.19 lacks."""
+"""Flags that megatron-core 0.19 lacks."""
 NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
@@ -163,10 +153,6 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
     """Through Megatron's parser, before Megatron's own assertions."""
     if flag in NEWER and flag not in megatron_parser._option_string_actions:
         pytest.skip(f"megatron-core {megatron_version()} has no {flag}")
-    if flag == "--position-embedding-type yarn" and has_yarn_flags():
-        pytest.skip(f"megatron-core {megatron_version()} has flags for YaRN")
-    if flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff") and weighs_balancing_losses():
-        pytest.skip(f"megatron-core {megatron_version()} weighs balancing losses alike")
     typed = TYPED.get(flag, "")
     with pytest.raises(ConfigError) as caught:
         check_typed_flags(megatron_parser, (*SUPPORTED, *f"{flag} {typed}".split()))
@@ -285,9 +271,7 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
         flags = refusals.keys() - NEWER - NOT_TYPED.keys()
         return {flag.removeprefix("--").replace("-", "_") for flag in flags}
 
-    if has_yarn_flags():  # Older versions lack some of the fields.
-        position_types = {"position_embedding_type", "position_embedding_type yarn"}
-        assert named(MODEL) - of_a_config == position_types
+    assert named(MODEL) - of_a_config == {"position_embedding_type"}
     assert named(TRAINING) & of_a_config == set()
 
 

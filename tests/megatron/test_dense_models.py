@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from harness import PROGRAMS, run_program
 
-from sparsebalance_megatron.megatron.compat import has_yarn_flags
-
 COMMON = (
     *("--num-layers", "3", "--hidden-size", "64", "--ffn-hidden-size", "128"),
     *("--num-attention-heads", "4", "--seq-length", "192"),
@@ -76,11 +74,7 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process builds all models."""
-    variants = {
-        name: (*COMMON, *flags)
-        for name, flags in VARIANTS.items()
-        if name != "yarn" or has_yarn_flags()
-    }
+    variants = {name: (*COMMON, *flags) for name, flags in VARIANTS.items()}
     program = str(PROGRAMS / "dense_models.py")
     result = run_program((program, json.dumps(variants)), tmp_path_factory.mktemp("models"))
     assert result.returncode == 0, result.stderr[-4000:]
@@ -92,8 +86,6 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_full_budgets_give_dense_attention(
     variant: str, quantity: str, errors: dict[str, Any]
 ) -> None:
-    if variant == "yarn" and not has_yarn_flags():
-        pytest.skip("this megatron-core has no flags for YaRN")
     error = errors[variant]
     assert error["megatron"][quantity] > 0
     for how in ("plugin", "dense layers"):

@@ -26,12 +26,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.arguments import (  # noqa: E402
+    core_transformer_config_from_args,
+    parse_args,
+    validate_args,
+)
 from micro_batches import BLOCK, params_with  # noqa: E402
 
 from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
 from sparsebalance_megatron.megatron.arguments import args_provider  # noqa: E402
-from sparsebalance_megatron.megatron.compat import default_layer_spec, model_provider  # noqa: E402
+from sparsebalance_megatron.megatron.compat import default_layer_spec, gpt_model  # noqa: E402
 from sparsebalance_megatron.megatron.core_attention import (  # noqa: E402
     AttentionOptions,
     sparse_balance_layer_spec,
@@ -86,7 +90,8 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
 
 
 def build(args, layer_spec):
-    return model_provider(args, layer_spec)().float().train()
+    config = core_transformer_config_from_args(args)
+    return gpt_model(args, config, layer_spec(config, None)).float().train()
 
 
 class LatentCoreAttention(DotProductAttention):

@@ -22,17 +22,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 )
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.training import (  # noqa: E402
-    argument_utils,
-    get_args,
-    pretrain,
+from megatron.training import get_args, pretrain  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
 )
-from megatron.training.arguments import (  # noqa: E402
-    core_transformer_config_from_args,
-    parse_and_validate_args,
-)
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.global_vars import get_tokenizer  # noqa: E402
 
 
@@ -68,25 +63,6 @@ def forward_step(data_iterator, model):
     return output, partial(loss_function, row["loss_mask"])
 
 
-def provide_model(
-    pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
-):
-    """The GPT that upstream's script of 0.18 would build for the flags of these tests."""
-    args = get_args()
-    return GPTModel(
-        config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
-
-
 if __name__ == "__main__":
     args = parse_and_validate_args(
         extra_args_provider=lambda parser: (
@@ -94,16 +70,8 @@ if __name__ == "__main__":
         )
     )
     assert not any(name.startswith("sparsebalance_megatron") for name in sys.modules)
-    if hasattr(argument_utils, "gpt_config_from_args"):
-        model_config = argument_utils.gpt_config_from_args(args)
-        container = argument_utils.pretrain_cfg_container_from_args(args, model_config)
-        model = {}
-    else:
-        container = argument_utils.pretrain_cfg_container_from_args(args)
-        model = {"model_provider": provide_model}
     pretrain(
-        cfg_container=container,
-        **model,
+        cfg_container=pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         train_valid_test_dataset_provider=datasets,
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,

@@ -11,7 +11,7 @@ head dim of keys, F of values, K places of a list, Q rows and C heads that selec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -50,40 +50,54 @@ PastBlocks = Callable[[Tensor, Tensor, Tensor, Selection, float], Sequence[Part]
 """Parts that read past blocks, from q_THD, k_TGD, v_TGF, a selection and the softmax scale."""
 
 
-def forward(
-    past_blocks: PastBlocks,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGF: Tensor,
-    selection: Selection,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """out_THF and lse_TH; see :class:`.contract.Kernel`."""
-    q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
-    documents, others = split_dense_documents(selection)
-    out, lse = own_blocks(q, k, v, others, softmax_scale).attend()
-    for part in past_blocks(q, k, v, others, softmax_scale):
-        out, lse = part.forward(out, lse)
-    attend_to_documents(documents, (q, k, v), (out, lse), softmax_scale)
-    return out.to(q_THD.dtype), lse
+@dataclass(frozen=True, kw_only=True)
+class AssembledKernel:
+    """A :class:`.contract.Kernel` of selections by token, or of those by query block.
 
+    Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
+    ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
+    """
 
-def backward(
-    past_blocks: PastBlocks, dout_THF: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGF; see :class:`.contract.Kernel`."""
-    dtype, softmax_scale = wide_dtype(dout_THF.dtype), saved.softmax_scale
-    inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
-    dout, q, k, v, out = (x.to(dtype) for x in inputs)
-    documents, others = split_dense_documents(saved.selection)
-    # A query that reads nothing has LSE -inf: with +inf its probabilities are 0.
-    lse = saved.lse_TH.masked_fill(saved.lse_TH == -torch.inf, torch.inf)
-    gradients = own_blocks(q, k, v, others, softmax_scale).gradients(dout, out, lse)
-    for part in past_blocks(q, k, v, others, softmax_scale):
-        part.backward(dout, out, lse, gradients)
-    add_gradients_of_documents(documents, (dout, q, k, v, out, lse), gradients, softmax_scale)
-    dq, dk, dv = (x.to(saved.q_THD.dtype) for x in gradients)
-    return dq, dk, dv
+    past_blocks: PastBlocks
+    by_token: bool
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGF: Tensor,
+        selection: Selection,
+        *,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
+        documents, others = split_dense_documents(selection)
+        out, lse = own_blocks(q, k, v, others, softmax_scale).attend()
+        for part in self.past_blocks(q, k, v, others, softmax_scale):
+            out, lse = part.forward(out, lse)
+        attend_to_documents(documents, (q, k, v), (out, lse), softmax_scale)
+        return out.to(q_THD.dtype), lse
+
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, softmax_scale = wide_dtype(dout_THF.dtype), saved.softmax_scale
+        inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
+        dout, q, k, v, out = (x.to(dtype) for x in inputs)
+        documents, others = split_dense_documents(saved.selection)
+        # A query that reads nothing has LSE -inf: with +inf its probabilities are 0.
+        lse = saved.lse_TH.masked_fill(saved.lse_TH == -torch.inf, torch.inf)
+        gradients = own_blocks(q, k, v, others, softmax_scale).gradients(dout, out, lse)
+        for part in self.past_blocks(q, k, v, others, softmax_scale):
+            part.backward(dout, out, lse, gradients)
+        add_gradients_of_documents(documents, (dout, q, k, v, out, lse), gradients, softmax_scale)
+        dq, dk, dv = (x.to(saved.q_THD.dtype) for x in gradients)
+        return dq, dk, dv
+
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
+        if selection.by_token and not self.by_token:
+            return 'serves selections by query block, not by token: use "tokens" or "auto"'
+        if self.by_token and not selection.by_token:
+            return 'serves selections by token, not by query block: use "auto"'
+        return None
 
 
 def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]:

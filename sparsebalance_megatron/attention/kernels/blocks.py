@@ -11,32 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.kernels import assembled
-from sparsebalance_megatron.attention.kernels.contract import Saved, obstacle_of_lists
+from sparsebalance_megatron.attention.kernels.assembled import AssembledKernel
 from sparsebalance_megatron.attention.kernels.gathered import GatheredLists, own_listed_QC
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-
-
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend over a selection by query block; see :class:`.contract.Kernel`.
-
-    Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
-    ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
-    """
-    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGF, selection, softmax_scale)
-
-
-def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, as deterministic as :func:`forward`; see :class:`.contract.Kernel`."""
-    return assembled.backward(_past_blocks, dout_THF, saved)
-
-
-def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-    """Refuse selections by token."""
-    return obstacle_of_lists(selection, by_token=False)
 
 
 def _past_blocks(
@@ -57,3 +35,7 @@ def _past_blocks(
     if columns is not None and columns.tokens_NGK.shape[2]:
         parts.append(part(columns.tokens_NGK, columns.counts_NG, None))
     return parts
+
+
+_KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=False)
+forward, backward, obstacle = _KERNEL.forward, _KERNEL.backward, _KERNEL.obstacle

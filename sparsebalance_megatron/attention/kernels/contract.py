@@ -72,15 +72,6 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def obstacle_of_lists(selection: Selection, *, by_token: bool) -> str | None:
-    """Say that an implementation serves the other kind of selection only."""
-    if selection.by_token and not by_token:
-        return 'serves selections by query block, not by token: use "tokens" or "auto"'
-    if by_token and not selection.by_token:
-        return 'serves selections by token, not by query block: use "auto"'
-    return None
-
-
 class Attention(torch.autograd.Function):
     """``apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)``: out_THF and
     lse_TH.

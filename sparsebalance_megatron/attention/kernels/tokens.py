@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from sparsebalance_megatron.attention.kernels import assembled
-from sparsebalance_megatron.attention.kernels.contract import Saved, obstacle_of_lists
+from sparsebalance_megatron.attention.kernels.assembled import AssembledKernel
 from sparsebalance_megatron.attention.kernels.gathered import own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
@@ -45,31 +44,14 @@ _LEAST_TILES = 2
 """Tiles that a block's readers should fill on average."""
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend over a selection by token; see :class:`.contract.Kernel`.
-
-    Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
-    ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
-    """
-    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGF, selection, softmax_scale)
-
-
-def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, as deterministic as :func:`forward`; see :class:`.contract.Kernel`."""
-    return assembled.backward(_past_blocks, dout_THF, saved)
-
-
-def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-    """Refuse selections by query block."""
-    return obstacle_of_lists(selection, by_token=True)
-
-
 def _past_blocks(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
 ) -> tuple[_PastBlocks]:
     return (_PastBlocks(q_THD, k_TGD, v_TGF, selection, softmax_scale),)
+
+
+_KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=True)
+forward, backward, obstacle = _KERNEL.forward, _KERNEL.backward, _KERNEL.obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
