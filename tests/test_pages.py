@@ -170,9 +170,9 @@ def script_calls(folder: Path, name: str, arguments: str, *replaced: str) -> lis
 
 
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:
-    """What scripts/quickstart.sh calls where there is one GPU."""
+    """What scripts/quickstart.sh calls where there are two GPUs."""
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
-    commands = script_calls(folder, "quickstart.sh", argument, count, "1")
+    commands = script_calls(folder, "quickstart.sh", argument, count, "2")
     tools = [command[1] for command in commands if command[0] == "sparse-balance"]
     assert tools == ["prepare-data", "profile", "summary"]
     assert [command[0] for command in commands].count("torchrun") == 4

@@ -86,7 +86,7 @@ COMMANDS = {
     *("sensitivity", "simulate", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
-EXTRAS = {"data", "docs", "evaluate", "te", "test", "tools", "wandb"}
+EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "scipy", "psutil"}
 
 

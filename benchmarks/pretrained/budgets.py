@@ -19,7 +19,7 @@ from sparsebalance_megatron.layer_budgets import DENSE
 COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
 """Sensitivities that are measured."""
 FLOOR_SHARE = 5 / 8
-"""Of the mean budget, that every layer has where the rest follows sensitivities."""
+"""The share of the mean budget that every layer has where the rest follows sensitivities."""
 POWERS = {PEAKS: 2.0}
 """The rest is in proportion to this power of a layer's sensitivity; 1 where none is named."""
 

@@ -18,7 +18,7 @@ TEXT, KEY_VALUE, NEEDLE = "text", "key-value", "needle"
 KINDS = (TEXT, KEY_VALUE, NEEDLE)
 DIGITS = 5
 _TAIL_TOKENS = 256
-"""Of a document, that ask after what they ask for; needles are fewer."""
+"""How many of a document ask after what they ask for; needles are fewer."""
 _CALIBRATION_SEED = 1_000_003
 _NEEDLE_EVERY_TOKENS, _QUESTION_TOKENS, _TAIL_MULTIPLE = 170, 20, 64
 _WORDS = """

@@ -58,7 +58,7 @@ type Observer = Callable[[Asked], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Of the scored labels: float32 loss in nats, and whether the label is the best guess."""
+    """The scored labels' float32 loss in nats, and whether the label is the best guess."""
 
     loss_X: Tensor
     right_X: Tensor

@@ -24,7 +24,7 @@ CUT_BLOCKS = 2
 
 
 def peaks(reader: Reader, documents: Sequence[Document], block_size: int) -> list[float]:
-    """By layer, how peaked attention is to far blocks, the mean over documents.
+    """How peaked attention to far blocks is, by layer, the mean over documents.
 
     The greatest softmax mass that a token's head puts on a single block that is neither its own,
     nor the one before, nor the document's first; of all tokens and heads the 99th percentile.
@@ -70,7 +70,7 @@ def coverage(reader: Reader, documents: Sequence[Document], block_size: int) -> 
 
 @torch.inference_mode()
 def cuts(reader: Reader, documents: Sequence[Document], block_size: int) -> list[float]:
-    """By layer, the loss that cutting its budget from 8 blocks to 2 adds, nats a scored label.
+    """The loss that cutting a layer's budget from 8 blocks to 2 adds, nats a scored label.
 
     All layers read by the reference. The states before a layer are those of the uncut pass.
     """

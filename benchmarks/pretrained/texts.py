@@ -15,7 +15,7 @@ Encode = Callable[[str], list[int]]
 """Text -> tokens, none added."""
 
 _LEAST_CHARACTERS = 20_000
-"""Of a licence or a description: shorter ones are alike."""
+"""The least length of a licence or a description: shorter ones are alike."""
 _FORM_LETTERS = ("GNU GENERAL PUBLIC", "Apache License")
 _LEAST_PARAGRAPH, _LETTERS = 100, 0.93
 """Characters of a paragraph of prose, and the share of them that are letters or spaces."""
