@@ -174,7 +174,6 @@ def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
     contenders = {"triton": ours(selection, shape, "triton")}
     if selection.columns is not None:
         return contenders | {"blocks": ours(selection, shape, "blocks")}
-    contenders["flash"] = ours(selection, shape, "flash")
     if not selection.by_token:
         contenders["flex"] = _flex(selection, shape)
     if importlib.util.find_spec("flash_moba") is not None and not case.skewed:

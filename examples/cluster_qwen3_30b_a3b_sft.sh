@@ -28,7 +28,7 @@ TP="${TP:-4}" # at most the 4 KV heads
 PP="${PP:-1}"
 EP="${EP:-8}"
 GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-64}"
-SEQ_LENGTH="${SEQ_LENGTH:-32768}" # longest conversation, and what the model was pretrained at
+SEQ_LENGTH="${SEQ_LENGTH:-32768}" # longest conversation; above 40,960 with YaRN, up to 131,072
 TRAIN_ITERS="${TRAIN_ITERS:-469}" # 3 epochs of 10,000 conversations
 
 MODEL="${MODEL:-Qwen3-30B-A3B}" # a local copy of the model: config.json, safetensors, tokenizer
@@ -52,5 +52,18 @@ MODEL_ARGS=(
     --expert-model-parallel-size "${EP}"
     --expert-tensor-parallel-size 1
 )
+if ((SEQ_LENGTH > 40960)); then
+    # The model was pretrained at 32,768 tokens, and its model card scales RoPE by 4 beyond. What
+    # `convert to-hf` is given as config.json needs the same rope_scaling.
+    MODEL_ARGS+=(
+        --position-embedding-type yarn
+        --rotary-scaling-factor 4.0
+        --yarn-original-max-position-embeddings 32768
+        --yarn-beta-fast 32.0
+        --yarn-beta-slow 1.0
+        --mscale 1.0
+        --mscale-all-dim 0.0
+    )
+fi
 
 fine_tune_qwen "$@"

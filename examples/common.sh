@@ -21,16 +21,20 @@ LOG="${LOG:-${RUN}/log}"
 COST_TABLE="${COST_TABLE-${RUN}/cost_table.json}"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with tensor parallelism
+# Packed sequences have other lengths in every step, which fragments memory without it. Torch before
+# 2.9 reads the first name, later ones the second.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF}}"
 
 run_example() {
     local flags=(
+        --position-embedding-type rope
         "${MODEL_ARGS[@]}"
         --group-query-attention
         --kv-channels "${KV_CHANNELS:-128}"
         --disable-bias-linear
         --swiglu
         --normalization RMSNorm
-        --position-embedding-type rope
         --seq-length "${SEQ_LENGTH}"
         --max-position-embeddings "${SEQ_LENGTH}"
         --attention-dropout 0

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets itself up, then trains a small GPT four times on the same samples in the same global batches: with
-# dense attention, with block-sparse attention at a fixed budget in order of arrival and balanced by
-# tokens, and with balancing. The runs train steps in turn, so that whatever else the machine does
+# Sets itself up, then trains a small GPT on two pipeline stages four times, on the same samples in the
+# same global batches: with dense attention in order of arrival, as without the plugin; with dense
+# attention where the plugin places samples (mode exact); with block-sparse attention by the paper's
+# rule; and by the plugin's. The runs train steps in turn, so that whatever else the machine does
 # disturbs all alike. Ends with what made the difference, a table of all and
 # runs/quickstart/summary.json.
 #
-#   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
+#   scripts/quickstart.sh         two stages on two CPU cores; GPUs are hidden, so that every machine
 #                                 runs the same thing
-#   scripts/quickstart.sh --gpu   one rank per visible GPU, over NCCL, in runs/quickstart_gpu; needs
-#                                 neither Transformer Engine nor apex
+#   scripts/quickstart.sh --gpu   all visible GPUs, an even number, over NCCL, in
+#                                 runs/quickstart_gpu; needs neither Transformer Engine nor apex
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data
@@ -18,7 +19,8 @@ export OMP_NUM_THREADS=1 # one core per rank
 DEVICE_ARGS=(--sparse-balance-device auto)
 if [[ "${1:-}" == --gpu ]]; then
     RANKS="$(python -c 'import torch; print(torch.cuda.device_count())')"
-    ((RANKS)) || fail "--gpu: no CUDA device is visible; without it the quickstart runs on the CPU"
+    ((RANKS && RANKS % 2 == 0)) ||
+        fail "--gpu: ${RANKS} CUDA devices are visible, two stages need an even number; without it the quickstart runs on the CPU"
     RUNS=runs/quickstart_gpu
     DEVICE_ARGS+=(
         --bf16
@@ -82,8 +84,9 @@ DATA_ARGS=(
 SPARSE_BALANCE_ARGS=(
     --sparse-balance
     --sparse-balance-block-size 256
-    --sparse-balance-base-budget 4
 )
+BUDGET=(--sparse-balance-base-budget 4)
+EXACT=(--sparse-balance-mode exact)
 
 TRAINING_FLAGS=(
     "${MODEL_ARGS[@]}"
@@ -92,7 +95,6 @@ TRAINING_FLAGS=(
     "${SPARSE_BALANCE_ARGS[@]}"
     "${DEVICE_ARGS[@]}"
 )
-DENSE=(--sparse-balance-layer-budgets dense:0-1)
 
 prepare_data() {
     if [[ -f "${DATA}.json" ]]; then # written last, so the rest is complete
@@ -108,7 +110,7 @@ prepare_data() {
 measure_costs() {
     say "costs: measuring the model's layers on this machine"
     sparse-balance profile --quick -o "${COST_TABLE}" -- \
-        "${TRAINING_FLAGS[@]}" "${DENSE[@]}"
+        "${TRAINING_FLAGS[@]}" "${BUDGET[@]}" --sparse-balance-layer-budgets dense:all
 }
 
 # train NAME PLACE FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
@@ -119,7 +121,7 @@ train() {
     say "training: ${directory} (all output in ${directory}/train.log)"
     torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
         benchmarks/alternating_run.py "${RUNS}/alternation" "${place}" 4 \
-        "${TRAINING_FLAGS[@]}" \
+        "${TRAINING_FLAGS[@]}" --pipeline-model-parallel-size 2 \
         --sparse-balance-cost-table "${COST_TABLE}" \
         --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
         tee "${directory}/train.log" | log_lines "${name}" || status=$?
@@ -140,12 +142,11 @@ prepare_data
 measure_costs
 set -m # every run is a process group of its own, so that none is left behind where one fails
 trap 'jobs -p | sed s/^/-/ | xargs -r kill -- 2>/dev/null || true; wait' EXIT
-FIXED=(--sparse-balance-tuning off)
-train dense 0 "${FIXED[@]}" --sparse-balance-batching arrival "${DENSE[@]}" &
-train baseline 1 "${FIXED[@]}" --sparse-balance-batching arrival &
-train balanced_by_tokens 2 "${FIXED[@]}" --sparse-balance-batching length &
-train sparse_balance 3 --sparse-balance-mode default &
+train dense 0 "${EXACT[@]}" --sparse-balance-batching arrival &
+train exact 1 "${EXACT[@]}" &
+train paper 2 "${BUDGET[@]}" --sparse-balance-mode paper &
+train sparse_balance 3 "${BUDGET[@]}" --sparse-balance-mode default &
 for _ in 1 2 3 4; do wait -n; done
-sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
-    --beside "${RUNS}/dense" "${RUNS}/balanced_by_tokens" \
+sparse-balance summary --baseline "${RUNS}/dense" --run "${RUNS}/sparse_balance" \
+    --beside "${RUNS}/exact" "${RUNS}/paper" \
     -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

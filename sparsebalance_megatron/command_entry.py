@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How every command ends: mistakes, signals and full disks in one line each.
 
-- A ValueError of this package, a package that is not installed, an OSError of a file or of a
-  deleted working directory: status 2, and what to mend.
+- A ValueError of this package, a package that is not installed, an OSError of a file, a full disk,
+  a deleted working directory, a closed standard output: status 2, and what to mend.
 - Whoever reads has read enough, as ``head`` does: status 141, and nothing.
 - Ctrl-C, SIGTERM and SIGHUP: status 128 and the signal's number, once what was begun is removed.
 - Anything else is a bug and keeps its traceback.
@@ -10,22 +10,25 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from types import FrameType
+from typing import Any, TextIO
 
-from sparsebalance_megatron.text_table import printable
+from sparsebalance_megatron.text_table import one_line
 
 _PACKAGE = "sparsebalance_megatron"
 _INTERRUPTED = 128 + signal.SIGINT
 _CLOSED_PIPE = 128 + signal.SIGPIPE
+_STANDARD_OUTPUT = "standard output"
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_LONGEST_LINE_CHARACTERS = 1000
 
 
 class Ended(KeyboardInterrupt):
@@ -34,6 +37,33 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.status = 128 + number
+
+
+class _NamedOutput:
+    """Standard output whose errors name it, as those of files name the file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _naming_output():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _naming_output():
+            self._stream.flush()
+
+
+@contextmanager
+def _naming_output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = _STANDARD_OUTPUT
+        raise
 
 
 def ends_in_one_line(
@@ -54,21 +84,23 @@ def ends_in_one_line(
 def _status(
     program: str, run: Callable[[], int], is_mistake: Callable[[BaseException], bool]
 ) -> int:
+    if sys.stdout is None:
+        return _refused(program, "standard output is closed; open it, for instance to /dev/null")
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A character that the terminal's encoding lacks, or a file's name that is no text.
             sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            return run()
-        finally:
-            sys.stdout.flush()
+        with redirect_stdout(_NamedOutput(sys.stdout)):
+            try:
+                return run()
+            finally:
+                sys.stdout.flush()
     except ModuleNotFoundError as error:
         from sparsebalance_megatron.supported import what_is_missing
 
         return _refused(program, what_is_missing(error))
     except BrokenPipeError:
-        # What is still buffered is discarded.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return _CLOSED_PIPE
     except Ended as ended:
         return _refused(program, f"ended by {ended}", ended.status)
@@ -86,19 +118,18 @@ def _status(
 
 def _os_error_text(error: OSError) -> str:
     """What cannot be used and why; nothing for what no user can mend."""
+    if error.filename is _STANDARD_OUTPUT:
+        _discard_output()
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, FileNotFoundError):
         return "the working directory is gone; change into another"
-    return ""
+    return f"{error.strerror}; write elsewhere" if error.errno in _FULL_DISK else ""
 
 
-def one_line(text: str) -> str:
-    """A text without line breaks and other control characters, cut where no user reads on."""
-    shown = printable(text)
-    if len(shown) > _LONGEST_LINE_CHARACTERS:
-        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
-    return shown
+def _discard_output() -> None:
+    """Drop what is still buffered, which the interpreter would write again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -32,7 +32,7 @@ CoverageMeanOver = Literal["samples", "tokens", "length-buckets"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "flash", "triton", "blocks", "tokens", "reference"]
+AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
@@ -97,6 +97,11 @@ class SparseBalanceConfig:
     """Layers, from 0, with base budgets of their own, or dense: for instance dense:0-1,33-35
     16:2-32. Raise budgets where a layer's coverage is low, or keep the last dense as MoBA does."""
 
+    sensitivity: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Layers' sensitivities, a file that `sparse-balance sensitivity` writes. Base budgets by layer
+    follow, at the time of the base budget in all layers. Give it where a model starts from trained
+    weights: few layers carry its look-ups."""
+
     selection: str = field(
         default=DEFAULT_SELECTION,
         metadata={"argparse_meta": {"metavar": "NAME", "help": flag_help()}},
@@ -109,9 +114,8 @@ class SparseBalanceConfig:
     selection keeps first tokens itself. Choose 0 for MoBA's own rule."""
 
     attention: AttentionImplementation = "auto"
-    """Attention implementation. On CUDA auto takes what the cost table measured fastest, else the
-    first of triton, flash and gathered blocks or tokens that serves. Name one to compare or to
-    debug: it never falls back."""
+    """Attention implementation. On CUDA auto takes triton, or gathered blocks or tokens where that
+    does not serve. Name one to compare or to debug: it never falls back."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
@@ -260,6 +264,11 @@ class SparseBalanceConfig:
                 f"{flag_name('first_blocks')} {self.first_blocks}: a query reads them and its own "
                 f"block within its budget, and {flag_name('base_budget')} is {self.base_budget}; "
                 "lower the one or raise the other"
+            )
+        if self.sensitivity is not None and self.layer_budgets is not None:
+            raise ConfigError(
+                f"{flag_name('sensitivity')} with {flag_name('layer_budgets')}: both give budgets "
+                "by layer; drop one"
             )
         if self.layer_budgets is not None:
             # A command line gives words; equal budgets have one text.

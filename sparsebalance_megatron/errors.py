@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 
 _NAMES_SHOWN = 5
 
@@ -18,6 +20,18 @@ class ConvertError(ValueError):
 
 class DataError(ValueError):
     """A data file or record is missing, damaged or unusable; the text names it and the remedy."""
+
+
+def place_and_reason(error: BaseException) -> tuple[str, str]:
+    """The file and line that raised an error, and the first line of its text, or else its source.
+
+    Both are empty where the error was raised nowhere.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    text = str(error).strip().partition("\n")[0]
+    if not frames:
+        return "", text
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}", text or frames[-1].line or ""
 
 
 def listed(names: Collection[str]) -> str:

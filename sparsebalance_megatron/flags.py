@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -26,6 +27,7 @@ FILE_FLAG = "--sparse-balance-config"
 
 MODES: Mapping[str, Mapping[str, str]] = {
     "default": {},
+    "exact": {"layer_budgets": "dense:all", "tuning": "off"},
     "placement": {"tuning": "off"},
     "paper": {"batching": "latency", "tuning": "anchor"},
     "baseline": {"batching": "arrival", "tuning": "off"},
@@ -33,11 +35,20 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "fast": {"tuning": "makespan", "coverage_target": "threshold"},
 }
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
+_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
+    "exact": frozenset(
+        {"base_budget", "layer_budgets", "sensitivity", "selection", "first_blocks", "router"}
+        | {"tuning", "anchor", "coverage_threshold", "coverage_target", "coverage_slack"}
+        | {"coverage_mean_over", "coverage_decay", "eval_attention"}
+    )
+}
+"""Mode -> fields that would have no effect beside it, and are refused."""
 
 OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
     MODE_FLAG: (
         ", ".join(f"`{mode}`" for mode in MODES),
-        "What plans do, in one word: balance, and cut budgets only where the step waits (default), "
+        "What plans do, in one word: balance dense attention, which changes nothing that is learnt "
+        "(exact), balance, and cut budgets only where the step waits (default), "
         "balance at fixed budgets (placement), the paper's rule (paper), fixed budgets in order of "
         "arrival (baseline), the shortest step at held mean coverage (shortest) or without holding "
         "it (fast). Single flags win over it.",
@@ -52,11 +63,20 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
 
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
-    *("coverage_threshold", "layer_budgets", "selection", "first_blocks", "eval_attention"),
+    *(
+        "coverage_threshold",
+        "layer_budgets",
+        "sensitivity",
+        "selection",
+        "first_blocks",
+        "eval_attention",
+    ),
     "recompute_attention",
     *("max_tokens_per_micro_batch", "max_context_parallel", "max_segments", "overlong"),
     *("missing_loss_mask", "counted_device"),
 )
+_LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
+_NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
 _READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
 
 
@@ -118,11 +138,19 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
     """Fields that the mode and the file on a command line set.
 
     Raises:
-        ConfigError: naming the file, the option and the remedy.
+        ConfigError: naming the file, the option and the remedy; or an option on the command line
+            that has no effect beside the mode.
     """
     mode, file = (_value_of(flag, argv) for flag in (MODE_FLAG, FILE_FLAG))
     # A wrong mode on the command line is argparse's to refuse.
-    return dict(MODES.get(mode or "", {})) if file is None else read_options(Path(file), mode)
+    found: dict[str, Any] = dict(MODES.get(mode or "", {}))
+    if file is not None:
+        mode, found = _options_of(Path(file), mode)
+    given = {word.partition("=")[0] for word in argv}
+    for name in sorted(_WITHOUT_EFFECT.get(mode or "", ())):
+        if flag_name(name) in given:
+            raise ConfigError(f"{flag_name(name)}: has no effect in mode {mode}; drop it")
+    return found
 
 
 def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
@@ -137,11 +165,22 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: naming the file, the option and the remedy.
     """
+    return _options_of(path, mode)[1]
+
+
+def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
+    """The mode that counts, and the fields that it and the file set."""
     place = f"{FILE_FLAG} {path}"
     try:
-        given = tomllib.loads(read_text(path))
+        text = read_text(path)
+        given = tomllib.loads(text)
     except (UnreadableFileError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{place}: {error}; give a TOML file of options") from error
+    except ValueError as error:
+        # Python reads no integer of that many digits.
+        long = _LONG_INTEGER.search(text)
+        named = f"{long[1].strip()}: " if long else ""
+        raise ConfigError(f"{place}: {named}{_NO_INTEGER}") from error
     known = {each.name: each for each in fields(SparseBalanceConfig)}
     found: dict[str, Any] = {}
     for key, value in given.items():
@@ -157,8 +196,12 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
                 "--sparse-balance-"
             )
         else:
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise ConfigError(f"{place}: {key}: {_NO_INTEGER}")
             try:
-                value = msgspec.convert(value, known[name].type)
+                # What is one of several names is refused with all of them.
+                if get_origin(known[name].type) is not Literal:
+                    value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})
             except (msgspec.ValidationError, ConfigError) as error:
                 raise ConfigError(f"{place}: {key}: {error}") from error
@@ -166,7 +209,10 @@ def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
             raise ConfigError(f"{place}: {key} is given twice; keep one")
         found[name] = value
     named = found.pop("mode", "default")
-    return dict(MODES.get(named if mode is None else mode, {})) | found
+    mode = named if mode is None else mode
+    if ineffective := sorted(found.keys() & _WITHOUT_EFFECT.get(mode, frozenset())):
+        raise ConfigError(f"{place}: {ineffective[0]} has no effect in mode {mode}; drop it")
+    return mode, dict(MODES.get(mode, {})) | found
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

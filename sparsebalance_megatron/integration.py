@@ -26,6 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.config import ConfigError, flag_name
+from sparsebalance_megatron.text_table import one_line
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.cost.table import ModelShape
@@ -80,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
             raise
-        print(f"sparse balance: error: {error}", file=sys.stderr, flush=True)
+        print(f"sparse balance: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
         from sparsebalance_megatron.supported import what_is_missing
@@ -139,20 +140,10 @@ def training_hooks(args: Namespace) -> TrainingHooks:
         model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
     """
 
-    import torch
-
     from sparsebalance_megatron.megatron import cpu
-    from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
-    from sparsebalance_megatron.megatron.settings import RunSettings
-    from sparsebalance_megatron.megatron.training_arguments import (
-        TrainingArguments,
-        settle_first_blocks,
-    )
-    from sparsebalance_megatron.run.inputs import read_inputs
-    from sparsebalance_megatron.run.training_hooks import TrainingHooks
+    from sparsebalance_megatron.megatron.arguments import config_from_args
+    from sparsebalance_megatron.run.training_hooks import make_training_hooks
 
-    for line in settle_first_blocks(args):
-        _print_on_first_rank(f"sparse balance: {line}")
     config = config_from_args(args)
     device_type = "cpu" if cpu.installed() else "cuda"
     for name, unusable in (
@@ -164,10 +155,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
                 f"{flag_name(name)} {getattr(config, name)}: this script leaves no choice; use "
                 "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
             )
-    check_supported(args, config)
-    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
-    device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
-    return TrainingHooks(TrainingArguments(args), inputs, device)
+    return make_training_hooks(args, device_type, _print_on_first_rank)
 
 
 def _flag_given() -> bool:

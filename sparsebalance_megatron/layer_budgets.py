@@ -18,6 +18,9 @@ MAX_BLOCKS = 2**24
 DENSE = MAX_BLOCKS + 1
 """Stands for the budget of a dense layer, whose queries read all visible blocks, unranked."""
 
+OTHERS = -1
+"""Stands for the layers that are not named: the word ``all``."""
+
 FLAG = "--sparse-balance-layer-budgets"
 _LAYERS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 _BLOCKS = re.compile(r"\d{1,8}", re.ASCII)
@@ -25,10 +28,12 @@ _BLOCKS = re.compile(r"\d{1,8}", re.ASCII)
 
 @lru_cache(maxsize=8)
 def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
-    """Layer, from 0, -> base budget in blocks or :data:`DENSE`, of the layers that are named.
+    """Layer, from 0, or :data:`OTHERS` -> base budget in blocks, or :data:`DENSE`.
 
     >>> dict(parse_layer_budgets("16:2 8:0,3-4"))
     {2: 16, 0: 8, 3: 8, 4: 8}
+    >>> dict(parse_layer_budgets("dense:all")) == {OTHERS: DENSE}
+    True
 
     Args:
         flag: how messages name the text.
@@ -47,14 +52,18 @@ def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
             )
         for piece in layers.split(","):
             found = _LAYERS.fullmatch(piece)
-            first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+            first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, OTHERS)
+            if piece == "all":
+                first = last = OTHERS
             if last < first:
                 raise ConfigError(
-                    f"{flag} {part[:40]}: must name layers, from 0, after the colon, such as 0-3,7"
+                    f"{flag} {part[:40]}: must name layers, from 0, after the colon, such as 0-3,7 "
+                    "or all"
                 )
             for layer in range(first, last + 1):
                 if layer in budgets:
-                    raise ConfigError(f"{flag} {part[:40]}: layer {layer} is named twice; once")
+                    what = "all" if layer == OTHERS else f"layer {layer}"
+                    raise ConfigError(f"{flag} {part[:40]}: {what} is named twice; once")
                 budgets[layer] = blocks
     if not budgets:
         raise ConfigError(f"{flag} {text!r}: names no layers; name some, or drop the flag")
@@ -65,10 +74,12 @@ def layer_budgets_text(budgets: Mapping[int, int]) -> str:
     """Text of these budgets for :func:`parse_layer_budgets`; equal texts for equal budgets."""
     ranges: dict[int, list[str]] = {}
     # Neighbours keep their distance to their places among the layers that are named.
-    numbered = enumerate(sorted(budgets.items()))
+    numbered = enumerate(sorted(item for item in budgets.items() if item[0] != OTHERS))
     for (_, blocks), run in groupby(numbered, lambda each: (each[1][0] - each[0], each[1][1])):
         first, *rest = (layer for _, (layer, _) in run)
         ranges.setdefault(blocks, []).append(f"{first}-{rest[-1]}" if rest else str(first))
+    if OTHERS in budgets:
+        ranges.setdefault(budgets[OTHERS], []).append("all")
     words = {blocks: "dense" if blocks == DENSE else str(blocks) for blocks in ranges}
     return " ".join(f"{words[blocks]}:{','.join(found)}" for blocks, found in ranges.items())
 
@@ -80,7 +91,7 @@ def base_budgets(
     """Base budget of every layer of a model, in blocks, :data:`DENSE` where a layer is dense.
 
     Args:
-        base_budget: of the layers that ``layer_budgets`` does not name.
+        base_budget: of the layers that ``layer_budgets`` does not give a budget.
         layer_budgets: what :func:`parse_layer_budgets` reads, or None.
 
     Raises:
@@ -92,7 +103,8 @@ def base_budgets(
             f"{flag} {layer_budgets}: names layer {max(named)}; the model's layers are 0 to "
             f"{layers - 1}"
         )
-    return tuple(named.get(layer, base_budget) for layer in range(layers))
+    others = named.get(OTHERS, base_budget)
+    return tuple(named.get(layer, others) for layer in range(layers))
 
 
 def has_dense_layers(layer_budgets: str | None) -> bool:

@@ -32,12 +32,14 @@ class BuiltIn:
     The work model is named apart from the selector, so that planning does without torch.
     ``first_blocks``: of a document, which every query reads unless it is told otherwise; None where
     there is no choice.
+    ``needs_whole_documents``: see :func:`check_whole_documents`.
     """
 
     selector: str
     work_model: str
     summary: str
     first_blocks: int | None = 1
+    needs_whole_documents: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -67,6 +69,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="those that a document's last queries attend to, as in MTraining; looks ahead",
         first_blocks=None,
+        needs_whole_documents=True,
     ),
 }
 """Value of the flag -> selection."""
@@ -143,6 +146,27 @@ def load_work_model(name: str) -> Any:
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].work_model).load()
     return load_selector(name).work_model
+
+
+def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
+    """Refuse a selection whose probes are a document's last queries where documents are divided.
+
+    Args:
+        parts: flag -> among how many ranks, or into how many segments, it may divide them.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    flag = next((flag for flag, count in parts.items() if count > 1), None)
+    if flag is None:
+        return
+    built_in = BUILT_IN.get(name)
+    needs = built_in or load_selector(name)
+    if getattr(needs, "needs_whole_documents", False):
+        raise ConfigError(
+            f"{FLAG} {name} with {flag} {parts[flag]}: its probes are the last queries of a "
+            f"sequence, which one rank must hold in one piece; use vertical-slash, or {flag} 1"
+        )
 
 
 def _of_this_package(place: str) -> EntryPoint:

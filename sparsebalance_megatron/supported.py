@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions of torch and Megatron that this package trains with; loads neither.
 
-What says that a dependency is missing loads none, ``packaging`` included.
+What says that a dependency is missing loads none.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +20,7 @@ RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
 satisfy it."""
 
 _PACKAGES = (
-    *("torch", "megatron", "numpy", "scipy", "msgspec", "packaging", "psutil"),
+    *("torch", "megatron", "numpy", "scipy", "msgspec", "psutil"),
     *("jinja2", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
 )
 """Modules of pyproject.toml's dependencies, and of its extras for commands."""
@@ -34,12 +35,23 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_supported(distribution: str, known: str | None) -> bool | None:
-    """Whether a version is in its range; None where there is none."""
-    from packaging.specifiers import SpecifierSet
-
+    """Whether a version, or its release, is in its range; None where there is none."""
     if known is None:
         return None
-    return SpecifierSet(RANGES[distribution]).contains(known, prereleases=True)
+    release, (least, below) = _release(known), _bounds(distribution)
+    return least <= release and (not below or release < below)
+
+
+def _bounds(distribution: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The least release of a range, and the first above it; () where there is none."""
+    least, _, below = RANGES[distribution].partition(",")
+    return _release(least), _release(below)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without zeros behind and what marks a pre-release."""
+    numbers = re.search(r"\d+(\.\d+)*", version)
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", numbers[0]).split("."))) if numbers else ()
 
 
 def find_megatron() -> tuple[Path | None, str | None, str | None]:
@@ -76,14 +88,11 @@ def check_megatron() -> None:
     Raises:
         ConfigError: with the remedy.
     """
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
     if "megatron.core" in sys.modules:
         return
     folder, known, problem = find_megatron()
-    least = next(each.version for each in SpecifierSet(RANGES["megatron-core"]) if ">" in str(each))
-    if problem and (known is None or folder is None or Version(known) < Version(least)):
+    least, _ = _bounds("megatron-core")
+    if problem and (known is None or folder is None or _release(known) < least):
         where = "" if folder is None else f" in {folder}"
         raise ConfigError(f"megatron{where}: {problem} (sparse-balance env shows what is found)")
 

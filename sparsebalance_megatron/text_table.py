@@ -7,6 +7,8 @@ import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 
+_LONGEST_LINE_CHARACTERS = 1000
+
 
 def text_table(
     rows: Sequence[Mapping[str, str]], *, columns: int | None = None, keys: int = 1
@@ -55,6 +57,14 @@ def terminal_columns() -> int:
 def printable(text: str) -> str:
     """A text whose line breaks and other control characters are spelt out."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and other control characters, cut where no user reads on."""
+    shown = printable(text)
+    if len(shown) > _LONGEST_LINE_CHARACTERS:
+        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
+    return shown
 
 
 def wrapped(text: str, columns: int) -> list[str]:

@@ -59,7 +59,15 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.host_copy", "attention.sequence", "cost", "data", "learn", "log"),
+            *(
+                "attention.host_copy",
+                "attention.peaks",
+                "attention.sequence",
+                "cost",
+                "data",
+                "learn",
+            ),
+            "log",
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),
@@ -89,7 +97,7 @@ IMPORT_RULES = {
     ),
     "view": ImportRule(inside=("cost", "predict")),
     "evaluate": ImportRule(
-        outside=("lm_eval", "msgspec", "torch", "transformers"),
+        outside=("lm_eval", "msgspec", "safetensors", "torch", "transformers"),
         inside=("attention", "cost.work_model", "evaluate"),
     ),
     "cli": ImportRule(
@@ -111,7 +119,7 @@ IMPORT_RULES = {
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),
     "command_entry.py": ImportRule(),
-    "supported.py": ImportRule(outside=("packaging",)),
+    "supported.py": ImportRule(),
     "__init__.py": ImportRule(),
 }
 """Keys are beginnings of paths; the first that fits counts."""

@@ -18,7 +18,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.command_entry import ends_in_one_line
-from sparsebalance_megatron.data.prepare import DatasetWriter
+from sparsebalance_megatron.data.dataset_writer import DatasetWriter
 from sparsebalance_megatron.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "sparsebalance_megatron.cli"]
@@ -37,6 +37,7 @@ def run(tmp_path: Path) -> Path:
         (OSError(errno.ENOSPC, "No space left", "/x/y"), "/x/y: No space left"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "the working directory is gone"),
         (ConfigError("two\nlines"), "two\\nlines"),
+        (OSError(errno.ENOSPC, "No space left"), "No space left; write elsewhere"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -94,6 +95,29 @@ def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
     ended = subprocess.run(words, capture_output=True, env=environment, timeout=120)
     assert ended.returncode == 0 and ended.stderr == b""
     assert "run\\udcff" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("redirected", "reason"),
+    [
+        ("> /dev/full", "standard output: No space left on device"),
+        (">&-", "standard output is closed; open it, for instance to /dev/null"),
+        ("1< /dev/null", "standard output: Bad file descriptor"),
+    ],
+)
+@pytest.mark.parametrize("words", ["flags", "report {0} -o {0}.html"])
+def test_an_output_that_cannot_be_written_is_one_line(
+    redirected: str, reason: str, words: str, run: Path
+) -> None:
+    command = f"{' '.join(COMMAND)} {words.format(run)} {redirected}"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        ["bash", "-c", command], stderr=subprocess.PIPE, text=True, env=environment, timeout=120
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == f"sparse-balance: error: {reason}\n"
+    begun = Path(f"{run}.html").exists()
+    assert begun == (words != "flags" and redirected != ">&-")
 
 
 def test_a_deleted_working_directory_is_said(run: Path) -> None:

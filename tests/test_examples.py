@@ -229,6 +229,15 @@ def test_flags_are_accepted_and_make_the_public_model(
     assert ("--untie-embeddings-and-output-weights" in given) == (name in CLUSTER)
 
 
+@pytest.mark.parametrize(("tokens", "kind"), [("40960", "rope"), ("131072", "yarn")])
+def test_sequences_beyond_pretraining_take_yarn(tokens: str, kind: str, tmp_path: Path) -> None:
+    name, variables = "cluster_qwen3_30b_a3b_sft.sh", {"SEQ_LENGTH": tokens}
+    ((_, *words),) = calls_of(name, directory=tmp_path, variables=variables)
+    given = flag_values(words)
+    assert given["--position-embedding-type"] == (kind,)
+    assert ("--rotary-scaling-factor" in given) == (kind == "yarn")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in MODELS if "a3b" not in name])
 def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.flags import MODES, OTHER_FLAGS, flag_groups, read_options
+from sparsebalance_megatron.flags import (
+    FILE_FLAG,
+    MODE_FLAG,
+    MODES,
+    OTHER_FLAGS,
+    defaults_given_by,
+    flag_groups,
+    read_options,
+)
+from sparsebalance_megatron.integration import one_line_errors
 from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args, config_from_args
 
 
@@ -72,7 +81,11 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         ('base-budget = "16"', "base-budget: Expected `int`, got `str`"),
         ("base-budget = 0", "base-budget: --sparse-balance-base-budget 0: must be at least 1"),
         ("base-budget = true", "base-budget: Expected `int`, got `bool`"),
-        ('batching = "best"', "batching: Invalid enum value 'best'"),
+        ('batching = "best"', "batching: --sparse-balance-batching best: must be one of arrival"),
+        ('attention = "flash"', "attention: --sparse-balance-attention flash: must be one of auto"),
+        ("batching = [1]", "batching: --sparse-balance-batching [1]: must be one of arrival"),
+        (f"log-megabytes = {'7' * 5000}", "log-megabytes: an integer of more than 64 bits"),
+        (f"block-size = 0x{'7' * 5000}", "block-size: an integer of more than 64 bits"),
         ('mode = "fastest"', "mode fastest: must be one of default"),
         ('mode = ["paper"]', "mode ['paper']: must be one of default"),
         ("enabled = true", "enabled is for the command line; give --sparse-balance"),
@@ -105,3 +118,28 @@ def test_the_command_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     flags = [flag_name(each.name) for each in fields(SparseBalanceConfig)]
     assert all(f"  {flag}  " in shown for flag in (*flags, *OTHER_FLAGS))
+
+
+def test_a_key_of_many_lines_ends_training_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "options.toml", f'"{"a" * 5000}\\nb" = 1\n')
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        read_options(Path(path))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert path in line and len(line) < 1100
+
+
+@pytest.mark.parametrize("flag", ["--sparse-balance-base-budget=8", "--sparse-balance-tuning=off"])
+def test_flags_without_effect_in_mode_exact_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}: has no effect in mode exact"):
+        defaults_given_by([MODE_FLAG, "exact", flag])
+
+
+def test_options_of_a_file_without_effect_in_mode_exact_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "options.toml"
+    path.write_text('mode = "exact"\nbase-budget = 16\n')
+    with pytest.raises(ConfigError, match="base_budget has no effect in mode exact"):
+        defaults_given_by([FILE_FLAG, str(path)])
+    assert defaults_given_by([FILE_FLAG, str(path), MODE_FLAG, "placement"])["base_budget"] == 16

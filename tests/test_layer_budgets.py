@@ -37,6 +37,14 @@ def test_what_is_written_is_read_back(budgets: dict[int, int], random) -> None:
     assert has_dense_layers(text) == (DENSE in budgets.values())
 
 
+def test_all_are_the_layers_that_have_no_budget_of_their_own() -> None:
+    assert SparseBalanceConfig(layer_budgets=["4:1", "dense:all"]).layer_budgets == (
+        "4:1 dense:all"
+    )
+    assert base_budgets(7, "4:1 dense:all", 3) == (DENSE, 4, DENSE)
+    assert base_budgets(7, "5:all", 2) == (5, 5)
+
+
 def test_the_text_is_short() -> None:
     typed = ["16:2-4,5", "dense:7,0-1", "8:9"]
     assert SparseBalanceConfig(layer_budgets=typed).layer_budgets == "dense:0-1,7 16:2-5 8:9"
@@ -55,6 +63,7 @@ def test_the_text_is_short() -> None:
         (f"{DENSE}:1", f"{DENSE}:1", f"1 to {MAX_BLOCKS} blocks"),
         ("sparse:1", "sparse:1", "must begin with dense"),
         ("8:0-3 dense:3", "dense:3", "layer 3 is named twice"),
+        ("8:all dense:all", "dense:all", "all is named twice"),
         (" ", "' '", "drop the flag"),
     ],
 )

@@ -83,11 +83,11 @@ HANDLES = {
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
     *("advise", "convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
-    *("simulate", "summary", "trace", "watch"),
+    *("sensitivity", "simulate", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "te", "test", "tools", "wandb"}
-REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "packaging", "scipy", "psutil"}
+REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "scipy", "psutil"}
 
 
 def test_exports() -> None:

@@ -52,7 +52,10 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_selection_of_the_package_can_be_loaded(name: str) -> None:
-    assert load_selector(name).by_token == name.startswith("token")
+    selector = load_selector(name)
+    assert selector.by_token == name.startswith("token")
+    whole = getattr(selector, "needs_whole_documents", False)
+    assert BUILT_IN[name].needs_whole_documents == whole
     assert load_work_model(name).attended_pairs(3, 2) == 5.0
 
 

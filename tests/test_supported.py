@@ -46,7 +46,6 @@ ADVISE = "advise --model qwen3-8b --gpus 1 --global-batch 1 --lengths lengths"
     ("words", "package"),
     [
         ("examples", "msgspec"),
-        ("env", "packaging"),
         (ADVISE, "tqdm"),
         ("convert to-hf x --hf-config x -o y", "safetensors"),
         ("prepare-data --input x --tokenizer-train 300 --output-prefix y", "tokenizers"),

@@ -42,7 +42,7 @@ _EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
     *("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"),
 )
-_SHARDED = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dcp")
+_SHARDED = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dist")
 
 LAYOUTS = {
     layout.name: layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsebalance_megatron.data.dataset_writer import DatasetWriter
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.prepare import DatasetWriter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,7 @@ from sparsebalance_megatron.attention.select import Selector, rank_sequence, sel
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
-_KERNELS = ("flash", "triton", "blocks", "tokens", "reference")
-AUTOMATIC_ON_CUDA: tuple[AttentionImplementation, ...] = ("triton", "flash")
-"""What "auto" tries on CUDA, in this order, before gathered blocks or tokens."""
+_KERNELS = ("triton", "blocks", "tokens", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -137,9 +135,6 @@ def block_sparse_attention(
         softmax_scale: factor on q . k.
         implementation: who computes.
 
-            - "flash": torch's own flash kernels over gathered queries, for selections of blocks on
-              GPUs from sm80 in float16 and bfloat16. Without a host synchronisation, and
-              deterministic where torch is asked to be.
             - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
               of two, head dims up to 256, no float64. Deterministic, and without a host
               synchronisation.
@@ -148,8 +143,8 @@ def block_sparse_attention(
             - "tokens": gathered tokens through torch's products; for every selection by token.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
-            - "auto": on CUDA the first of "triton" and "flash" that serves; else "blocks" or, for
-              selections by token, "tokens", with a warning on CUDA.
+            - "auto": on CUDA "triton" where that serves; else "blocks" or, for selections by
+              token, "tokens", with a warning on CUDA.
         known: out_THF and lse_TH of an earlier call with the same arguments. They are given back,
             differentiable, and nothing is attended to again: what a recomputed pass can use.
         sink_H: for each query head the score of a key of value 0 that all its queries read besides
@@ -279,17 +274,15 @@ def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selec
     automatic = implementation == "auto"
     if automatic and q_THD.device.type != "cuda":
         return other
-    obstacles = []
-    for name in AUTOMATIC_ON_CUDA if automatic else (implementation,):
-        obstacle = kernel_named(name).obstacle(q_THD, v_TGF, selection)
-        if obstacle is None:
-            return name
-        obstacles.append(f'"{name}" {obstacle}')
+    name = "triton" if automatic else implementation
+    obstacle = kernel_named(name).obstacle(q_THD, v_TGF, selection)
+    if obstacle is None:
+        return name
     if not automatic:
-        raise _error(f"implementation {obstacles[0]}")
-    because = "; ".join(obstacles)
+        raise _error(f'implementation "{name}" {obstacle}')
     warnings.warn(
-        f'block_sparse_attention: "auto" takes "{other}" on CUDA: {because}', stacklevel=4
+        f'block_sparse_attention: "auto" takes "{other}" on CUDA, slowly: "triton" {obstacle}',
+        stacklevel=4,
     )
     return other
 

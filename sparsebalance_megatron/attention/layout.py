@@ -89,11 +89,6 @@ class PackedLayout:
         return token_T - first_T[self.block_T]
 
     @cached_property
-    def bounds_N1(self) -> Tensor:
-        """int32: where each block begins, and the end of the sequence."""
-        return torch.nn.functional.pad(self.start_N.int(), (0, 1), value=self.tokens)
-
-    @cached_property
     def bounds_S1(self) -> Tensor:
         """int32: where each document begins, and the end of the sequence."""
         return torch.nn.functional.pad(self.tokens_S.cumsum(0), (1, 0)).int()

@@ -21,7 +21,7 @@ from sparsebalance_megatron.attention.selection import Selection
 
 _DOCUMENT_BLOCKS = (1.4, 8.7, 2.3, 4.0)
 """Lengths of the documents, in blocks: short last blocks, and one that is full."""
-_BUDGETS = (3, 2, 4, 1)
+_BUDGETS = (4, 3, 5, 1)
 _ROUNDINGS = 16 * 2.0**-23
 
 

@@ -17,7 +17,8 @@ try:
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.command_entry import ends_in_one_line, one_line
+    from sparsebalance_megatron.command_entry import ends_in_one_line
+    from sparsebalance_megatron.text_table import one_line
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None
@@ -28,6 +29,7 @@ COMMANDS = {
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",
     "profile": "measure a model's layers on this machine and write a cost table",
+    "sensitivity": "find the layers that need many blocks, and write their sensitivities",
     "convert": "turn Hugging Face weights into a Megatron checkpoint, and back",
     "summary": "compare the step logs of two runs",
     "report": "show a run's logs as one HTML page",
@@ -39,7 +41,7 @@ COMMANDS = {
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
-TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
+TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile", "sensitivity"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
 
 

@@ -204,7 +204,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
-    check_trained(saved.arguments, args)
+    if saved.arguments is not None:
+        check_trained(saved.arguments, args)
     settings = trained_settings(saved.arguments)
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
@@ -217,6 +218,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
+    if saved.arguments is None:
+        print("the checkpoint keeps no arguments, so its settings were not compared to config.json")
     if settings is not None:
         print("config.json has the attention of training in sparse_attention_config")
 
@@ -243,7 +246,17 @@ def _built(
     with redirect_stdout(io.StringIO()):
         args = building.parse_model_flags(model, flags, dtype=dtype)
         start_single_process(args.seed, torch.device("cpu"))
-        megatron_model = building.build_model(args)
+        try:
+            megatron_model = building.build_model(args)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            raise ConvertError(
+                f"a model of num_hidden_layers {model.num_hidden_layers}, hidden_size "
+                f"{model.hidden_size}, intermediate_size {model.intermediate_size} and vocab_size "
+                f"{model.vocab_size} exceeds this machine's memory; correct config.json, or "
+                "convert on a larger machine"
+            ) from error
     building.check_names(megatron_model, parameters(model))
     return args, megatron_model
 

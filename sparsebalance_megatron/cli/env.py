@@ -33,22 +33,25 @@ def add_flags(parser: ArgumentParser) -> None:
         "--check",
         action="store_true",
         help="also compare every attention implementation and router, and the default selection at "
-        "several head dims, with the reference: a minute on a CPU",
+        "several head dims, with the reference: a minute on a CPU. Exit status 1 where one that "
+        "this device should run does not, or is wrong",
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
 
 
 def run(arguments: Namespace) -> int:
-    """Look, print."""
-    found = environment() | ({"attention": checked_attention()} if arguments.check else {})
+    """Look, print; 1 where attention that this device should run does not."""
+    attention = checked_attention() if arguments.check else {}
+    found = environment() | ({"attention": attention} if arguments.check else {})
+    wrong = any(each["expected"] and not each["usable"] for each in attention.values())
     if arguments.json:
         print_json(found)
-        return 0
+        return int(wrong)
     for name, value in found.items():
         for key, each in value.items() if isinstance(value, dict) else [("", value)]:
             says = each["says"] if isinstance(each, dict) else each
             print(f"{f'{name} {key}'.strip():<30}  {'-' if says is None else says}")
-    return 0
+    return int(wrong)
 
 
 def environment() -> Facts:
@@ -119,13 +122,17 @@ def _checked(
         block_size=64,
         dtype="bfloat16" if device.type == "cuda" else "float32",
     )
+    # Triton's kernels are for CUDA.
+    expected = device.type == "cuda" or "triton" not in (implementation, router)
     try:
         verdict = self_check.check_case(case, device)
     # Kernels fail in the compilers' own ways, and every one of them is an answer here.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        return {"usable": False, "says": f"does not run: {reason}"}
+        return {"usable": False, "expected": expected, "says": f"does not run: {reason}"}
     if problems := verdict.problems():
-        return {"usable": False, "says": f"wrong results: {'; '.join(problems)}"}
+        wrong = f"wrong results: {'; '.join(problems)}"
+        return {"usable": False, "expected": expected, "says": wrong}
     worst = max(error / tolerance for error, tolerance in verdict.found.values())
-    return {"usable": True, "says": f"{verdict.kernel}, errors up to {worst:.0%} of tolerance"}
+    right = f"{verdict.kernel}, errors up to {worst:.0%} of tolerance"
+    return {"usable": True, "expected": expected, "says": right}

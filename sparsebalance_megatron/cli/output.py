@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,19 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the minutes that what it holds takes.
+
+    Raises:
+        OutputError: with the reason.
+    """
+    with writing(path):
+        if path.is_dir():
+            raise OutputError(f"--output {path}: is a directory; name a file")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
 
 
 def check_outputs(outputs: Mapping[str, tuple[Path | None, Sequence[str]]]) -> None:

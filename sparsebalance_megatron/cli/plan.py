@@ -145,7 +145,8 @@ def print_rows(
             [
                 *([break_even_line(workload, slowness)] if slowness is not None else []),
                 memory_sentence(outcomes[best]),
-                f"{steps} steps; {unhideable} hold a sample that no placement hides",
+                f"{steps} steps; in {unhideable} of them one sample alone takes longer than all "
+                "work would, spread evenly: no placement makes such ranks equal",
                 *remarks(workload),
             ]
         )

@@ -12,14 +12,16 @@ from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.prepare import counts_text, prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.json_file import UnreadableFileError, parse_json
 
 _DESCRIPTION = """\
 Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
 --data-path PREFIX, and a summary as PREFIX.json.
 
-A record is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}, ...]}. Conversations
-are rendered with the tokenizer's chat template, or as lines "role: content" where it has none. Only
-the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which tokens count.
+A record is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}, ...]}, the latter
+with "tools" where the assistant may call some. Conversations are rendered with the tokenizer's chat
+template, or as lines "role: content" where it has none. Only the assistant's turns are trained on:
+PREFIX_loss_mask.bin and .idx say which tokens count.
 
 Packed sequences that Megatron-Bridge wrote as .parquet become documents again; their token ids and
 loss masks stay, and what follows a document's last trained token goes.
@@ -53,7 +55,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end every document with the tokenizer's end-of-sequence token",
+        help="end every document with the tokenizer's end-of-sequence token, unless it ends so",
+    )
+    parser.add_argument(
+        "--prepend-bos",
+        action="store_true",
+        help="begin texts, not conversations, with the token that the tokenizer begins texts with",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="arguments for the chat template, such as '{\"enable_thinking\": false}'",
     )
     parser.add_argument(
         "--on-bad-record",
@@ -66,6 +80,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = parse_json(text, dict[str, Any])
+    except UnreadableFileError as error:
+        raise argparse.ArgumentTypeError(f"no JSON object: {error}") from error
+    return value
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the data set that the flags describe; the exit status."""
     try:
@@ -75,11 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer_name=arguments.tokenizer,
             train_vocab_size=arguments.tokenizer_train,
             append_eod=arguments.append_eod,
+            prepend_bos=arguments.prepend_bos,
+            template_arguments=arguments.chat_template_kwargs,
             skip_bad_records=arguments.on_bad_record == "skip",
             overwrite=arguments.overwrite,
         )
     except OSError as error:
-        raise DataError(str(error)) from error
+        path = error.filename or f"--output-prefix {arguments.output_prefix}"
+        raise DataError(f"{path}: {error.strerror or error}") from error
     print(describe(summary, arguments.output_prefix))
     return 0
 
@@ -97,10 +122,6 @@ def describe(summary: dict[str, Any], prefix: str) -> str:
         lines.append(
             f"loss on {summary['loss_tokens']:,} tokens, see {prefix}{LOSS_MASK_SUFFIX}.bin"
         )
-    if summary["openings_trained"]:
-        lines.append(
-            "note: the chat template ignores add_generation_prompt, so the openings of the "
-            "assistant's turns are trained too; mark what is generated with {% generation %}"
-        )
+    lines += [f"note: {note}" for note in summary["notes"]]
     lines.append(f"records left out: {counts_text(summary['skipped'])}")
     return "\n".join(lines)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.output import OutputError, writing
+from sparsebalance_megatron.cli.output import check_writable, writing
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
@@ -58,12 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     cores = os.cpu_count() or 1
     if not 1 <= arguments.threads <= cores:
         raise ConfigError(f"--threads {arguments.threads}: must be 1 to {cores}, this host's cores")
-    # Before minutes of measuring.
-    with writing(arguments.output):
-        if arguments.output.is_dir():
-            raise OutputError(f"--output {arguments.output}: is a directory; name a file")
-        with tempfile.TemporaryFile(dir=arguments.output.parent):
-            pass
+    check_writable(arguments.output)
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
     from tqdm import tqdm

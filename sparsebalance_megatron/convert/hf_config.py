@@ -34,11 +34,20 @@ _LLAMA3_CONSTANTS = {
 _HEAD_DIM_OF_QWEN3 = 128
 """Where absent; in the other families hidden_size decides."""
 
-_LARGEST = 2**40
+_LARGEST = 2**24
+_MOST_LAYERS = 2**12
+_MOST_EXPERTS = 2**18
+"""Ten times the experts of all layers of the largest models."""
+
 _Size = Annotated[int, Meta(ge=1, le=_LARGEST)]
-_Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
-_Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
-_Whole = Annotated[float, Meta(ge=1, le=_LARGEST, multiple_of=1)]
+_Layers = Annotated[int, Meta(ge=1, le=_MOST_LAYERS)]
+_Experts = Annotated[int, Meta(ge=0, le=_MOST_EXPERTS)]
+_Share = Annotated[float, Meta(ge=0, lt=1)]
+_Epsilon = Annotated[float, Meta(gt=0, lt=1)]
+_Positive = Annotated[float, Meta(gt=0, le=_LARGEST)]
+_Scale = Annotated[float, Meta(ge=0, le=_LARGEST)]
+_Stretch = Annotated[float, Meta(ge=1, le=_LARGEST)]
+_Whole = Annotated[float, Meta(ge=1, le=2**40, multiple_of=1)]
 _Dtype = Literal["float32", "float16", "bfloat16", "auto"]
 _AllHeads = Annotated[float, Meta(ge=1, le=1)]
 """Megatron rotates whole heads here."""
@@ -57,14 +66,14 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["default", "linear", "llama3", "yarn"] | None = None
     rope_theta: _Whole | None = None
     partial_rotary_factor: _AllHeads = 1
-    factor: _Number | None = None
+    factor: _Stretch | None = None
     original_max_position_embeddings: _Size | None = None
-    low_freq_factor: _Number | None = None
-    high_freq_factor: _Number | None = None
-    beta_fast: _Number = 32.0
-    beta_slow: _Number = 1.0
-    mscale: _Number = 0.0
-    mscale_all_dim: _Number = 0.0
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    beta_fast: _Positive = 32.0
+    beta_slow: _Positive = 1.0
+    mscale: _Scale = 0.0
+    mscale_all_dim: _Scale = 0.0
     truncate: bool = True
     attention_factor: None = None
     finetuned: None = None
@@ -90,6 +99,8 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
             for key, built_in in _LLAMA3_CONSTANTS.items():
                 if (value := getattr(self, key)) != built_in:
                     raise ValueError(f"{key} {value}: Megatron has {built_in} built in")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast {self.beta_fast:g}: must exceed beta_slow")
         if not self.truncate:
             raise ValueError("truncate False: Megatron truncates YaRN's bounds")
         if not (self.mscale and self.mscale_all_dim):
@@ -111,7 +122,7 @@ class Decoder(Struct, kw_only=True):
     """
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
-    num_hidden_layers: _Size
+    num_hidden_layers: _Layers
     hidden_size: _Size
     intermediate_size: _Size
     num_attention_heads: _Size
@@ -119,8 +130,8 @@ class Decoder(Struct, kw_only=True):
     head_dim: _Size = 0
     vocab_size: _Size
     max_position_embeddings: _Size
-    rms_norm_eps: _Number = 1e-6
-    attention_dropout: _Number = 0.0
+    rms_norm_eps: _Epsilon = 1e-6
+    attention_dropout: _Share = 0.0
     rope_theta: _Whole = 10000
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
@@ -128,13 +139,13 @@ class Decoder(Struct, kw_only=True):
     tie_word_embeddings: bool = False
     dtype: _Dtype | None = None
     torch_dtype: _Dtype | None = None
-    num_experts: _Count = 0
-    num_local_experts: _Count = 0
+    num_experts: _Experts = 0
+    num_local_experts: _Experts = 0
     num_experts_per_tok: _Size = 0
     moe_intermediate_size: _Size = 0
     norm_topk_prob: bool = False
     decoder_sparse_step: _Size = 1
-    mlp_only_layers: list[int] = []
+    mlp_only_layers: list[Annotated[int, Meta(ge=0, le=_MOST_LAYERS)]] = []
     # What would change the mathematics of these families.
     hidden_act: Literal["silu"] = "silu"
     layer_types: list[Literal["full_attention"]] = []
@@ -163,6 +174,11 @@ class Decoder(Struct, kw_only=True):
                     f"{self.hidden_size}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types: it has {len(self.layer_types)}, num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             if getattr(self, key):
                 raise ValueError(f"{key} True: not supported")
@@ -197,6 +213,16 @@ class Decoder(Struct, kw_only=True):
             )
         if self.num_experts_per_tok == 1 and self.norm_topk_prob:
             raise ValueError("norm_topk_prob True: Megatron needs num_experts_per_tok of 2 or more")
+        if (matrices := self.num_experts * self.num_hidden_layers) > _MOST_EXPERTS:
+            raise ValueError(
+                f"num_experts {self.num_experts} x num_hidden_layers {self.num_hidden_layers}: "
+                f"{matrices} experts, more than {_MOST_EXPERTS}"
+            )
+        if max(self.mlp_only_layers, default=0) >= self.num_hidden_layers:
+            raise ValueError(
+                f"mlp_only_layers {max(self.mlp_only_layers)}: the last of num_hidden_layers "
+                f"{self.num_hidden_layers} is {self.num_hidden_layers - 1}"
+            )
         if not any(self.expert_layers):
             raise ValueError("mlp_only_layers, decoder_sparse_step: no layer has experts")
 

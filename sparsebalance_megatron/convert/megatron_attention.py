@@ -54,13 +54,15 @@ def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
 
 
 def trained_settings(args: Namespace | None) -> SparseAttention | None:
-    """The attention that a run with Megatron's ``args`` trained with; None without the plugin."""
+    """The attention that a run with Megatron's ``args`` trained with; None where it is dense."""
     if args is None or not getattr(args, destination("enabled"), False):
         return None
     # The run may be of a release with other flags.
     names = ("block_size", "base_budget", "layer_budgets", "selection")
     trained = SparseBalanceConfig(**{name: getattr(args, destination(name)) for name in names})
     base_L = base_budgets(trained.base_budget, trained.layer_budgets, args.num_layers)
+    if set(base_L) == {DENSE}:
+        return None
     by_layer = tuple(None if budget == DENSE else budget for budget in base_L)
     return SparseAttention(
         sparse_block_size=trained.block_size,

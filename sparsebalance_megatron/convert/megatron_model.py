@@ -7,9 +7,10 @@ Import only after the CPU adapter has been installed.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sparsebalance_megatron.megatron.compat import (
     gpt_model,
     has_yarn_flags,
     megatron_version,
+    model_settings,
 )
 from sparsebalance_megatron.megatron.single_process import (
     complete_flags,
@@ -30,29 +32,30 @@ from sparsebalance_megatron.megatron.single_process import (
     transformer_config,
 )
 
-_FIXED_BY_THE_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("group_query_attention", "num_query_groups", "kv_channels", "vocab_size"),
-    *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
-    *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
-    *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
-    *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
-    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
-    *("multi_latent_attention", "mtp_num_layers", "spec"),
-    # One process converts, and the checkpoint loads at any size.
+_ONE_PROCESS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "yaml_cfg", "use_checkpoint_args"),
+    *("expert_model_parallel_size", "use_checkpoint_args", "vocab_size"),
 )
-"""Arguments that config.json or the conversion decides; flags after -- must not contradict them."""
+"""Arguments of which flags after -- change none: the checkpoint loads at any parallel sizes."""
 
-_NOT_SEEN_IN_SHAPES = (
-    *("num_attention_heads", "kv_channels", "position_embedding_type", "rotary_base"),
-    *("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
-    *("use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "norm_epsilon"),
-    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function"),
+_SAME_FUNCTION = re.compile(
+    # How numbers are computed: kernels, precision, memory, collectives.
+    r".*(fus(ed|ion|er)|fp(8|4|32)|bf16|kitchen|quant_recipe|cuda_graph|recompute|offload"
+    r"|dispatch|deepep|hybridep|ncclep|grouped|paged_stash|inference|pipeline|_stream|_backend).*"
+    r"|distribute_saved_activations|persist_layer_norm|memory_efficient_layer_norm|cp_comm_type"
+    r"|transformer_impl|flash_(decode|attention_version)|use_te_activation_func|batch_invariant_mode"
+    r"|apply_query_key_layer_scaling|tp_only_amax_red|symmetric_ar_type|mlp_chunks_for_.*"
+    r"|disable_parameter_transpose_cache|nccl_all_reduce_for_prefill|moe_shared_expert_overlap"
+    r"|moe_router_(dtype|padding_for_quantization)|clone_scatter_output_in_embedding"
+    r"|hetereogenous_dist_checkpoint"
+    # Training alone.
+    r"|.*init_.*|(hidden|attention)_dropout|calculate_per_token_loss|qk_clip.*|test_mode"
+    r"|moe_(aux|z)_loss_coeff|moe_router_bias_update_rate|moe_per_layer_logging"
+    r"|log_max_attention_logit|config_logger_dir"
+    # Shapes and names of the tensors say it.
+    r"|num_query_groups|moe_ffn_hidden_size|moe_layer_freq"
 )
-"""Arguments that change what a model computes, and not the shapes of its parameters."""
+"""Settings of Megatron's models that change nothing of what a model computes from its weights."""
 
 _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
     # Megatron asks for them although nothing is trained.
@@ -81,7 +84,7 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
 
     Raises:
         ConfigError: if the user's flags contradict the model, or spread it over ranks.
-        ConvertError: if this Megatron cannot build the model.
+        ConvertError: if this Megatron cannot build the model, or not with those flags.
     """
     if model.rope.rope_type == "yarn" and not has_yarn_flags():
         raise ConvertError(
@@ -91,15 +94,11 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
     own = model_flags(model, divisor=divisor, padded_vocab_size=model.vocab_size)
     own = tuple(flag for flag in own if flag[0] != "--padded-vocab-size")
     flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
-    expected = _parse(flags)
-    args = _parse((*flags, *passed_on))
-    for name in _FIXED_BY_THE_MODEL:
-        given, fixed = getattr(args, name, None), getattr(expected, name, None)
-        if given != fixed:
-            raise ConfigError(
-                f"flags after -- make {name} {given}, config.json and a conversion in one process "
-                f"make it {fixed}; drop the flag"
-            )
+    expected, args = _parse(flags), _parse((*flags, *passed_on))
+    for name in _ONE_PROCESS:
+        _refuse_flag(name, getattr(args, name), getattr(expected, name))
+    for difference in _differences(args, expected):
+        _refuse_flag(*difference)
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_rows(model.vocab_size, args.make_vocab_size_divisible_by)
     elif args.padded_vocab_size < model.vocab_size:
@@ -110,6 +109,36 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
         setattr(args, _PRECISIONS[dtype], True)
     complete_flags(args, set_globals=False)
     return args
+
+
+def _refuse_flag(name: str, given: Any, fixed: Any) -> None:
+    if given != fixed:
+        raise ConfigError(
+            f"flags after -- make {name} {given}, config.json and a conversion in one process "
+            f"make it {fixed}; drop the flag"
+        )
+
+
+def _differences(args: Namespace, described: Namespace) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of both models that differ and change what is computed: name and both values.
+
+    Raises:
+        ConvertError: if Megatron can make no model of ``args``.
+    """
+    fixed = model_settings(described)
+    try:
+        settings = model_settings(args)
+    except (AssertionError, ValueError) as error:
+        raise ConvertError(
+            "Megatron refuses the flags of the model, which contradict one another or those of "
+            f"config.json: {str(error) or 'such as two activation functions'}"
+        ) from error
+    for name in sorted(settings.keys() | fixed.keys()):
+        found, expected = settings.get(name), fixed.get(name)
+        # Balancing losses act in training alone; sinkhorn chooses the experts.
+        is_loss = name == "moe_router_load_balancing_type" and "sinkhorn" not in str(found)
+        if found != expected and not is_loss and not _SAME_FUNCTION.fullmatch(name):
+            yield name, found, expected
 
 
 def _parse(flags: Sequence[str]) -> Namespace:
@@ -139,23 +168,23 @@ def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
         raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")
 
 
-def check_trained(trained: Namespace | None, described: Namespace) -> None:
+def check_trained(trained: Namespace, described: Namespace) -> None:
     """What trained the weights computes what config.json describes.
 
     Args:
-        trained: Megatron's arguments in the checkpoint; None where it has none.
+        trained: Megatron's arguments in the checkpoint.
         described: those that config.json makes.
 
     Raises:
-        ConvertError: with the argument.
+        ConvertError: with the setting.
     """
-    for name in _NOT_SEEN_IN_SHAPES if trained else ():
-        fixed = getattr(described, name, None)
-        if (found := getattr(trained, name, fixed)) != fixed:
-            raise ConvertError(
-                f"the checkpoint was trained with {name} {found}, --hf-config makes it {fixed}; "
-                "mend its config.json"
-            )
+    # Megatron of another version knows other arguments.
+    trained = Namespace(**(vars(described) | vars(trained)))
+    for name, found, fixed in _differences(trained, described):
+        raise ConvertError(
+            f"the checkpoint was trained with {name} {found}, --hf-config makes it {fixed}; "
+            "mend its config.json, or keep to Megatron where it has no such setting"
+        )
 
 
 Flag = tuple[str, ...]

@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from sparsebalance_megatron.cost.exchange import NOMINAL_GIGABYTES_PER_SECOND, ms_per_byte
+from sparsebalance_megatron.errors import ConfigError
 
 _Size = Annotated[int, Meta(ge=1, le=2**40)]
 
@@ -37,6 +38,13 @@ class ExpertShape:
     ffn_hidden_size: _Size
     shared_ffn_hidden_size: Annotated[int, Meta(ge=0, le=2**40)] = 0
     layers_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"--moe-router-topk {self.top_k}: a token takes at most all experts of a layer; "
+                f"use at most --num-experts {self.experts}"
+            )
 
 
 def exchange_ms_per_token(

@@ -97,19 +97,6 @@ def configured_cost_model(
     )
 
 
-def with_measured_attention(config: SparseBalanceConfig) -> SparseBalanceConfig:
-    """The configuration, with the attention that its cost table measured fastest where the choice
-    is left open.
-
-    Raises:
-        CostTableError: the table cannot be read.
-    """
-    if config.attention != "auto" or config.cost_table is None:
-        return config
-    fastest: Any = CostTable.load(config.cost_table).fastest_attention
-    return config if fastest is None else replace(config, attention=fastest)
-
-
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
     identity, work = table.identity, _work_of(table)

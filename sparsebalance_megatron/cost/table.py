@@ -178,9 +178,7 @@ class CostTable:
     """Measurements and what they were measured on.
 
     ``exchanges``: none in a table that was measured on one rank. ``segments``: what they cost
-    beside micro-batches in one piece; None leaves the defaults. ``attention_ms``: what attention on
-    the longest sample took by implementation, where the flags left the choice among several; all
-    rows are of the fastest. ``versions``: package -> version,
+    beside micro-batches in one piece; None leaves the defaults. ``versions``: package -> version,
     ``date``: ISO 8601, ``threads``: host threads of the process. ``path`` is where the table was
     read from; it is not part of the table.
     """
@@ -192,7 +190,6 @@ class CostTable:
     rows: tuple[CostRow, ...]
     exchanges: tuple[ExchangeRow, ...] = ()
     segments: SegmentCost | None = None
-    attention_ms: dict[str, MeasuredMs] = field(default_factory=dict)
     format_version: Literal[1] = 1
     path: str | None = field(default=None, compare=False)
 
@@ -202,6 +199,11 @@ class CostTable:
         place = os.fspath(path)
         try:
             document = read_json(Path(path), dict[str, Any])
+            timed = document.get("attention_ms")
+            if isinstance(timed, dict) and timed.keys() == {"flash"}:
+                raise CostTableError(
+                    f"cost table {place}: measured with attention flash, which is gone; {_REMEDY}"
+                )
             identity = checked(document, RunIdentity)
             from_file = {"format_version": None} | document
             table = checked(from_file | {"identity": asdict(identity), "path": place}, cls)
@@ -256,11 +258,6 @@ class CostTable:
         ]
         if differences:
             raise CostTableError(f"{self.place}: {'; '.join(differences)}; {_REMEDY}")
-
-    @property
-    def fastest_attention(self) -> str | None:
-        """The implementation that its rows are of; None where there was nothing to choose."""
-        return min(self.attention_ms, key=self.attention_ms.__getitem__, default=None)
 
     @property
     def place(self) -> str:

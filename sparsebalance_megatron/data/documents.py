@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored documents: one data set in Megatron's format (``.bin`` and ``.idx``), checked and mapped.
+"""Stored documents: one data set in Megatron's format (``.bin`` and ``.idx``), checked and read.
 
 Of a large file's values a bounded part is checked, at places spread evenly over it; what lies
 between them is found when it is read.
@@ -12,6 +12,8 @@ one mode i8 per sequence.
 
 from __future__ import annotations
 
+import errno
+import resource
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,19 +49,48 @@ _MASK_REMEDY = (
 )
 
 
+@dataclass(frozen=True)
+class StoredValues:
+    """The values of a file, read where they are asked for.
+
+    No file stays open, so there may be more files than a process may open, and none is mapped.
+    """
+
+    path: Path
+    dtype: np.dtype
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        first, end, _ = place.indices(self.count)
+        wanted = max(0, end - first)
+        with _readable(self.path):
+            offset = first * self.dtype.itemsize
+            values = np.fromfile(self.path, dtype=self.dtype, count=wanted, offset=offset)
+        if len(values) < wanted:
+            raise DataError(f"{self.path}: cut short since it was opened; copy it again")
+        return values
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documents:
     """The documents of one data set, in stored order.
 
     ``prefix`` is the path without ``.bin`` or ``.idx``; ``starts`` says where each document starts
-    in ``tokens`` and where the last one ends, int64; ``tokens`` is mapped, or None where only
-    lengths were asked for; ``loss_mask`` is uint8 per stored token, mapped, or None.
+    in ``tokens`` and where the last one ends, int64; ``tokens`` is None where only lengths were
+    asked for; ``loss_mask`` is uint8 per stored token, or None.
     """
 
     prefix: str
     starts: np.ndarray
-    tokens: np.ndarray | None
-    loss_mask: np.ndarray | None = None
+    tokens: StoredValues | None
+    loss_mask: StoredValues | None = None
 
     @classmethod
     def open(cls, prefix: str | Path) -> Documents:
@@ -95,14 +126,14 @@ class Documents:
         """A copy of ``count`` tokens of a document from ``offset`` on, in the stored dtype."""
         assert self.tokens is not None, "opened for lengths only"
         first = self.starts[document] + offset
-        return np.array(self.tokens[first : first + count])
+        return self.tokens[first : first + count]
 
     def read_loss_mask(self, document: int, offset: int, count: int) -> np.ndarray | None:
         """A copy of the mask of the same tokens, uint8; None where the data set has no masks."""
         if self.loss_mask is None:
             return None
         first = self.starts[document] + offset
-        return np.array(self.loss_mask[first : first + count])
+        return self.loss_mask[first : first + count]
 
 
 def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.integer]) -> None:
@@ -116,8 +147,8 @@ def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.intege
     path.write_bytes(b"".join((header, lengths, offsets.astype("<i8"), boundaries)))
 
 
-def _open_checked(prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts of the documents, int64, and the mapped tokens."""
+def _open_checked(prefix: str) -> tuple[np.ndarray, StoredValues]:
+    """Starts of the documents, int64, and the tokens."""
     starts, dtype = _read_index(prefix)
     path = _existing(Path(f"{prefix}.bin"), prefix)
     stored_bytes, actual_bytes = int(starts[-1]) * dtype.itemsize, path.stat().st_size
@@ -129,8 +160,7 @@ def _open_checked(prefix: str) -> tuple[np.ndarray, np.ndarray]:
         )
     if stored_bytes == 0:
         raise DataError(f"{path}: the data set holds no token; {_REWRITE}")
-    with _readable(path):
-        return starts, np.memmap(path, dtype=dtype, mode="r")
+    return starts, StoredValues(path, dtype, int(starts[-1]))
 
 
 def _existing(path: Path, prefix: str) -> Path:
@@ -151,6 +181,12 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise DataError(
+                f"{path}: too many open files: this process may open {limit}; raise the limit with "
+                "ulimit -n"
+            ) from error
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); check its permissions, or copy it again"
         ) from error
@@ -210,7 +246,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     return np.dtype(_TOKEN_DTYPES[dtype_code]), sequences, boundaries
 
 
-def _open_loss_mask(prefix: str, starts: np.ndarray) -> np.ndarray | None:
+def _open_loss_mask(prefix: str, starts: np.ndarray) -> StoredValues | None:
     mask_prefix = prefix + LOSS_MASK_SUFFIX
     if not any(Path(mask_prefix + suffix).exists() for suffix in (".bin", ".idx")):
         return None
@@ -235,7 +271,7 @@ class _Summary(msgspec.Struct):
     tokenizer: _Tokenizer
 
 
-def check_token_ids(prefix: str, tokens: np.ndarray, vocab_size: int) -> None:
+def check_token_ids(prefix: str, tokens: StoredValues | np.ndarray, vocab_size: int) -> None:
     """Check stored tokens, and the size of the tokenizer that ``PREFIX.json`` names, if it does."""
     try:
         tokenizer_size = read_json(Path(f"{prefix}.json"), _Summary).tokenizer.vocab_size
@@ -261,7 +297,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
         )
 
 
-def check_loss_mask(mask: np.ndarray, path: str) -> None:
+def check_loss_mask(mask: StoredValues | np.ndarray, path: str) -> None:
     """Check the values of a stored loss mask, uint8."""
     any_trained = False
     for place in _places(mask):
@@ -277,8 +313,8 @@ def check_mask(mask: np.ndarray, place: str) -> None:
         raise DataError(f"{place}: holds {largest}, not a loss mask of 0 and 1; {_MASK_REMEDY}")
 
 
-def _places(values: np.ndarray) -> Iterator[np.ndarray]:
+def _places(values: StoredValues | np.ndarray) -> Iterator[np.ndarray]:
     """All of at most 16 MiB of values; of more, 64 runs of values."""
-    run = max(1, _PLACE_BYTES // values.itemsize)
+    run = max(1, _PLACE_BYTES // values.dtype.itemsize)
     for first in np.unique(np.linspace(0, max(len(values) - run, 0), _PLACES).astype(np.int64)):
         yield values[first : first + run]

@@ -1,47 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to Megatron's ``.bin`` and ``.idx`` files, which get their names when complete."""
+"""Records to a data set in Megatron's format, and what is said of it."""
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
-import os
-import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
-from sparsebalance_megatron.data.packed_parquet import documents_in_packs, holds_packs
-from sparsebalance_megatron.data.records import BadRecords, Record, RecordFiles
-from sparsebalance_megatron.data.tokenizer import (
+from sparsebalance_megatron.data.conversations import (
     ConversationRenderer,
-    DocumentTokenizer,
     RenderedDocument,
-    RenderError,
-    load_tokenizer,
     render_plain,
+)
+from sparsebalance_megatron.data.dataset_writer import DatasetWriter, check_output
+from sparsebalance_megatron.data.packed_parquet import documents_in_packs, holds_packs
+from sparsebalance_megatron.data.records import (
+    BadRecords,
+    Record,
+    RecordFiles,
+    check_encodable,
+)
+from sparsebalance_megatron.data.tokenizer import (
+    DocumentTokenizer,
+    load_tokenizer,
     train_bpe,
     trained_tokens,
     transformers_files,
 )
 from sparsebalance_megatron.errors import DataError, listed
-from sparsebalance_megatron.json_file import refuse_output_over_input
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 """Limits of one encoding batch; bounds the memory that token offsets take."""
 
+_MARKS_NOTHING = "the chat template's {% generation %} marks nothing in them"
 _TOKENIZER_SUFFIX = "_tokenizer"
 _PERCENTILES = (50, 90, 99)
-_TOKEN_SUFFIXES = (".bin", ".idx")
-_MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
-_LARGEST_UINT16_VOCABULARY = 65499
-"""Megatron's preprocessing stores larger vocabularies as int32."""
 
 
 def prepare(
@@ -51,20 +51,32 @@ def prepare(
     tokenizer_name: str | None = None,
     train_vocab_size: int | None = None,
     append_eod: bool = True,
+    prepend_bos: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
     skip_bad_records: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
     Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. Packed sequences keep their
-    tokens; the tokenizer says the vocabulary. At a :class:`DataError`
-    nothing is left behind.
+    tokens; the tokenizer says the vocabulary. At a :class:`DataError` nothing is left behind.
+
+    Args:
+        append_eod: end documents with the tokenizer's end-of-sequence token.
+        prepend_bos: begin texts, not conversations, with its token for that.
+        template_arguments: for the chat template, by name.
+        skip_bad_records: count unusable records instead of stopping at the first.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
     packed = _all_packed(source.paths, train_vocab_size)
+    if (prepend_bos or template_arguments) and (packed or train_vocab_size is not None):
+        raise DataError(
+            "--prepend-bos, --chat-template-kwargs: packed sequences keep their tokens, and "
+            "trained tokenizers have neither; drop the flag"
+        )
     if train_vocab_size is None:
         assert tokenizer_name is not None
-        tokenizer = load_tokenizer(tokenizer_name)
+        tokenizer = load_tokenizer(tokenizer_name, template_arguments)
     else:
         training_texts = _training_texts(source, BadRecords(skip=skip_bad_records))
         tokenizer = train_bpe(training_texts, train_vocab_size, prefix + _TOKENIZER_SUFFIX)
@@ -72,26 +84,50 @@ def prepare(
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
         )
+    if prepend_bos and tokenizer.bos is None:
+        raise DataError(
+            f"--prepend-bos: the tokenizer {tokenizer.name} begins no text with a token"
+        )
     bad = BadRecords(skip=skip_bad_records)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
-        loss_tokens = 0
+        counts: Counter[str] = Counter()
         if packed:
             packs = (documents_in_packs(path, tokenizer.vocab_size, bad) for path in source.paths)
             documents: Iterator[Any] = itertools.chain.from_iterable(packs)
         else:
+            ends = _Ends(
+                eod=tokenizer.eod if append_eod else None,
+                bos=tokenizer.bos if prepend_bos else None,
+            )
             records = _with_progress(source, bad, "tokenise")
-            eod = tokenizer.eod if append_eod else None
-            documents = _encoded(records, tokenizer, eod, bad)
+            documents = _encoded(records, tokenizer, ends, bad, counts)
         for tokens, mask in documents:
             writer.add(tokens, mask)
-            loss_tokens += int(mask.sum())
+            trained = int(mask.sum())
+            counts["loss_tokens"] += trained
+            if not trained:
+                counts["untrained_documents"] += 1
+                counts["untrained_tokens"] += len(tokens)
         if not writer.lengths_tokens:
             raise DataError(
                 f"{listed([str(path) for path in source.paths])}: no document to write; records "
                 f"left out: {counts_text(bad.counts)}"
             )
-        summary = _summary(writer, tokenizer, append_eod and not packed, bad, loss_tokens)
+        if not counts["loss_tokens"]:
+            raise DataError(
+                f"{listed([str(path) for path in source.paths])}: none of "
+                f"{len(writer.lengths_tokens):,} documents has a token that is trained; "
+                + ("their loss masks are zero" if packed else _MARKS_NOTHING)
+            )
+        summary = {
+            **_counts(writer, counts, bad),
+            "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
+            "append_eod": append_eod and not packed,
+            "prepend_bos": prepend_bos,
+            "chat_template_kwargs": dict(template_arguments or {}),
+            "notes": _notes(counts, tokenizer, prepend_bos=prepend_bos, packed=packed),
+        }
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
         if train_vocab_size is not None:
             files = transformers_files(tokenizer)
@@ -135,17 +171,20 @@ def _training_texts(source: RecordFiles, bad: BadRecords) -> Iterator[str]:
 
 
 def _rendered(
-    records: Iterable[Record], render: ConversationRenderer, bad: BadRecords
+    records: Iterable[Record], conversations: ConversationRenderer, bad: BadRecords
 ) -> Iterator[tuple[Record, RenderedDocument]]:
     for record in records:
         if record.messages is None:
             yield record, RenderedDocument(text=record.text or "")
             continue
         try:
-            yield record, render(record.messages)
-        except RenderError as error:
+            document = conversations(record.messages, record.tools)
+            check_encodable(document.text)
+        except ValueError as error:
             reason = "the chat template cannot render it"
-            bad.found(record.place, reason, f"{reason} ({error})")
+            bad.found(record.place, reason, f"{reason}: {error}")
+        else:
+            yield record, document
 
 
 def _batches(
@@ -164,11 +203,24 @@ def _batches(
         yield batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """Token ids that end every document and begin every text; None for neither."""
+
+    eod: int | None
+    bos: int | None
+
+
 def _encoded(
-    records: Iterable[Record], tokenizer: DocumentTokenizer, eod: int | None, bad: BadRecords
+    records: Iterable[Record],
+    tokenizer: DocumentTokenizer,
+    ends: _Ends,
+    bad: BadRecords,
+    counts: Counter[str],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (int64) and loss mask (uint8) of every document; ``eod`` ends each, if given."""
-    for batch in _batches(_rendered(records, tokenizer.render, bad)):
+    """Token ids (int64) and loss mask (uint8) of every document."""
+    end_text = None if ends.eod is None else tokenizer.backend.id_to_token(ends.eod)
+    for batch in _batches(_rendered(records, tokenizer.conversations, bad)):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
             with_offsets=any(document.trained_spans is not None for _, document in batch),
@@ -183,31 +235,54 @@ def _encoded(
             else:
                 token_ends = [end for _, end in encoding.offsets]
                 mask = trained_tokens(token_ends, document.trained_spans)
-            if eod is not None:
-                tokens = np.append(tokens, eod)
-                mask = np.append(mask, np.uint8(document.ends_trained))
+            ends_trained = document.ends_trained and mask.any()
+            (places,) = np.nonzero(tokens == ends.eod)
+            if len(places) and document.text.rstrip().endswith(str(end_text)):
+                counts["already_ended"] += 1
+                mask[places[-1]] |= np.uint8(ends_trained)
+            elif ends.eod is not None:
+                tokens = np.append(tokens, ends.eod)
+                mask = np.append(mask, np.uint8(ends_trained))
+            counts["texts" if record.messages is None else "conversations"] += 1
+            bos = None if record.messages is not None else ends.bos
+            if bos is not None and tokens[0] != bos:
+                tokens, mask = np.insert(tokens, 0, bos), np.insert(mask, 0, 1)
             yield tokens, mask
 
 
-def _summary(
-    writer: DatasetWriter,
-    tokenizer: DocumentTokenizer,
-    append_eod: bool,
-    bad: BadRecords,
-    loss_tokens: int,
-) -> dict[str, Any]:
+def _counts(writer: DatasetWriter, counts: Counter[str], bad: BadRecords) -> dict[str, Any]:
     lengths = np.asarray(writer.lengths_tokens)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
-        "loss_tokens": loss_tokens,
+        "loss_tokens": counts["loss_tokens"],
+        "untrained_documents": counts["untrained_documents"],
+        "untrained_tokens": counts["untrained_tokens"],
         "loss_mask": writer.any_masked,
         "document_tokens": document_tokens(lengths),
         "skipped": dict(sorted(bad.counts.items())),
-        "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
-        "append_eod": append_eod,
-        "openings_trained": tokenizer.openings_trained and writer.any_masked,
     }
+
+
+def _notes(
+    counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool, packed: bool
+) -> list[str]:
+    """What was decided for documents that another user would have otherwise."""
+    notes = [*(tokenizer.conversations.notes if counts["conversations"] else ())]
+    if ended := counts["already_ended"]:
+        notes.append(f"{ended:,} documents end with the end-of-sequence token; none was added")
+    if (texts := counts["texts"]) and tokenizer.bos is not None and not prepend_bos:
+        token = tokenizer.backend.id_to_token(tokenizer.bos)
+        notes.append(
+            f"the tokenizer would begin {texts:,} texts with {token}; --prepend-bos does so here"
+        )
+    if untrained := counts["untrained_documents"]:
+        reason = "their loss masks are zero" if packed else _MARKS_NOTHING
+        notes.append(
+            f"{untrained:,} documents, {counts['untrained_tokens']:,} tokens, have no token that "
+            f"is trained; {reason}"
+        )
+    return notes
 
 
 def document_tokens(lengths_tokens: np.ndarray) -> dict[str, int]:
@@ -220,95 +295,3 @@ def document_tokens(lengths_tokens: np.ndarray) -> dict[str, int]:
 def counts_text(counts: Mapping[str, int]) -> str:
     """Count the records that were left out for each reason, in one line."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
-
-
-class DatasetWriter:
-    """Context manager that writes tokens and loss masks in Megatron's format.
-
-    Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
-    was written. The loss mask is kept only if some token is masked. Several processes may write to
-    one prefix: each has files of its own, and they get their names together. ``vocab_size`` decides
-    the stored dtype, uint16 or int32, as Megatron's preprocessing does.
-    """
-
-    def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
-        check_output(prefix, overwrite=overwrite)
-        self._prefix = prefix
-        self._overwrite = overwrite
-        self.any_masked = False
-        self.lengths_tokens: list[int] = []
-        self._dtype = np.uint16 if vocab_size <= _LARGEST_UINT16_VOCABULARY else np.int32
-        self._texts: Mapping[str, str] = {}
-        self._tokens = self._partial(".bin").open("wb")
-        self._masks = self._partial(f"{LOSS_MASK_SUFFIX}.bin").open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._close()
-        for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, *self._texts):
-            self._partial(suffix).unlink(missing_ok=True)
-
-    def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Append a document: token ids, and per token whether predicting it counts (0 or 1)."""
-        self._tokens.write(tokens.astype(self._dtype).tobytes())
-        self._masks.write(mask.astype(np.uint8).tobytes())
-        self.lengths_tokens.append(len(tokens))
-        self.any_masked |= not mask.all()
-
-    def commit(self, texts: Mapping[str, str]) -> None:
-        """Finish the files and give them their names, replacing an older data set.
-
-        The index, without which nothing reads a data set, gets its name after the data; the last of
-        ``texts`` (suffix such as ``.json`` -> content) comes last of all.
-        """
-        self._close()
-        self._texts = dict(texts)
-        write_index(self._partial(".idx"), self.lengths_tokens, self._dtype)
-        write_index(self._partial(f"{LOSS_MASK_SUFFIX}.idx"), self.lengths_tokens, np.uint8)
-        for suffix, text in texts.items():
-            path = self._partial(suffix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        masks = _MASK_SUFFIXES if self.any_masked else ()
-        with _locked(Path(self._prefix).parent):
-            check_output(self._prefix, overwrite=self._overwrite)
-            for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
-                Path(self._prefix + suffix).unlink(missing_ok=True)
-            for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
-                self._partial(suffix).replace(self._prefix + suffix)
-
-    def _close(self) -> None:
-        self._tokens.close()
-        self._masks.close()
-
-    def _partial(self, suffix: str) -> Path:
-        return Path(f"{self._prefix}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other writers to a folder out, where its file system can lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-    """Refuse a prefix that names no file, an input, or an existing data set that must stay."""
-    if prefix.rpartition("/")[2] in ("", ".", ".."):
-        raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
-    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
-    for path in outputs:
-        refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
-    existing = [str(path) for path in outputs if os.path.exists(path)]
-    if existing and not overwrite:
-        raise DataError(
-            f"--output-prefix {prefix}: {', '.join(existing)} exists; choose another prefix or "
-            "pass --overwrite"
-        )

@@ -20,6 +20,7 @@ from sparsebalance_megatron.json_file import (
     UnreadableFileError,
     bounded_lines,
     open_regular,
+    parse_json,
     what_is_wrong,
 )
 
@@ -27,6 +28,7 @@ MAX_LINE_BYTES = 2**28
 """The largest record: a thousand long books."""
 
 _COLUMNS = ("text", "messages")
+_OPTIONAL_COLUMNS = ("tools",)
 _COMPRESSED = (".gz", ".zst")
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
@@ -34,20 +36,28 @@ _SHOWN_CHARACTERS = 200
 _PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
-"""One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
+"""One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept.
+
+The content of a turn with ``tool_calls`` may be None.
+"""
+
+Tools = Sequence[dict[str, Any]]
+"""Definitions of the tools that an assistant may call, as chat templates take them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One document before tokenisation: either ``text`` or ``messages`` is set.
 
-    ``place`` is for error messages; ``size_bytes`` says what it takes there.
+    ``tools`` may be set beside ``messages``. ``place`` is for error messages; ``size_bytes`` says
+    what it takes there.
     """
 
     place: str
     size_bytes: int
     text: str | None = None
     messages: tuple[Message, ...] | None = None
+    tools: Tools | None = None
 
 
 class BadRecords:
@@ -69,9 +79,11 @@ class BadRecords:
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
-    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records. They can be
-    read more than once, each time in the same order."""
+    """Files of ``{"text": ...}`` or ``{"messages": [...], "tools": [...]}``.
+
+    One JSON object per line, plain or compressed (``.gz``, ``.zst``), or rows of ``.parquet``.
+    Blank lines are no records. They can be read more than once, each time in the same order.
+    """
 
     paths: Sequence[Path]
 
@@ -92,7 +104,7 @@ class RecordFiles:
             contents = _parquet_records(path) if is_parquet else _json_lines(path, bad)
             for place, content, size_bytes in contents:
                 try:
-                    msgspec.convert(content, _Content)
+                    checked = msgspec.convert(content, _Content)
                 except msgspec.ValidationError as error:
                     reason = _PLACE_IN_RECORD.sub("[]", what_is_wrong(error, None))
                     explanation = what_is_wrong(error, content)
@@ -100,16 +112,18 @@ class RecordFiles:
                         explanation += f" (keys: {', '.join(content)}"[:_SHOWN_CHARACTERS] + ")"
                     bad.found(place, reason, explanation)
                     continue
-                messages = content.get("messages")
+                turns = zip(content.get("messages") or (), checked.messages or (), strict=True)
                 yield Record(
                     place=place,
                     size_bytes=size_bytes,
-                    text=content.get("text"),
-                    messages=None if messages is None else tuple(messages),
+                    text=checked.text,
+                    messages=tuple(_message(*turn) for turn in turns) or None,
+                    tools=checked.definitions,
                 )
 
 
-def _encodable(*texts: str) -> None:
+def check_encodable(*texts: str) -> None:
+    """Raise :class:`ValueError` at what is no text in UTF-8."""
     try:
         "".join(texts).encode("utf-8")
     except UnicodeEncodeError:
@@ -119,26 +133,74 @@ def _encodable(*texts: str) -> None:
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class _Turn(msgspec.Struct):
-    role: _Text
-    content: _Text
+class _Function(msgspec.Struct):
+    name: _Text
+    arguments: dict[str, Any] | str = {}
 
     def __post_init__(self) -> None:
-        _encodable(self.role, self.content)
+        if isinstance(self.arguments, str):
+            self.arguments = _parsed(self.arguments or "{}", dict[str, Any], "arguments")
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Turn(msgspec.Struct):
+    role: _Text
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    def __post_init__(self) -> None:
+        check_encodable(self.role, self.content or "")
+        # A tool may return nothing, and an empty system turn replaces a template's own.
+        may_be_empty = self.content is not None and self.role in ("system", "tool")
+        if not (self.content or self.tool_calls or may_be_empty):
+            raise ValueError("content is empty, and there are no tool_calls")
 
 
 class _Content(msgspec.Struct):
-    """Keys that a record must hold; other keys are ignored, and null counts as absent."""
+    """Keys that a record must hold; other keys are ignored, and null counts as absent.
+
+    ``tools`` may be JSON text, as columns of Parquet hold it.
+    """
 
     text: _Text | None = None
     messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | str | None = None
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError("needs one of 'text' and 'messages'")
-        _encodable(self.text or "")
+        check_encodable(self.text or "")
         if self.messages and all(turn.role != "assistant" for turn in self.messages):
             raise ValueError("no assistant turn, so nothing to learn from")
+        if isinstance(self.tools, str):
+            self.tools = _parsed(self.tools or "[]", list[dict[str, Any]], "tools")
+
+    @property
+    def definitions(self) -> Tools | None:
+        """The tools, or None where there are none."""
+        return self.tools if isinstance(self.tools, list) and self.tools else None
+
+
+def _parsed(text: str, kind: Any, key: str) -> Any:
+    try:
+        return parse_json(text, kind)
+    except UnreadableFileError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _message(given: Message, checked: _Turn) -> Message:
+    """A turn with a content, if only None, and the arguments of calls as objects, which templates
+    write as JSON: inference servers give them so, while records often hold JSON text."""
+    message = {"content": None, **given}
+    if checked.tool_calls:
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": each.function.arguments}}
+            for call, each in zip(given["tool_calls"], checked.tool_calls, strict=True)
+        ]
+    return message
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
@@ -170,7 +232,16 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
             f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
             f"{', '.join(names)[:_SHOWN_CHARACTERS]}"
         )
-    return parquet_rows(path, columns)
+    columns += [name for name in _OPTIONAL_COLUMNS if name in names]
+    for place, row, size_bytes in parquet_rows(path, columns):
+        yield place, _without_nulls(row), size_bytes
+
+
+def _without_nulls(value: Any) -> Any:
+    """Row of a column, which has all keys that any row has: what is null was not there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def parquet_columns(path: Path) -> list[str]:

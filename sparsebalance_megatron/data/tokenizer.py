@@ -1,87 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of data preparation, and what becomes text and what is trained of conversations."""
+"""Tokenizers of data preparation, and which of their tokens are trained."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsebalance_megatron.data.records import Message
+from sparsebalance_megatron.data.conversations import (
+    PLAIN,
+    ConversationRenderer,
+    template_renderer,
+)
 from sparsebalance_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
 
 _SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end-of-text token."""
 _LARGEST_VOCABULARY = 1_000_000
 """Several times that of any model; the trainer allocates by it."""
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The tag of ``transformers`` around what an assistant generates."""
-
-
-Render = Callable[[Sequence[Message], bool], str]
-"""Text of a conversation; the flag asks for the opening of an assistant's turn at its end."""
-
-
-class RenderError(ValueError):
-    """A chat template cannot render a conversation, or not turn by turn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderedDocument:
-    """Text of a document, as the model sees it, without an end-of-document token.
-
-    ``trained_spans`` are (start, end) characters that are trained on; None for all. Of a
-    conversation these are what a chat template marks with ``{% generation %}``; of a template
-    without the tag, the assistant's turns: their opening (the role) is given and not trained, what
-    closes them is trained. ``ends_trained``: an end-of-document token is trained too.
-    """
-
-    text: str
-    trained_spans: tuple[tuple[int, int], ...] | None = None
-    ends_trained: bool = True
-
-
-ConversationRenderer = Callable[[Sequence[Message]], RenderedDocument]
-
-
-def render_plain(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-    """The template of tokenizers without one: a line ``role: content`` per turn."""
-    turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-    return turns + "assistant: " if open_assistant_turn else turns
-
-
-def render_conversation(messages: Sequence[Message], render: Render) -> RenderedDocument:
-    """Render, and find the assistant's turns by rendering the conversation up to each of them.
-
-    Raises:
-        RenderError: if a shorter conversation is not the beginning of a longer one (templates that
-            rewrite earlier turns), or the template refuses the messages.
-    """
-    text = render(messages, False)
-    spans = []
-    for position, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[:position], True)
-        through = render(messages[: position + 1], False)
-        if not (text.startswith(through) and through.startswith(before)):
-            raise RenderError(f"the chat template does not render turn {position + 1} as a suffix")
-        spans.append((len(before), len(through)))
-    return RenderedDocument(
-        text=text, trained_spans=tuple(spans), ends_trained=messages[-1]["role"] == "assistant"
-    )
+_SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
+_PROBES = (
+    "Hello World, it's ok  two   spaces\n\n\tdef f_1(x):\r\n    return x+1.5e-3  # ok\n\n\n  \n!\n",
+    " éÉ e\u0301 \ufb01 \u2460 \uff21 你好\uff0c世界。 При 🎉👍\U0001f3fd \u200b—“x”\t ",
+    "\nhttps://a.org/B_c?d=1&e=2 <tag> {% x %} [INST] ### '' $5,000.00 (a)(b) ال กำ 한국 ",
+    " ".join(f"I'{suffix} HE'{suffix.upper()} '{suffix}" for suffix in _SUFFIXES),
+    " ".join(f"{number**5} x{number}y.{number}" for number in range(300)),
+)
+"""Texts on which pre-tokenizers and normalisers differ: digits, blanks, accents, scripts."""
+_PROBED_TOKENS = 4000
+_SHOWN_IDS = 6
 
 
 def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -102,21 +61,27 @@ class DocumentTokenizer:
 
     ``name`` is a directory or model name, for the summary; ``backend`` a ``tokenizers.Tokenizer``;
     ``vocab_size`` one more than the largest token id; ``eod`` the id that ends a document, or None;
-    ``render`` says how conversations become text. ``openings_trained``: the chat template cannot
-    say where an assistant's turn is opened, so openings are trained.
+    ``bos`` the id that the tokenizer itself begins texts with, or None; ``conversations`` makes
+    conversations text.
     """
 
     name: str
     backend: Any
     vocab_size: int
     eod: int | None
-    render: ConversationRenderer
-    openings_trained: bool = False
+    bos: int | None = None
+    conversations: ConversationRenderer = PLAIN
 
     def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-        return encode(list(texts), add_special_tokens=False)
+        try:
+            return encode(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
+                "encodes every text"
+            ) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
@@ -148,7 +113,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentToken
         backend=backend,
         vocab_size=backend.get_vocab_size(),
         eod=backend.token_to_id(END_OF_TEXT),
-        render=partial(render_conversation, render=render_plain),
     )
 
 
@@ -156,13 +120,23 @@ def transformers_files(tokenizer: DocumentTokenizer) -> dict[str, str]:
     """Contents by name of the files that ``AutoTokenizer`` reads; for trained tokenizers."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     return {
-        "tokenizer.json": tokenizer.backend.to_str(pretty=False),
+        TOKENIZER_FILE: tokenizer.backend.to_str(pretty=False),
         "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
     }
 
 
-def load_tokenizer(name: str) -> DocumentTokenizer:
-    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub."""
+def load_tokenizer(
+    name: str, template_arguments: Mapping[str, Any] | None = None
+) -> DocumentTokenizer:
+    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
+
+    Args:
+        template_arguments: for the chat template, by name.
+
+    Raises:
+        DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
+            is unusable.
+    """
     path = Path(name).expanduser()
     is_directory = path.is_dir()
     if not is_directory and name.startswith(("/", "./", "../", "~")):
@@ -182,82 +156,90 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
             f"--tokenizer {name}: {problem}{reason}; give a directory with tokenizer.json and "
             "tokenizer_config.json, or train one with --tokenizer-train"
         ) from error
-    if not loaded.is_fast:
+    if not getattr(loaded, "is_fast", False):
         raise DataError(
             f"--tokenizer {name}: no tokenizer.json; convert it to a fast tokenizer first"
         )
     backend = loaded.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    openings_trained = False
-    render: ConversationRenderer = partial(render_conversation, render=render_plain)
-    if template := loaded.chat_template:
-        if isinstance(template, dict):
-            template = template.get("default", "")
-        turns = _template_renderer(loaded)
-        if _GENERATION.search(template):
-            render = _marked_renderer(template, loaded)
-        else:
-            render = partial(render_conversation, render=turns)
-            openings_trained = _opens_no_turn(turns)
+    _check_encoding(name, loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
+    conversations = PLAIN
+    if loaded.chat_template:
+        try:
+            conversations = template_renderer(loaded, template_arguments or {})
+        except DataError as error:
+            raise DataError(f"--tokenizer {name}: {error}") from error
+    elif template_arguments:
+        raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
     return DocumentTokenizer(
         name=name,
         backend=backend,
         vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
         eod=loaded.eos_token_id,
-        render=render,
-        openings_trained=openings_trained,
+        bos=loaded.bos_token_id if _begins_with(backend, loaded.bos_token_id) else None,
+        conversations=conversations,
     )
 
 
-def _template_renderer(loaded: Any) -> Render:
-    # Templates need it; where it is missing, the error names the extra that brings it.
-    import jinja2  # noqa: F401
+def _downloaded(name: str) -> Path | None:
+    """The tokenizer.json of a name on the model hub, which has been downloaded; None without."""
+    from transformers.utils import cached_file
 
-    def render(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        if not messages:
-            raise RenderError(
-                "it begins with the assistant's turn; begin with a user or system turn"
+    with suppress(OSError):
+        return Path(cached_file(name, TOKENIZER_FILE))
+    return None
+
+
+def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
+    """Raise unless ``transformers`` encodes as tokenizer.json says.
+
+    Some classes of ``transformers`` replace the file's pre-tokenizer or normaliser by their own.
+    """
+    from tokenizers import Tokenizer
+
+    remedy = (
+        "set tokenizer_class in tokenizer_config.json to the class that saved the file, or to "
+        "PreTrainedTokenizerFast"
+    )
+    kind = f"transformers, as {type(loaded).__name__},"
+    if file is None or not file.is_file():
+        return
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    added = reference.get_added_tokens_decoder().values()
+    # Neighbours that the vocabulary knows to merge, in the order of merging.
+    step = 1 + reference.get_vocab_size() // _PROBED_TOKENS
+    words = reference.decode_batch([[each] for each in range(0, reference.get_vocab_size(), step)])
+    marked = [f"a{token.content} b {token.content}c" for token in added]
+    for text in (*_PROBES, *marked, "".join(words), " ".join(words)):
+        found, expected = (
+            _ids_or_error(loaded.backend_tokenizer, text),
+            _ids_or_error(reference, text),
+        )
+        if isinstance(found, str) and found != expected:
+            raise DataError(f"--tokenizer {name}: {kind} cannot encode ({found}); {remedy}")
+        if found != expected:
+            at = next(i for i, pair in enumerate(zip_longest(found, expected)) if len({*pair}) > 1)
+            raise DataError(
+                f"--tokenizer {name}: {kind} gives {len(found)} tokens of {text[:30]!r}.., from "
+                f"position {at} on {found[at : at + _SHOWN_IDS]}; {TOKENIZER_FILE} gives "
+                f"{len(expected)}, {expected[at : at + _SHOWN_IDS]}; {remedy}"
             )
-        with _refusals():
-            return loaded.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=open_assistant_turn
-            )
-
-    return render
 
 
-def _marked_renderer(template: str, loaded: Any) -> ConversationRenderer:
-    """Renders with a template that marks what the assistant generates."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    def render(messages: Sequence[Message]) -> RenderedDocument:
-        with _refusals():
-            (text,), (spans,) = render_jinja_template(
-                [list(messages)],
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **loaded.special_tokens_map,
-            )
-        ends_trained = messages[-1]["role"] == "assistant"
-        return RenderedDocument(text=text, trained_spans=tuple(spans), ends_trained=ends_trained)
-
-    return render
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A template is a program, which may raise anything."""
+def _ids_or_error(backend: Any, text: str) -> list[int] | str:
     try:
-        yield
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    # The library raises the bare Exception of Rust, at a text with an unknown token for example.
     except Exception as error:
-        raise RenderError(f"the chat template refuses it: {error}") from error
+        return str(error)
+    return ids
 
 
-def _opens_no_turn(render: Render) -> bool:
-    """Whether a chat template ignores ``add_generation_prompt``."""
-    question: list[Message] = [{"role": "user", "content": "?"}]
-    try:
-        return render(question, True) == render(question, False)
-    except RenderError:
+def _begins_with(backend: Any, token: int | None) -> bool:
+    """Whether the tokenizer puts a token before every text."""
+    if token is None or isinstance(without := _ids_or_error(backend, "a"), str):
         return False
+    return backend.encode("a").ids[:1] == [token] != without[:1]

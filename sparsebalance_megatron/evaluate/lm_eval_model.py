@@ -16,6 +16,7 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from safetensors import SafetensorError
 
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.errors import ConfigError
@@ -44,7 +45,8 @@ class SparseBalanceLM(HFLM):
             in the model's config.json.
 
     Raises:
-        ConfigError: the model has no settings and none are given, or one is wrong.
+        ConfigError: the model has no settings and none are given, or one is wrong, or its weights
+            are damaged.
     """
 
     batch_size_per_gpu: int | str
@@ -56,7 +58,12 @@ class SparseBalanceLM(HFLM):
             raise ConfigError(
                 f"sparse-balance: sparse=False reads everything; drop {', '.join(settings)}"
             )
-        super().__init__(pretrained, **arguments)
+        try:
+            super().__init__(pretrained, **arguments)
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{pretrained}: a safetensors file is damaged ({error}); copy it again"
+            ) from error
         self._sparse = sparse
         if sparse:
             configure(self.model, **settings)

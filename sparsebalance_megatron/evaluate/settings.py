@@ -99,6 +99,14 @@ class SparseAttention(
         return attended / (layers * float(work.visible_pairs(blocks)))
 
 
+_NEEDED = {"sparse_block_size", "sparse_topk_blocks", "sparse_selection"}
+_NO_SETTINGS = (
+    f"the model's config has no {KEY}: call "
+    "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
+    "sparse_topk_blocks=..., sparse_selection=...), or give these to lm-eval's --model_args"
+)
+
+
 def configure(model: Any, **settings: Any) -> SparseAttention:
     """Set, or change some of, the settings of a ``transformers`` model; give all of them.
 
@@ -116,7 +124,14 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
             f"{KEY}: no setting is called {', '.join(sorted(unknown))}; there are "
             f"{', '.join(SparseAttention.__struct_fields__)}"
         )
-    found = checked_settings({**(getattr(config, KEY, None) or {}), **settings}, config)
+    kept = getattr(config, KEY, None)
+    if kept is None and not settings.keys() >= _NEEDED:
+        raise ConfigError(_NO_SETTINGS)
+    kept = dict(kept or {})
+    if settings.get("sparse_selection") not in (None, kept.get("sparse_selection")):
+        # Another selection has a default of its own.
+        kept.pop("sparse_init_block", None)
+    found = checked_settings({**kept, **settings}, config)
     setattr(config, KEY, found.as_config())
     return found
 
@@ -130,11 +145,7 @@ def settings_of(config: Any) -> SparseAttention:
     config = _text_config(config)
     found = getattr(config, KEY, None)
     if found is None:
-        raise ConfigError(
-            f"the model's config has no {KEY}: call "
-            "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
-            "sparse_topk_blocks=..., sparse_selection=...), or give these to lm-eval's --model_args"
-        )
+        raise ConfigError(_NO_SETTINGS)
     return checked_settings(found, config)
 
 

@@ -132,7 +132,7 @@ class HostPlanner:
         cost: CostModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, without in (("max_segments", 1), ("dry_run", None)):
+        for name, without in (("max_segments", 1), ("dry_run", None), ("sensitivity", None)):
             if getattr(config, name) != without:
                 raise ConfigError(
                     f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "

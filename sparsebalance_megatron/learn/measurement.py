@@ -2,7 +2,8 @@
 """Measurements of a step: on one rank, and reduced over ranks, identical on all of them.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, W ranks that share a micro-batch, X collectives of a chunk.
+U length buckets, K budgets of the grid, W ranks that share a micro-batch, Y segments of a
+micro-batch, X collectives of a chunk, Z passes through a collective.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")
 """The passes through the model, in the order of an axis of two."""
+PASSES = 4
+"""Through a collective of a segment: one forward, and in backward one recomputed and two of
+gradients."""
 
 
 class Span(NamedTuple):
@@ -39,7 +43,8 @@ class Span(NamedTuple):
 class CollectiveTime(NamedTuple):
     """Time inside a collective of a model chunk during a forward or backward, in ms.
 
-    ``number``: which of the chunk's collectives.
+    ``number``: which of the chunk's collectives. ``passes_before``: of the same segment and
+    direction through it.
     """
 
     direction: str
@@ -47,6 +52,15 @@ class CollectiveTime(NamedTuple):
     position: int
     number: int
     ms: float
+    segment: int = 0
+    passes_before: int = 0
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """Chunk, position, segment, number, and which of the :data:`PASSES` it is."""
+        backward = min(1 + self.passes_before, PASSES - 1)
+        last = 0 if self.direction == "forward" else backward
+        return self.chunk, self.position, self.segment, self.number, last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +212,21 @@ class StepMeasurement:
         return replace(self, times_2RPVM=times_2RPVM, waiting_2RPVM=waiting_2RPVM)
 
 
-def lockstep_waiting(inside_2RPVMX: np.ndarray, lockstep_ranks: int) -> np.ndarray:
+def lockstep_waiting(inside_RPVMYXZ: np.ndarray, lockstep_ranks: int) -> np.ndarray:
     """[2, R, P, V, M] ms that ranks waited for others of their lockstep group.
 
     The last rank to come to a collective waits there for nobody, and is inside for as long as the
-    exchange takes. So what others are inside beyond the group's least is waiting.
+    exchange takes. So what others are inside beyond the group's least is waiting, of every exchange
+    by itself: one rank may wait in a segment's, another in the next.
 
     Args:
-        inside_2RPVMX: ms inside every collective of every micro-batch; NaN where unmeasured, which
-            leaves the whole group unmeasured.
+        inside_RPVMYXZ: ms inside every collective of every micro-batch, by
+            :attr:`CollectiveTime.place`; NaN where unmeasured, which leaves the whole group
+            unmeasured.
         lockstep_ranks: neighbouring ranks of a group.
     """
-    two, ranks, *rest = inside_2RPVMX.shape
-    by_group = inside_2RPVMX.reshape(two, ranks // lockstep_ranks, lockstep_ranks, *rest)
-    waiting = by_group - by_group.min(axis=2, keepdims=True)
-    return np.asarray(waiting.reshape(inside_2RPVMX.shape).sum(axis=-1))
+    ranks, *rest = inside_RPVMYXZ.shape
+    by_group = inside_RPVMYXZ.reshape(ranks // lockstep_ranks, lockstep_ranks, *rest)
+    waiting = by_group - by_group.min(axis=1, keepdims=True)
+    waiting_RPVMZ = waiting.reshape(inside_RPVMYXZ.shape).sum(axis=(-3, -2))
+    return np.stack([waiting_RPVMZ[..., 0], waiting_RPVMZ[..., 1:].sum(axis=-1)])

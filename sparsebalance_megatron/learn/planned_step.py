@@ -72,7 +72,7 @@ class PlannedStep:
         """
         try:
             version, digest, step = _ENVELOPE.decode(encoded)
-        except (msgspec.MsgspecError, TypeError) as error:
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise PlanError(f"these bytes are no plan ({error}); send those of to_bytes") from error
         if version != __version__:
             raise PlanError(

@@ -27,6 +27,7 @@ from sparsebalance_megatron.flags import (
 )
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
 from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
+from sparsebalance_megatron.text_table import one_line
 
 PLUGIN_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "external",
@@ -110,6 +111,7 @@ def args_provider(
     """
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
+        _cut_long_errors(parser)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
         changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
@@ -120,6 +122,12 @@ def args_provider(
         return parser
 
     return provide
+
+
+def _cut_long_errors(parser: ArgumentParser) -> None:
+    """Have a parser's errors, which repeat the words that were given, be one line each."""
+    error = parser.error
+    parser.error = lambda message: error(one_line(message))  # type: ignore[method-assign]
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:

@@ -7,8 +7,10 @@ Shape legend: P pipeline stages, V virtual stages.
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -171,24 +173,60 @@ def gpt_model(
     """
     from megatron.core.models.gpt import GPTModel
 
-    unheard = {
-        "rope_scaling_factor": args.rope_scaling_factor,
-        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
-    }
     return GPTModel(
         config=transformer_config,
         transformer_layer_spec=layer_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
         **place,
-        **({} if as_megatron_builds_it else unheard),
+        **_position_keywords(args, unheard=not as_megatron_builds_it),
     )
+
+
+def _position_keywords(args: Namespace, *, unheard: bool) -> dict[str, Any]:
+    keywords = {
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+    }
+    if unheard:
+        keywords["rope_scaling_factor"] = args.rope_scaling_factor
+        keywords["seq_len_interpolation_factor"] = args.rotary_seq_len_interpolation_factor
+    return keywords
+
+
+def model_settings(args: Namespace) -> dict[str, Any]:
+    """What flags say of a GPT: fields of ``TransformerConfig``, keywords of ``GPTModel``, and
+    arguments that choose other classes, by name.
+
+    As they are given: Megatron would check and complete them for the machine that it runs on.
+    Fields of ``ModelParallelConfig`` are left out, which say where and when a model computes.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    @dataclass
+    class Given(TransformerConfig):
+        def __post_init__(self) -> None:
+            pass
+
+    other_classes = {
+        "multi_latent_attention": False,
+        **dict.fromkeys(("heterogeneous_layers_config_path", "spec", "yaml_cfg")),
+    }
+    unread = {"params_dtype": None, "te_precision_config_file": None}
+    plain = {**vars(args), **other_classes, **unread}
+    given = vars(core_transformer_config_from_args(Namespace(**plain), Given))
+    elsewhere = {field.name for field in fields(ModelParallelConfig)}
+    return {
+        **{name: value for name, value in given.items() if name not in elsewhere},
+        **_position_keywords(args, unheard=True),
+        **{name: getattr(args, name) for name in other_classes},
+    }
 
 
 def enable_variable_lengths(transformer_config: Any) -> None:
@@ -289,28 +327,36 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     return tuple((int(threshold), int(size)) for threshold, size in calculator.schedule)
 
 
+def saved_state(directory: str, iteration: int, release: bool = False) -> dict[str, Any]:
+    """What all ranks have in common in a ``torch_dist`` checkpoint; empty where there is none."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import find_checkpoint_rank_0
+
+    found = find_checkpoint_rank_0(directory, iteration, release)
+    if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+        return {}
+    with warnings.catch_warnings():
+        # One process may read it by itself, of which PyTorch warns.
+        warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
+        state: dict[str, Any] = dist_checkpointing.load_common_state_dict(found)
+    return state
+
+
 def saved_arguments(args: Namespace) -> Namespace | None:
     """The ``args`` stored in the ``torch_dist`` checkpoint that this run resumed from, if any."""
     if not args.load or not getattr(args, "iteration", 0):
         return None
-    from megatron.core import dist_checkpointing
-    from megatron.training.checkpointing import find_checkpoint_rank_0
-
-    directory = find_checkpoint_rank_0(args.load, args.iteration, False)
-    if directory is None or not dist_checkpointing.check_is_distributed_checkpoint(directory):
-        return None
-    return dist_checkpointing.load_common_state_dict(directory).get("args")
+    return saved_state(args.load, args.iteration).get("args")
 
 
-def arguments_of_weights(args: Namespace) -> Namespace | None:
-    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any."""
-    from megatron.core import dist_checkpointing
-    from megatron.training.checkpointing import (
-        find_checkpoint_rank_0,
-        get_checkpoint_tracker_filename,
-    )
+def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace | None:
+    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any.
 
-    for directory in filter(None, (args.load, args.pretrained_checkpoint)):
+    ``resumed``: only where it goes on from there, and does not start anew with those weights.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    for directory in filter(None, (args.load, None if resumed else args.pretrained_checkpoint)):
         tracker = Path(get_checkpoint_tracker_filename(directory))
         if not tracker.is_file():
             continue
@@ -319,11 +365,10 @@ def arguments_of_weights(args: Namespace) -> Namespace | None:
         if not release and not content.isdecimal():
             # Megatron refuses it when it loads.
             return None
-        iteration = 0 if release else args.ckpt_step or int(content)
-        found = find_checkpoint_rank_0(directory, iteration, release)
-        if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+        if resumed and (release or args.finetune):
             return None
-        return dist_checkpointing.load_common_state_dict(found).get("args")
+        iteration = 0 if release else args.ckpt_step or int(content)
+        return saved_state(directory, iteration, release).get("args")
     return None
 
 

@@ -154,7 +154,7 @@ def _digest_of_sources() -> str:
 
 
 def _way_on(case: CheckedCase) -> str:
-    others = {"flash", "triton", "tokens" if selector_named(case.selection).by_token else "blocks"}
+    others = {"triton", "tokens" if selector_named(case.selection).by_token else "blocks"}
     names = " or ".join(sorted(others - {case.implementation}))
     return (
         f"train with {flag_name('attention')} {names}, and {flag_name('router')} torch where the "

@@ -72,6 +72,7 @@ class LocalMicroBatch:
         segments: shared by the segments of a micro-batch; None where it has one.
         pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
         padding_documents: the last documents, which are of no sample.
+        sample_tokens: of all samples of the packed sequence; None where that is all it has.
         budgets_on_host_LS: the same budgets; None where layers shall not tell from them which
             documents are covered.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
@@ -91,6 +92,7 @@ class LocalMicroBatch:
     segments: MicroBatchSegments | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
+    sample_tokens: int | None = None
     budgets_on_host_LS: np.ndarray | None = None
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
@@ -134,6 +136,15 @@ class LocalMicroBatch:
         ranks = self.sequence.ranks or self.sequence.group
         is_last = self.segments is None or self.segment == self.segments.count - 1
         return is_last and ranks.member == 0
+
+    def padding_T(self) -> Tensor | None:
+        """bool, which tokens that this rank computes are padding, alike None on all ranks that
+        share the sequence: where nothing can be."""
+        if self.sample_tokens is None or (self.sequence is None and not self.padding_documents):
+            return None
+        tokens = self.layout.cu_seqlens[-1]
+        padding_T = torch.arange(tokens, device=self.budgets_LS.device) >= self.sample_tokens
+        return padding_T if self.sequence is None else self.sequence.cut(padding_T, padding=True)
 
     def exchange(self, layer: int) -> SequenceExchange | None:
         """Exchange that brings other keys and values to a layer of a slice."""
@@ -227,6 +238,7 @@ def local_micro_batches(
                 segments=segments,
                 pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
                 padding_documents=padding,
+                sample_tokens=plan.tokens,
                 budgets_on_host_LS=on_host_LS if sequence is None else None,
                 inputs=None if inputs is None else inputs[number],
             )

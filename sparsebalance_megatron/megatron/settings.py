@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -257,21 +257,32 @@ def _latent_weights(transformer_config: Any) -> int | None:
 
 
 def expert_shape(transformer_config: Any) -> ExpertShape | None:
-    """Experts of a model; None where it has none."""
+    """Experts of a model; None where it has none.
+
+    Raises:
+        ConfigError: they cannot be, or their layers are not those of the model.
+    """
     config = transformer_config
     if not config.num_moe_experts:
         return None
-    every = config.moe_layer_freq
-    if isinstance(every, int):
-        pattern = [layer % every == 0 for layer in range(config.num_layers)]
-    else:
+    every, layers = config.moe_layer_freq, config.num_layers
+    if isinstance(every, int) and every > 0:
+        pattern = [layer % every == 0 for layer in range(layers)]
+    elif isinstance(every, list) and len(every) == layers and {0, 1}.issuperset(every):
         pattern = every
+    else:
+        raise ConfigError(
+            f"--moe-layer-freq {every}: must be at least 1, or a list of 0 and 1 with one for each "
+            f"of the {layers} layers"
+        )
+    if not any(pattern):
+        return None
     return ExpertShape(
         experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
-        layers_share=sum(map(bool, pattern)) / len(pattern),
+        layers_share=sum(map(bool, pattern)) / layers,
     )
 
 

@@ -15,6 +15,7 @@ from sparsebalance_megatron.megatron.compat import (
     saved_arguments,
     use_layer_spec,
 )
+from sparsebalance_megatron.megatron.sharded_checkpoints import use_sharded_checkpoints
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
 STATE_ATTRIBUTE = "sparse_balance_state"
@@ -30,6 +31,8 @@ class TrainingArguments:
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self.check_for_nan = bool(args.check_for_nan_in_loss_and_grad)
+        if args.use_torch_fsdp2:
+            use_sharded_checkpoints()
 
     @property
     def iteration(self) -> int | None:

@@ -17,9 +17,14 @@ from typing import Any
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
-from sparsebalance_megatron.megatron.compat import has_yarn_flags, weighs_balancing_losses
+from sparsebalance_megatron.megatron.compat import (
+    arguments_of_weights,
+    has_yarn_flags,
+    weighs_balancing_losses,
+)
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import whole_parts
+from sparsebalance_megatron.plan.job import check_sharded_parameters, whole_parts
+from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,40 @@ def _weighs_wrongly(get: Settings, coefficient: str) -> bool:
     return ranks > 1 and is_used and _has_experts(get) and not weighs_balancing_losses()
 
 
+def shards_unequally(get: Settings) -> bool:
+    """Whether ranks that share parameters cannot save them: rows of a weight do not divide.
+
+    Sizes that are not known yet, such as Megatron's defaults before it has set them, are left out.
+    """
+    if not get("use_torch_fsdp2") or not (get("save") or get("load")):
+        return False
+    parts, heads = get("tensor_model_parallel_size", 1), get("num_attention_heads", 0)
+    expert_parts = get("expert_tensor_parallel_size", parts)
+    ranks = max(1, get("world_size", 1) // parts)
+    if get("multi_latent_attention"):
+        key_dim, shared_dim = get("qk_head_dim", 0), get("qk_pos_emb_head_dim", 0)
+        of_attention: tuple[int, ...] = (
+            *(get("q_lora_rank", 0), get("kv_lora_rank", 0), shared_dim),
+            heads * (key_dim + shared_dim) // parts,
+            heads * (key_dim + get("v_head_dim", 0)) // parts,
+        )
+    else:
+        groups = get("num_query_groups", 0) if get("group_query_attention") else heads
+        of_attention = (
+            (heads + 2 * groups) * get("kv_channels", 0) // parts,
+            get("kv_channels", 0) if get("qk_layernorm") else 0,
+        )
+    rows = (
+        *(get("hidden_size", 0), get("num_experts", 0), *of_attention),
+        *(get(name, 0) // parts for name in ("ffn_hidden_size", "padded_vocab_size")),
+        get("moe_shared_expert_intermediate_size", 0) // parts,
+        get("moe_ffn_hidden_size", 0) // expert_parts,
+    )
+    # Gates and what they multiply lie in one weight, one behind the other.
+    halves_are_cut = bool(get("swiglu")) and ranks > 1 and ranks % 2
+    return bool(halves_are_cut or any(each % ranks for each in rows))
+
+
 _ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
 _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -71,6 +110,7 @@ _DIVIDED = (
     "megatron-core 0.18 divides it by tensor-parallel x context-parallel ranks; use megatron-core "
     "0.19 or newer, 0, or --tensor-model-parallel-size 1 without context parallelism"
 )
+_NO_INDEX_CACHE = "the plugin reads .idx files, and keeps no index of samples to load; drop it"
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 _NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
 _NO_SHARDED_WEIGHTS = (
@@ -166,6 +206,11 @@ TRAINING = {
         "it needs GPUs, and no test trains with it; plan with --sparse-balance-dry-run, and train "
         "with --use-torch-fsdp2 or --use-distributed-optimizer"
     ),
+    "--use-torch-fsdp2": (
+        "a checkpoint takes equal shards of the rows of every weight, and of each half of a gated "
+        "one; use a number of ranks that divides them, --use-distributed-optimizer, or neither "
+        "--save nor --load"
+    ),
     "--hybrid-layer-pattern": _GPT_ONLY,
     "--hybrid-override-pattern": _GPT_ONLY,
     "--spec": "both choose the layers; drop it",
@@ -184,6 +229,9 @@ TRAINING = {
     "--split": "every split has sources of its own already; drop it",
     "--dataloader-type": "the plugin brings its own iterator; use external or drop the flag",
     "--sft": "prepare conversations with `sparse-balance prepare-data` and drop it",
+    "--object-storage-cache-path": "data sets are read from local files; copy them, and drop it",
+    "--dataloader-fast-cache-load": _NO_INDEX_CACHE,
+    "--dataloader-defer-npy-index-mmap": _NO_INDEX_CACHE,
     "--fim-data": "samples are trained on as they are stored; drop it",
     "--eod-mask-loss": "loss masks are made by `sparse-balance prepare-data`; drop it",
     "--logits-save-dir": _NO_LOGITS,
@@ -258,6 +306,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
     "--use-megatron-fsdp": lambda get: get("use_megatron_fsdp") and get.config.dry_run is None,
+    "--use-torch-fsdp2": shards_unequally,
     "--ckpt-format": lambda get: (
         (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
     ),
@@ -276,10 +325,6 @@ SEGMENTS = {
     "--num-virtual-stages-per-pipeline-rank": _ONE_CHUNK,
     "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
     "--context-parallel-size": "plans do not cut micro-batches that ranks share; use 1",
-    "--sparse-balance-selection": (
-        "its probes are the last queries of a sequence, which earlier segments have not seen; use "
-        "vertical-slash"
-    ),
     "--fp8-format": _UNTESTED,
     "--fp4-format": _UNTESTED,
     "--defer-embedding-wgrad-compute": _UNTESTED,
@@ -295,7 +340,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
         get("pipeline_model_parallel_size", 1) == 1 and not get("use_mp_args_from_checkpoint_args")
     ),
     "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
-    "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),
 }
@@ -311,6 +355,10 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     get = Settings(args, config)
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
+    if get("use_torch_fsdp2"):
+        flags = "--pipeline-model-parallel-size", "--expert-model-parallel-size"
+        sizes = (get(each[2:].replace("-", "_"), 1) for each in flags)
+        check_sharded_parameters(*sizes, flags=flags)
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 
@@ -358,10 +406,10 @@ def _check_sharing(get: Settings, longest: int) -> None:
     """Refuse what does not fit the number of ranks that may share a sequence.
 
     That is a cap on a rank's tokens that the shares of the longest sample exceed, and a selection
-    that needs a sequence's last queries on one rank.
+    that needs whole documents, which segments divide too.
     """
     config = get.config
-    cap, selection = config.max_tokens_per_micro_batch, config.selection
+    cap = config.max_tokens_per_micro_batch
     sharing = {
         "--context-parallel-size": get("context_parallel_size", 1),
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
@@ -373,17 +421,29 @@ def _check_sharing(get: Settings, longest: int) -> None:
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-longest // ranks)}"
         )
-    for flag, ranks in sharing.items():
-        if ranks > 1 and _needs_whole_documents(selection):
-            raise ConfigError(
-                f"{flag_name('selection')} {selection} with {flag} {ranks}: its probes are "
-                "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
-                "1 rank"
-            )
+    parts = sharing | {flag_name("max_segments"): config.max_segments}
+    check_whole_documents(config.selection, parts)
 
 
-def _needs_whole_documents(selection: str) -> bool:
-    return bool(getattr(selector_named(selection), "needs_whole_documents", False))
+def check_resumed_optimizer(args: Namespace) -> None:
+    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism.
+
+    Experts of an expert-parallel group have an optimizer of their own.
+    """
+    if not args.num_experts or args.no_load_optim or not args.load:
+        return
+    saved = arguments_of_weights(args, resumed=True)
+    if saved is None or getattr(saved, "no_save_optim", False):
+        return
+    sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
+    if min(sizes) == 1 < max(sizes):
+        flag = "--expert-model-parallel-size"
+        raise ConfigError(
+            f"--load {args.load}: saved with {flag} {sizes[0]}, and this run has {sizes[1]}: an "
+            "optimizer's state does not go from experts on one rank to experts on several, or "
+            f"back; use {'more than 1' if sizes[0] > 1 else '1'}, or --no-load-optim to go on with "
+            "the weights alone"
+        )
 
 
 def check_batches(args: Namespace) -> None:

@@ -150,6 +150,23 @@ def whole_parts(samples: int, name: str, sizes: dict[str, int]) -> int:
     return samples // part
 
 
+def check_sharded_parameters(stages: int, expert_ranks: int, *, flags: tuple[str, str]) -> None:
+    """Refuse pipelines and expert parallelism where all ranks share parameters (FSDP2).
+
+    Args:
+        flags: of the two sizes.
+
+    Raises:
+        ConfigError: naming one.
+    """
+    for flag, size in zip(flags, (stages, expert_ranks), strict=True):
+        if size > 1:
+            raise ConfigError(
+                f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
+                f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
+            )
+
+
 def check_cp_sizes(
     ranks: int, cp_size: int, max_cp_size: int, *, limit: str = flag_name("max_context_parallel")
 ) -> None:

@@ -36,12 +36,13 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     """Memory of every stage with micro-batches at the token cap.
 
     It depends on no sample. Lists are those of base budgets, or of all blocks where tuning may
-    raise budgets. Where micro-batches may have segments, as many more of them may be in
-    flight.
+    raise budgets, also those of a sample that ranks share. Where micro-batches may have segments,
+    as many more of them may be in flight.
     """
     job, plan_settings = workload.job, workload.plan_settings
     cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
-    longest_blocks = math.ceil(cap / plan_settings.block_size)
+    sharing_ranks = max(plan_settings.max_context_parallel, job.context_parallel_size)
+    longest_blocks = math.ceil(sharing_ranks * cap / plan_settings.block_size)
     if plan_settings.max_segments > 1:
         ahead = plan_settings.max_segments - 1 + job.pipeline_stages
         segments = SegmentTokens(

@@ -12,7 +12,12 @@ from sparsebalance_megatron.cost.experts import RANKS_PER_NODE
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import Efficiency
-from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
+from sparsebalance_megatron.plan.job import (
+    Job,
+    check_cp_sizes,
+    check_sharded_parameters,
+    default_max_cp_size,
+)
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
@@ -22,6 +27,7 @@ from sparsebalance_megatron.predict.lengths import (
 )
 from sparsebalance_megatron.predict.models import MODELS, ModelPreset, counted_cost
 from sparsebalance_megatron.predict.workload import Workload, prior_coverage
+from sparsebalance_megatron.selector_registry import check_whole_documents
 
 Recompute = Literal["none", "attention", "full"]
 
@@ -71,6 +77,14 @@ class Scenario:
             WorkloadError: heads, experts or layers cannot be divided in this way.
         """
         job, cost, config = self._job(), self._cost(), self.config
+        check_whole_documents(
+            config.selection,
+            {
+                "--cp": self.context_parallel_size,
+                "--max-context-parallel": self._max_cp_size(),
+                "--max-segments": config.max_segments,
+            },
+        )
         return Workload(
             batches=batches,
             job=job,
@@ -101,6 +115,8 @@ class Scenario:
             raise WorkloadError(
                 f"--ep {size}: must divide the {experts.experts} experts of {self.model.name}"
             )
+        if self.sharded_parameters:
+            check_sharded_parameters(self.stages, size, flags=("--pp", "--ep"))
         if self.ranks % size:
             raise WorkloadError(
                 f"--ep {size}: must divide the {self.ranks} data-parallel x context-parallel ranks"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,7 +28,6 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     segment_slice,
 )
-from sparsebalance_megatron.config import AttentionImplementation
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -69,12 +67,6 @@ class ProfiledModel:
         if self.has_experts:
             self._layer.mlp = _PassHidden()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
-
-    def use_attention(self, implementation: AttentionImplementation) -> None:
-        """Attend by this implementation from now on."""
-        config = replace(self._options.config, attention=implementation)
-        self._options = replace(self._options, config=config)
-        self._core_attention._options = self._options
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""

@@ -125,13 +125,6 @@ def profile(
         # Its one layer selects; attention of dense layers is timed beside it.
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
-    attention_ms: dict[str, float] = {}
-    if device_type == "cuda" and config.attention == "auto":
-        attention_ms = _timed_attention(
-            *(model, config, identity, args.seq_length, thoroughness, clock)
-        )
-        fastest: Any = min(attention_ms, key=attention_ms.__getitem__, default="auto")
-        model.use_attention(fastest)
     rows: list[CostRow] = []
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
@@ -151,41 +144,7 @@ def profile(
         rows=tuple(rows),
         exchanges=exchanges,
         segments=segments,
-        attention_ms=attention_ms,
     )
-
-
-def _timed_attention(
-    model: Any,
-    config: SparseBalanceConfig,
-    identity: RunIdentity,
-    seq_length: int,
-    thoroughness: Thoroughness,
-    clock: Clock,
-) -> dict[str, float]:
-    """ms of attention on the longest sample that is profiled, by implementation.
-
-    Compared are those of :data:`..attention.api.AUTOMATIC_ON_CUDA` that serve, and agree with the
-    reference on this device.
-    """
-    from sparsebalance_megatron.attention.api import AUTOMATIC_ON_CUDA
-    from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
-
-    tokens = seq_length // min(thoroughness.divisors)
-    budget = min(config.base_budget, -(-tokens // config.block_size))
-    found: dict[str, float] = {}
-    for name in AUTOMATIC_ON_CUDA:
-        try:
-            chosen = replace(config, attention=name, layer_budgets=None)
-            check_kernels(chosen, identity.shape, identity.dtype, torch.device("cuda"))
-        except KernelCheckError:
-            continue
-        model.use_attention(name)
-        cell = Cell(parts=(Part.ATTENTION,), lengths_tokens=(tokens,), budget_blocks=budget)
-        timed = model.timed(Part.ATTENTION, cell.lengths_tokens, budget)
-        rows = measure(Part.ATTENTION, timed, cell, thoroughness, clock)
-        found[name] = sum(row.ms_median for row in rows)
-    return found
 
 
 def _measured_segments(

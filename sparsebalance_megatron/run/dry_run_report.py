@@ -7,12 +7,12 @@ Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a m
 from __future__ import annotations
 
 import io
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
+from sparsebalance_megatron.errors import place_and_reason
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_supported
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import predict
@@ -56,9 +58,11 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         print(line)
     config = config_from_args(args)
     check_supported(args, config)
+    check_resumed_optimizer(args)
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
-    settings = RunSettings.from_args(args)
+    with _one_line_refusals():
+        settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if device_type == "cpu":
         what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
@@ -100,7 +104,7 @@ def describe(
     )
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     batching, asked = planned.plan.batching, inputs.config.batching
-    chosen = "" if batching == asked else f" (of those that {asked} compares, the fastest here)"
+    chosen = "" if batching == asked else f" (the fastest of the placements that {asked} tries)"
     predicted = "predicted"
     if inputs.cost.source.startswith(COUNTED):
         predicted = "estimated from counted operations, not measured on any device"
@@ -123,6 +127,7 @@ def describe(
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         *(f"  data: {line}" for line in _data(inputs)),
         f"  costs: {inputs.cost.source}",
+        *_positions(args),
         "not checked:",
         *(f"  {what}" for what in unchecked),
         "",
@@ -149,6 +154,24 @@ def describe(
         header_line(workload, recompute=recompute, order=f"of training with seed {settings.seed}"),
         *remarks(workload),
     ]
+
+
+def _positions(args: Namespace) -> tuple[str, ...]:
+    """A line where sequences are longer than the model beside the tokenizer was trained for."""
+    file = Path(str(args.tokenizer_model), "config.json")
+    scaled = args.position_embedding_type != "rope" or args.use_rope_scaling
+    if scaled or args.rotary_seq_len_interpolation_factor:
+        return ()
+    try:
+        positions = read_json(file, dict[str, Any]).get("max_position_embeddings")
+    except UnreadableFileError:
+        return ()
+    if not isinstance(positions, int) or args.seq_length <= positions:
+        return ()
+    return (
+        f"  positions: --seq-length {args.seq_length:,} is beyond the {positions:,} of {file}; "
+        "scale RoPE (--position-embedding-type yarn, --use-rope-scaling), or give shorter ones",
+    )
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
@@ -238,11 +261,8 @@ def _one_line_refusals() -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.startswith("sparsebalance_megatron"):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().partition("\n")[0] or frame.line
-        raise ConfigError(
-            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
-        ) from error
+        place, reason = place_and_reason(error)
+        raise ConfigError(f"Megatron refuses the flags ({place}): {reason}") from error
 
 
 def _validated_args(

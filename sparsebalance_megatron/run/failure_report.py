@@ -28,12 +28,14 @@ from types import FrameType
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.megatron.compat import (
     last_saved_iteration,
     not_finite_statuses,
     saves_for_another_try,
 )
 from sparsebalance_megatron.run.agreement import shown
+from sparsebalance_megatron.text_table import one_line
 
 QUIET_S = 6.0
 """Time without another error after which the ranks that are silent count as hung or killed."""
@@ -43,6 +45,11 @@ _CONNECTION_S = 5.0
 _COUNT, _REPORTED = "count", "reported"
 _WAITED = re.compile(r"gloo|nccl|timed out waiting|connection (closed|reset)", re.IGNORECASE)
 """What errors of collectives say, whichever line of Python waited for them."""
+_NO_INTERFACE = {
+    "GLOO_SOCKET_IFNAME": re.compile(r"gloo/transport/tcp/device|hostname to a \(local\) address"),
+    "NCCL_SOCKET_IFNAME": re.compile(r"no socket interface found"),
+}
+"""Environment variable -> what is said where the interface that it names, or none, can be used."""
 
 
 class Terminated(BaseException):
@@ -67,13 +74,17 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
     """The failure of this rank."""
-    first_line = str(error).strip().partition("\n")[0]
+    place, reason = place_and_reason(error)
     name = type(error).__name__
+    if isinstance(error, AssertionError) and place:
+        name = f"{name} ({place})"
+    if variable := _of_no_interface(error):
+        reason += f"; set {variable} to an interface of this node (`ip -brief address` lists them)"
     return Failure(
         rank=rank,
         host=socket.gethostname(),
         iteration=iteration,
-        error=f"{name}: {first_line}" if first_line else name,
+        error=f"{name}: {reason}" if reason else name,
         waited=_waited_for_others(error),
     )
 
@@ -90,7 +101,7 @@ def describe(failures: Sequence[Failure], world_size: int) -> str:
     if not silent and failures[0].error == Terminated.__name__:
         return ended
     if not silent:
-        return f"{ended}; every rank ended waiting for another: look at the network"
+        return f"{ended}; every rank ended in a collective: look at the network"
     if all(failure.error == Terminated.__name__ for failure in failures):
         told = _ranks([failure.rank for failure in failures])
         return (
@@ -164,7 +175,8 @@ def failure_report(
         failure = failure_of(error, rank, iteration())
         failures = _all_failures(failure, world_size, open_store or _open_store, quiet_s)
         if failures:
-            print(f"sparse balance: {describe(failures, world_size)}", file=sys.stderr)
+            told = one_line(describe(failures, world_size))
+            print(f"sparse balance: {told}", file=sys.stderr)
             if save and not isinstance(error, ValueError):
                 print(f"sparse balance: {resume_advice(Path(save))}", file=sys.stderr)
             sys.stderr.flush()
@@ -199,7 +211,7 @@ def _all_failures(
         store.set(_REPORTED, "")
     except (KeyError, RuntimeError, ValueError) as error:  # no torchrun, or its host is gone, say
         reason = str(error).strip().partition("\n")[0]
-        print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
+        print(one_line(f"sparse balance: other ranks cannot be asked: {reason}"), file=sys.stderr)
         return [failure]
     return failures
 
@@ -229,7 +241,15 @@ def _open_store() -> Store:
     return PrefixStore(f"sparse_balance/failures/{attempt}", store)
 
 
+def _of_no_interface(error: BaseException) -> str | None:
+    """The variable to set where a rank found no interface to reach others by."""
+    said = str(error)
+    return next((name for name, text in _NO_INTERFACE.items() if text.search(said)), None)
+
+
 def _waited_for_others(error: BaseException) -> bool:
+    if _of_no_interface(error):
+        return False
     if isinstance(error, DistError | Terminated):
         return True
     trace = error.__traceback__

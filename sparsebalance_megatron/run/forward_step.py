@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.megatron.expert_padding import leave_out_padding
 from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
     model_config_of,
@@ -69,6 +70,7 @@ class ForwardStep:
         micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
         if micro_batch.sequence is not None:
             use_true_positions(model)
+        leave_out_padding(model)
         if micro_batch.observe:
             self._run().begin_micro_batch(micro_batch)
         batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)

@@ -25,6 +25,7 @@ from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.expert_padding import leave_out_padding
 from sparsebalance_megatron.megatron.hooks import use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
@@ -244,6 +245,8 @@ class HostRun(RunHandle):
                     "model, whose inputs cut cuts"
                 )
             use_true_positions(model)
+        if model is not None:
+            leave_out_padding(model)
         cu_seqlens = (
             self._packing.cu_seqlens(plan)
             if packed_seq_params is None

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.fit import with_measured_attention
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
@@ -25,6 +24,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_schedul
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -165,8 +165,6 @@ class Inputs:
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
     """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
-    if device_type == "cuda":
-        config = with_measured_attention(config)
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -201,6 +199,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 else "without --valid-data-path: there is nothing to validate on; give it"
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
+    lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
+    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
     job = settings.host_job
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run

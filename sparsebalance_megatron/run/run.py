@@ -247,6 +247,7 @@ class Run:
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_and_grown_O2 = self._reducer.reduce(
                 segments_M=self._schedule(planned).segments_M,
+                most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,

@@ -4,7 +4,8 @@
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
 U length buckets, K budgets of the grid, C = K + 6 columns, O rows of observations (one per
 micro-batch and chunk, layer, sample), S samples of a micro-batch, X collectives of a chunk in which
-ranks wait for one another, 2 forward and backward.
+ranks wait for one another, 2 forward and backward. Of times inside collectives, Y segments of a
+micro-batch and Z passes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.learn.measurement import (
     DIRECTIONS,
+    PASSES,
     CoverageTotals,
     Piece,
     RankPlace,
@@ -131,6 +133,7 @@ class StepReducer:
         self,
         *,
         segments_M: Sequence[int],
+        most_segments: int,
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
@@ -142,12 +145,13 @@ class StepReducer:
 
         Args:
             segments_M: of this rank's micro-batches.
+            most_segments: of a micro-batch of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
         """
-        shapes = self._shapes(len(segments_M))
+        shapes = self._shapes(len(segments_M), most_segments)
         host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)
         part = _views(host, shapes)
         part["digests"][self._place.world_rank] = digest_number(digest)
@@ -163,12 +167,11 @@ class StepReducer:
                 # Where a segment is unmeasured, the micro-batch is.
                 if len(each_ms) == segments_M[place[2]]:
                     times_2VM[place] = sum(each_ms)
-            inside_2VMX = part["inside"][(slice(None), *here)]
+            inside_VMYXZ = part["inside"][here]
             if times.collectives is None:
-                inside_2VMX[:] = math.nan
+                inside_VMYXZ[:] = math.nan
             for inside in times.collectives or ():
-                index = DIRECTIONS.index(inside.direction), *inside[1:4]
-                inside_2VMX[index] += inside.ms
+                inside_VMYXZ[inside.place] += inside.ms
             part["schedule"][here] = times.schedule_ms
             flat = copied_to(host, self._device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
@@ -181,16 +184,16 @@ class StepReducer:
         summed, own = self._sum(flat, own_O2.reshape(-1))
         return self._measurement(_views(summed, shapes)), own.reshape(-1, 2).numpy()
 
-    def _shapes(self, micro_batches: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, micro_batches: int, segments: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the parts of the buffer."""
         job, stages = self._job, (self._job.data_parallel_size, self._job.pipeline_stages)
         layers = max(len(chunk) for stage in job.stage_layers for chunk in stage)
         collectives = COLLECTIVES_PER_LAYER * layers if job.lockstep_ranks > 1 else 0
-        times = (2, *stages, job.virtual_stages, micro_batches)
+        chunks = (*stages, job.virtual_stages, micro_batches)
         return {
             "digests": (self._place.world_size,),
-            "times": times,
-            "inside": (*times, collectives),
+            "times": (2, *chunks),
+            "inside": (*chunks, segments, collectives, PASSES),
             "schedule": stages,
             "minima": stages,
             "counts": (job.layers, self._buckets),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -151,15 +152,18 @@ class MicroBatchRecorder:
             else self._clock.elapsed_ms(*self._schedule),
             start_unix_s=None if self._origin is None else self._origin[1],
             spans=tuple(spans),
-            collectives=tuple(
-                CollectiveTime(
-                    direction, chunk, position, number, self._clock.elapsed_ms(begin, end)
-                )
-                for direction, (chunk, position, _), number, begin, end in self._collectives
-            )
-            if collectives
-            else None,
+            collectives=self._collective_times() if collectives else None,
         )
+
+    def _collective_times(self) -> tuple[CollectiveTime, ...]:
+        passes: Counter[tuple[str, Place, int]] = Counter()
+        found = []
+        for direction, place, number, begin, end in self._collectives:
+            chunk, position, segment = place
+            ms, before = self._clock.elapsed_ms(begin, end), passes[(direction, place, number)]
+            found.append(CollectiveTime(direction, chunk, position, number, ms, segment, before))
+            passes[(direction, place, number)] += 1
+        return tuple(found)
 
 
 PARTS = ("plan", "hooks", "reduce", "log")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.cost.fit import with_measured_attention
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
@@ -243,7 +242,5 @@ def checked_config(
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
     config = replace(config, enabled=True)
-    if device.type == "cuda":
-        config = with_measured_attention(config)
     check_model(transformer_config, config, longest_tokens)
     return config

@@ -8,7 +8,9 @@ rank).
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,16 +18,27 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.peaks import PeakHistograms
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.megatron.arguments import (
+    check_supported,
+    config_from_args,
+    destination,
+)
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     sparse_balance_layer_spec,
 )
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
-from sparsebalance_megatron.megatron.training_arguments import TrainingArguments
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.training_arguments import (
+    TrainingArguments,
+    settle_first_blocks,
+)
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
 from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
-from sparsebalance_megatron.run.inputs import Inputs
+from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
 from sparsebalance_megatron.run.run import Loop
 from sparsebalance_megatron.run.session import SchedulerMaker, Session, print_rank_0
@@ -90,8 +103,14 @@ class TrainingHooks:
             inputs.settings.seq_length,
             device,
         )
-        options = AttentionOptions(inputs.config, inputs.grid)
-        self.layer_spec = sparse_balance_layer_spec(options)
+        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self.layer_spec = sparse_balance_layer_spec(self._options)
+
+    def counting_peaks(self) -> PeakHistograms:
+        """Have the layers of models that are built from here on count their peaks of attention."""
+        peaks = PeakHistograms(self.session.inputs.job.layers, self.session.device)
+        self.layer_spec = sparse_balance_layer_spec(replace(self._options, peaks=peaks))
+        return peaks
 
     def configure_model(self, model_config: Any) -> None:
         """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
@@ -128,3 +147,30 @@ class TrainingHooks:
 
     # Megatron then calls it on every rank.
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def make_training_hooks(
+    args: Namespace, device_type: str, report: Callable[[str], None]
+) -> TrainingHooks:
+    """Check flags, data and cost table, and make the hooks; ``args`` are Megatron's, validated.
+
+    What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        report: is told what the checkpoint decides otherwise than the default, in a line.
+
+    Raises:
+        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
+    """
+    for line in settle_first_blocks(args):
+        report(f"sparse balance: {line}")
+    config = config_from_args(args)
+    check_supported(args, config)
+    check_resumed_optimizer(args)
+    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    # Checkpoints hold what was trained with, not where it came from.
+    setattr(args, destination("layer_budgets"), inputs.config.layer_budgets)
+    setattr(args, destination("sensitivity"), None)
+    device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
+    return TrainingHooks(TrainingArguments(args), inputs, device)

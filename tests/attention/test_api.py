@@ -370,7 +370,6 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
 ) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
     selection = case.selection
     half, double = (
@@ -381,16 +380,16 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
         warnings.simplefilter("error")
         assert _resolve("auto", half, half, selection) == "triton"
         monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
-        assert _resolve("auto", half, half, selection) == "flash"
-    said = f'NVIDIA L40S, has 8.9: use "{other}"; "flash" computes in float16 and bfloat16'
+        assert _resolve("auto", half, half, selection) == "triton"
+    said = f'"{other}" on CUDA, slowly: "triton" does not compute in float64: use "{other}"'
     with pytest.warns(UserWarning, match=said):
         assert _resolve("auto", double, double, selection) == other
-    monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    said = f'"{other}" on CUDA: "triton" does not compute in float64: .* "flash" needs .* not 7.5'
-    with pytest.warns(UserWarning, match=said):
-        assert _resolve("auto", double, double, selection) == other
+    monkeypatch.setattr(triton_module, "capability_of", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    with pytest.warns(UserWarning, match=f'Tesla T4, has 7.5: use "{other}"'):
+        assert _resolve("auto", half, half, selection) == other
+    with pytest.raises(ValueError, match=f'"triton" has tile shapes .* has 7.5: use "{other}"'):
+        _resolve("triton", half, half, selection)
 
 
 def test_the_example_of_the_document_runs() -> None:

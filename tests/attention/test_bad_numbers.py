@@ -101,8 +101,9 @@ def test_own_block_is_first_and_only_visible_blocks_are_listed(
 def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
     """A head dim of 1 and queries of 1: a block's score is its key."""
     inf, nan = math.inf, math.nan
-    layout = packed_layout([0, 8 * BLOCK], BLOCK, "cpu")
-    score_N = torch.tensor([nan, -inf, 1.0, inf, -5.0, inf, nan, 2.0])
+    layout = packed_layout([0, 9 * BLOCK], BLOCK, "cpu")
+    # The first block comes after the own one, whatever its score.
+    score_N = torch.tensor([nan, nan, -inf, 1.0, inf, -5.0, inf, nan, 2.0])
     k_TGD = score_N.repeat_interleave(BLOCK)[:, None, None]
     for selection, selector in SELECTORS.items():
         if not isinstance(selector, BlockTopK):
@@ -111,14 +112,14 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
             selector,
             *(torch.ones_like(k_TGD), k_TGD, layout),
             softmax_scale=1.0,
-            max_budget=8,
+            max_budget=9,
             observe=True,
         )
-        indices_QCK = selector.select(ranking, torch.tensor([8])).indices_QCK
-        row = 7 * BLOCK if selector.by_token else 7
-        assert indices_QCK[row, 0].tolist() == [7, 3, 5, 2, 4, 1, 0, 6], selection
-        row = 4 * BLOCK if selector.by_token else 4
-        assert indices_QCK[row, 0].tolist() == [4, 3, 2, 1, 0, -1, -1, -1], selection
+        indices_QCK = selector.select(ranking, torch.tensor([9])).indices_QCK
+        row = 8 * BLOCK if selector.by_token else 8
+        assert indices_QCK[row, 0].tolist() == [8, 0, 4, 6, 3, 5, 2, 1, 7], selection
+        row = 5 * BLOCK if selector.by_token else 5
+        assert indices_QCK[row, 0].tolist() == [5, 0, 4, 3, 2, 1, -1, -1, -1], selection
         assert selector.coverage(ranking).isnan().all()
 
 

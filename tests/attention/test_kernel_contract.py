@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,32 +17,18 @@ from attention.cases import (
     sharded,
     tokens_of,
 )
-from flash_on_cpu import flash_on_cpu
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.kernels import flash
 
 SERVING = [
     pytest.param("blocks", "previous-block", id="blocks"),
     pytest.param("tokens", "token-kv-head", id="tokens-kv-head"),
     pytest.param("tokens", "token-query-head", id="tokens-query-head"),
-    pytest.param("flash", "previous-block", id="flash-query-block"),
-    pytest.param("flash", "token-kv-head", id="flash-kv-head"),
-    pytest.param("flash", "token-query-head", id="flash-query-head"),
     pytest.param("reference", "previous-block", id="reference-query-block"),
     pytest.param("reference", "token-query-head", id="reference-token"),
 ]
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
 ALL = [range(BLOCKS)]
-
-
-@pytest.fixture(autouse=True)
-def few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``flash`` on the CPU, in several rounds, with several segments of a block."""
-    monkeypatch.setattr(flash, "_ROWS_AT_ONCE", 300)
-    monkeypatch.setattr(flash, "_SEGMENT_ROWS", 6)
-    with flash_on_cpu():
-        yield
 
 
 def _case(granularity: str) -> Case:

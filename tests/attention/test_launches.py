@@ -17,7 +17,7 @@ import torch
 from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 
-from sparsebalance_megatron.attention.kernels import dense, flash
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import Kernel
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select.vertical_slash import VERTICAL_SLASH
@@ -97,32 +97,6 @@ def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
                 assert arguments[argument].nbytes <= MOST_PARTIAL_BYTES, (name, argument)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "query_heads", "groups", "forward_rounds", "backward_rounds"),
-    [
-        (2048, 8, 1, 1, 1),
-        (8192, 8, 1, 1, 2),
-        (8192, 32, 1, 3, 6),
-        (32768, 32, 2, 16, 32),
-        (131072, 32, 8, 64, 128),
-    ],
-)
-def test_flash_launches_by_rounds_of_gathered_rows(
-    tokens: int, query_heads: int, groups: int, forward_rounds: int, backward_rounds: int
-) -> None:
-    """A group is KV heads whose lists are sorted at once; a round, rows that are gathered at once.
-
-    Rounds bound the memory of gathered rows, so long sequences take many. The forward pass counts
-    the router too, which is 26.
-    """
-    layer = _layer(flash, tokens, query_heads)
-    forward, backward = layer.forward.counted, layer.backward.counted
-    assert forward["aten::_flash_attention_forward"] == 1 + forward_rounds
-    assert backward["aten::_flash_attention_backward"] == 1 + backward_rounds
-    assert forward.total() <= 37 + 27 * groups + 10 * forward_rounds, forward
-    assert backward.total() <= 9 + 29 * groups + 7 * backward_rounds, backward
-
-
 def test_columns_are_chosen_and_observed_in_few_launches() -> None:
     """The router of ``vertical-slash`` is made of torch's operations, on chunks of blocks."""
     tokens, launches, peak = 65536, Launches(), PeakMemory()
@@ -141,13 +115,6 @@ def test_columns_are_chosen_and_observed_in_few_launches() -> None:
         )
     assert launches.counted.total() <= 3500, launches.counted
     assert peak.most <= 1700 << 20
-
-
-def test_flash_needs_little_more_memory_than_triton() -> None:
-    """Beside it, the kernels sum gradients of gathered queries in float32."""
-    of_flash, of_triton = (_layer(kernel, 131072, 32) for kernel in (flash, kernels))
-    sums = flash._ROWS_AT_ONCE * 128 * 4
-    assert of_flash.most_bytes + sums <= 1.3 * of_triton.most_bytes
 
 
 @pytest.mark.parametrize("tokens", [[8192], [3000, 100, 8192, 5000]], ids=str)

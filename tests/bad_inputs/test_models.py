@@ -33,16 +33,19 @@ BAD: dict[str, tuple[Any, ...]] = {
     "model_type": (DELETED, None, "gpt2", 5, [], {}),
     "hidden_size": (*SIZES, 15, DELETED),
     "intermediate_size": (*SIZES, DELETED),
-    "num_hidden_layers": (*SIZES, DELETED),
+    "num_hidden_layers": (*SIZES, 10**7, DELETED),
     "num_attention_heads": (*SIZES, 3, DELETED),
     "num_key_value_heads": (*SIZES, 3),
     "vocab_size": (*SIZES, DELETED),
     "head_dim": SIZES,
     "max_position_embeddings": (*SIZES, DELETED),
-    "rms_norm_eps": ("small", True, [], float("nan"), 10**400),
-    "attention_dropout": ("none", [], float("inf")),
+    "rms_norm_eps": ("small", True, [], float("nan"), 10**400, 0, -1e-6, 1),
+    "attention_dropout": ("none", [], float("inf"), -0.1, 1),
     "torch_dtype": ("float8", 5, [], ["float32"], {"a": 1}),
-    "layer_types": (5, "full_attention", {"a": 1}, ["sliding_attention"], [None], [5]),
+    "layer_types": (
+        *(5, "full_attention", {"a": 1}, ["sliding_attention"], [None], [5]),
+        ["full_attention"] * 2,
+    ),
     "hidden_act": ("gelu", 5, []),
     "attention_bias": (True, 1.5, "no"),
     "mlp_bias": (True, "no"),
@@ -58,6 +61,17 @@ BAD: dict[str, tuple[Any, ...]] = {
         *({"rope_type": "yarn", "factor": 10**400}, {"rope_type": "llama3"}),
         *({"rope_type": "yarn", "factor": 2, "mscale": []}, {"sliding": {"rope_type": "x"}}),
         *({"rope_type": "yarn", "factor": 2, "truncate": False}, {"rope_theta": "big"}),
+        *(
+            {"rope_type": kind, "factor": number}
+            for kind in ("yarn", "linear")
+            for number in (0, -2)
+        ),
+        *(
+            {"rope_type": "yarn", "factor": 2, key: -1}
+            for key in ("mscale", "beta_slow", "beta_fast")
+        ),
+        {"rope_type": "yarn", "factor": 2, "beta_fast": 1},
+        {"rope_type": "llama3", "factor": 2, "low_freq_factor": -1},
     ),
     "partial_rotary_factor": (0.5, "all"),
 }

@@ -89,6 +89,15 @@ def test_kernels_fit_hopper_copy_ahead_and_hardly_spill(
         *((name, "bf16", 128, (192, 128), HOPPER) for name in resources.KERNELS),
         *((name, "bf16", 128, (192, 128), AMPERE) for name in (*QUERY_BLOCK, *BY_TOKEN)),
         *((name, "bf16", 128, (192, 128), BLACKWELL) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *(
+            (name, element, 256, head_dims, capability)
+            for name in resources.KERNELS
+            for element, head_dims, capability in (
+                *(("bf16", (128, 128), capability) for capability in ((8, 9), (12, 0))),
+                *((element, (256, 256), (8, 9)) for element in ("bf16", "fp32")),
+                *(("bf16", head_dims, (12, 0)) for head_dims in ((64, 64), (192, 128))),
+            )
+        ),
     ],
 )
 def test_kernels_fit_other_sizes_and_gpus(

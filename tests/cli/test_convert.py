@@ -154,6 +154,8 @@ class Work:
             "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
             "parallel": (*from_hf, tied, "--print-flags", "--", *TRAINED["qwen2-tied"][1]),
             "too few rows": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "249"),
+            "norm": (*from_hf, tied, "--print-flags", "--", "--norm-epsilon", "1e-5"),
+            "two gates": (*from_hf, tied, "--print-flags", "--", "--squared-relu"),
             "experts": (*from_hf, tied, "--print-flags", "--", "--num-experts", "2"),
             "output in use": (*from_hf, tied, "--output", str(self.root / "hf")),
             "sliding window": (
@@ -177,6 +179,8 @@ class Work:
             "wider": {"intermediate_size": 128},
             "more rows": {"vocab_size": 300},
             "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+            "vast": {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
+            "another epsilon": {"rms_norm_eps": 1e-5},
         }
         for name, changes in wrong.items():
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
@@ -396,7 +400,9 @@ REFUSED = {
     "contradiction": "flags after -- make num_layers 5, ",
     "parallel": "flags after -- make pipeline_model_parallel_size 2, ",
     "too few rows": "--padded-vocab-size 249: the model has 250 rows",
-    "experts": "flags after -- make num_experts 2, ",
+    "experts": "flags after -- make num_moe_experts 2, ",
+    "norm": "flags after -- make layernorm_epsilon 1e-05, ",
+    "two gates": "contradict one another or those of config.json: such as two activation functions",
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
     "dense lengths": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
@@ -407,7 +413,9 @@ REFUSED = {
     "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
     "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
     "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
-    "another base": "was trained with use_rope_scaling True, --hf-config makes it False",
+    "another base": "was trained with rope_scaling True, --hf-config makes it False",
+    "vast": "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
+    "another epsilon": "was trained with layernorm_epsilon 1e-06, --hf-config makes it 1e-05",
     "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
 

@@ -70,9 +70,22 @@ def test_an_implementation_that_breaks_is_told_with_its_reason(
         raise RuntimeError(f"{case.implementation}: no compiler\nlong trace")
 
     monkeypatch.setattr(self_check, "check_case", broken)
-    assert cli.main(["env", "--check"]) == 0
+    assert cli.main(["env", "--check"]) == 1
     (line,) = (each for each in capsys.readouterr().out.splitlines() if "tation blocks" in each)
     assert line.endswith("does not run: blocks: no compiler")
+
+
+@pytest.mark.parametrize(("broken", "status"), [("triton", 0), ("reference", 1)])
+def test_the_status_tells_of_what_a_cpu_should_run(
+    broken: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(case: self_check.CheckedCase, _: object) -> self_check.Verdict:
+        off = broken in (case.implementation, case.router)
+        return self_check.Verdict(kernel="some", found={"out": (2.0 if off else 0.5, 1.0)})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(self_check, "check_case", check)
+    assert cli.main(["env", "--check", "--json"]) == status
 
 
 def test_a_checkout_on_the_path_hides_an_installed_megatron(

@@ -184,6 +184,25 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     assert "--pp 4: the model has 3 layers" in capsys.readouterr().err
 
 
+LAST_QUERIES = "--selection vertical-slash-last-queries"
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--fsdp", "--pp 2: "),
+        ("--fsdp --pp 1 --ep 2 --model qwen3-30b-a3b", "--ep 2: "),
+        (f"{LAST_QUERIES} --max-segments 4", "last-queries with --max-segments 4: "),
+        (f"{LAST_QUERIES} --cp 2", "last-queries with --cp 2: "),
+        ("--model qwen3-30b-a3b --moe-router-topk 129", "--moe-router-topk 129: "),
+        ("--model qwen3-30b-a3b --num-experts 4", "--moe-router-topk 8: "),
+    ],
+)
+def test_what_training_refuses_is_not_predicted(lengths, capsys, flags, complaint):
+    assert plan(lengths, *flags.split(), "--steps", "1") == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
 def test_simulate_takes_other_lengths(lengths, capsys):
     setup = ("simulate", "--setup", "lockstep-chatqa2", "--steps", "1", "--rows", "ours", "--json")
     names = {}

@@ -195,6 +195,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         EXPERTS | {"decoder_sparse_step": 33},
         "mlp_only_layers, decoder_sparse_step: no layer has experts",
     ),
+    "too many experts": (EXPERTS | {"num_experts": 10**7}, "num_experts 10000000"),
+    "too many experts in all": (
+        EXPERTS | {"num_experts": 2**18},
+        "num_experts 262144 x num_hidden_layers 32: 8388608 experts, more than 262144",
+    ),
+    "a layer that is none": (
+        EXPERTS | {"mlp_only_layers": [2, 32]},
+        "mlp_only_layers 32: the last of num_hidden_layers 32 is 31",
+    ),
+    "no layer": (EXPERTS | {"mlp_only_layers": [-1]}, "mlp_only_layers[0] -1"),
+    "types of some layers": (
+        QWEN3 | {"layer_types": ["full_attention"]},
+        "layer_types: it has 1, num_hidden_layers is 32",
+    ),
     "window of Qwen3": (QWEN3 | {"use_sliding_window": True}, "use_sliding_window True"),
     "bias of Qwen3": (QWEN3 | {"attention_bias": True}, "attention_bias True"),
     "window of Qwen2": (QWEN2 | {"use_sliding_window": True}, "use_sliding_window True"),

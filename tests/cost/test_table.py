@@ -38,6 +38,20 @@ def test_costs_of_segments_are_kept_and_reach_the_model(tmp_path: Path, measure:
         CostTable.load(path)
 
 
+@pytest.mark.parametrize("timed", [{"flash": 1.0}, {"flash": 2.0, "triton": 1.0}, {}, 3])
+def test_a_table_measured_with_flash_is_refused(
+    timed: object, tmp_path: Path, measure: Measure
+) -> None:
+    path = tmp_path / "table.json"
+    measure().save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_ms": timed}))
+    if timed == {"flash": 1.0}:
+        with pytest.raises(CostTableError, match=r"table\.json: measured with attention flash"):
+            CostTable.load(path)
+    else:
+        assert replace(CostTable.load(path), path=None) == measure()
+
+
 def test_save_replaces_the_file_and_leaves_nothing_else(tmp_path: Path, measure: Measure) -> None:
     path = tmp_path / "table.json"
     path.write_text("old")

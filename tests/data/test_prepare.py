@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data.dataset_writer import DatasetWriter
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.prepare import DatasetWriter, prepare
+from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
@@ -213,9 +216,9 @@ WRITES = """
 import sys
 from pathlib import Path
 import numpy as np
-from sparsebalance_megatron.data import prepare
+from sparsebalance_megatron.data import dataset_writer
 prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
-with prepare.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
+with dataset_writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
     for _ in range(100 + number):
         written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
     print("ready", flush=True)
@@ -258,3 +261,21 @@ def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
         *("data.bin", "data.idx", "data.json"),
         *("data_loss_mask.bin", "data_loss_mask.idx"),
     ]
+
+
+def test_a_disk_that_is_full_is_named_by_the_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit of the size of files stands for it: the error has no file's name either."""
+    source, prefix = tmp_path / "in.jsonl", tmp_path / "data"
+    source.write_text((json.dumps({"text": "x " * 5000}) + "\n") * 20)
+    flags = ("--input", str(source), "--tokenizer-train", "257", "--output-prefix", str(prefix))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        status = main(["prepare-data", *flags])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2
+    assert f"error: --output-prefix {prefix}: File too large" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]

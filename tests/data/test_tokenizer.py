@@ -1,59 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which characters, and which tokens, of a conversation are trained on."""
+"""Which tokens are trained, and tokenizers that ``transformers`` reads unlike their file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
+from data.tokenizers_of_tests import save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import data as oracle
 
-from sparsebalance_megatron.data.records import Message
-from sparsebalance_megatron.data.tokenizer import (
-    RenderError,
-    render_conversation,
-    render_plain,
-    trained_tokens,
-)
-
-words = st.text(alphabet="ab \n", min_size=1, max_size=5)
-turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
-
-
-def messages_of(pairs: Sequence[tuple[str, str]]) -> list[Message]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
-@given(pairs=turns)
-def test_plain_template_trains_what_assistants_say(pairs: list[tuple[str, str]]) -> None:
-    document = render_conversation(messages_of(pairs), render_plain)
-    assert document.text == "".join(f"{role}: {content}\n" for role, content in pairs)
-    assert document.trained_spans is not None
-    trained = [document.text[start:end] for start, end in document.trained_spans]
-    assert trained == [f"{content}\n" for role, content in pairs if role == "assistant"]
-    assert document.ends_trained == (pairs[-1][0] == "assistant")
-
-
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
-    def only_the_last_turn(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages[-1:], open_assistant_turn)
-
-    conversation = messages_of([("user", "a"), ("assistant", "b"), ("user", "c")])
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(conversation, only_the_last_turn)
-
-
-def test_template_whose_prompt_is_not_what_a_turn_begins_with_is_refused() -> None:
-    """Where the assistant's words begin cannot be told."""
-
-    def another_prompt(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages, False) + ("Now you: " if open_assistant_turn else "")
-
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(messages_of([("user", "a"), ("assistant", "b")]), another_prompt)
+from sparsebalance_megatron.data.tokenizer import load_tokenizer, trained_tokens
+from sparsebalance_megatron.errors import DataError
 
 
 @given(
@@ -67,3 +28,62 @@ def test_token_is_trained_if_its_last_character_is(
     spans = list(zip(boundaries[::2], boundaries[1::2], strict=False))
     mask = trained_tokens(token_ends, spans)
     assert mask.tolist() == oracle.trained_tokens(token_ends, spans)
+
+
+TEXT = "In 2024 it's 12345 tokens, 3.14159. \n\n  two <|im_end|> \u00e9\u00e8 \u4f60\u597d"
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Unheard"])
+def test_classes_that_follow_the_file_give_its_tokens(name: str, tmp_path: Path) -> None:
+    reference = save_tokenizer(tmp_path, tokenizer_class=name)
+    (encoding,) = load_tokenizer(str(tmp_path)).encode([TEXT], with_offsets=True)
+    assert encoding.ids == reference.encode(TEXT).ids
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2TokenizerFast", "BlenderbotTokenizer"])
+def test_classes_that_do_not_are_named(name: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, tokenizer_class=name)
+    with pytest.raises(DataError) as error:
+        load_tokenizer(str(tmp_path))
+    kind = name.removesuffix("Fast")
+    assert str(error.value).startswith(f"--tokenizer {tmp_path}: transformers, as {kind}, ")
+    assert "; tokenizer.json gives " in str(error.value)
+    assert str(error.value).endswith("or to PreTrainedTokenizerFast")
+
+
+@pytest.mark.parametrize("name", ["GemmaTokenizer", "BertTokenizer"])
+def test_a_class_that_cannot_encode_is_named(name: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, tokenizer_class=name)
+    with pytest.raises(DataError, match=f"transformers, as {name}, cannot encode"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", [5, ["a"], {"default": 5}])
+def test_a_chat_template_that_is_no_text_is_refused(template: object, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: "):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_token_that_texts_begin_with(begins: bool, tmp_path: Path) -> None:
+    """A token may be there without beginning texts."""
+    reference = save_tokenizer(tmp_path, begins_texts=begins)
+    expected = reference.token_to_id("<s>") if begins else None
+    assert load_tokenizer(str(tmp_path)).bos == expected
+
+
+def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:
+    """Where neither reading of it encodes a probe."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [each.ids for each in loaded.encode(["a", "b"], with_offsets=False)] == [[0], [1]]
+    with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: it cannot encode a document"):
+        loaded.encode(["c"], with_offsets=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.metadata import entry_points
 
 import pytest
@@ -145,3 +146,23 @@ def test_results_name_the_settings_and_the_density(directory):
     assert load(directory, sparse=False).get_model_info()["attention"] == "dense"
     with pytest.raises(ConfigError, match="sparse_topk_blocks"):
         load(directory, sparse=False, sparse_topk_blocks=4)
+
+
+def test_a_cut_file_of_weights_is_named(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'cut'}: a safetensors file is damaged"):
+        load(str(tmp_path / "cut"))
+
+
+def test_a_model_without_settings_says_where_to_give_them(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "plain")
+    path = tmp_path / "plain" / "config.json"
+    values = json.loads(path.read_text())
+    given = values.pop("sparse_attention_config")
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="or give these to lm-eval's --model_args"):
+        load(str(path.parent), sparse_topk_blocks=2)
+    settings = {name: given[name] for name in given if "_block_size" in name or "_sel" in name}
+    load(str(path.parent), sparse_topk_blocks=2, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengths
 from step_cases import SHAPE, step_measurement
 
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
@@ -239,7 +241,8 @@ def test_bytes_that_are_no_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     encoded = planned.to_bytes()
     with pytest.raises(PlanError, match="these bytes are no plan"):
         PlannedStep.from_bytes(encoded[:-1])
-    for bit in range(0, 8 * len(encoded), 7):
+    envelope = 8 * (encoded.index(__version__.encode()) + len(__version__))
+    for bit in (*range(envelope), *range(envelope, 8 * len(encoded), 7)):
         damaged = bytearray(encoded)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PlanError):
@@ -370,30 +373,25 @@ def test_state_of_another_version_is_refused_and_of_another_model_named() -> Non
 def test_coverage_that_another_selection_measured_starts_afresh() -> None:
     made, other = planner(), planner(observed=False, selection="vertical-slash")
     afresh = other.load_state_dict(made.state_dict())
-    reason = "starts afresh: selection token-query-head measured it"
+    reason = "starts afresh: selection token-query-head, first blocks 1 measured it"
     assert afresh == (f"coverage_balance {reason}", f"coverage {reason}")
     assert not other.coverage.observed_LU.any()
     assert planner(observed=False).load_state_dict(made.state_dict()) == ()
 
 
 def test_planning_needs_no_torch() -> None:
-    """With torch and Megatron blocked, a planner is made through the public functions."""
+    """The program of docs/INTEGRATION.md, with torch and Megatron blocked."""
+    text = (REPOSITORY / "docs" / "INTEGRATION.md").read_text("utf-8")
+    (example,) = re.findall(r"^### Plans without torch\n\n```python\n(.*?)^```$", text, re.M | re.S)
     program = f"""
-import sys
+import sys, warnings
 sys.path.insert(0, {str(REPOSITORY)!r})
 for name in ("torch", "megatron"):
     sys.modules[name] = None
-import warnings
 warnings.simplefilter("ignore")
-from sparsebalance_megatron import SparseBalanceConfig, integration
-shape = integration.ModelShape(**{vars(SHAPE)!r})
-layout = integration.Job(stage_layers=(((0, 1),),), data_parallel_size=2)
-sizes = dict(max_sample_tokens=4096, global_batch_size=4)
-job = integration.HostJob(layout=layout, shape=shape, **sizes)
-planner = integration.HostPlanner(SparseBalanceConfig(block_size=64), job)
-planned = planner.plan([100, 4000, 20, 900])
-print(len(planned.plan.micro_batches))
+{example}
+print(planned.plan.data_parallel_size, sum(planned.plan.rank_tokens_RM().sum(axis=1)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "2\n"
+    assert done.stdout.splitlines()[-1] == f"8 {4.0 * (65536 + 900 + 30000 + 2000)}"

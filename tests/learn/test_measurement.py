@@ -14,7 +14,7 @@ from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
-from sparsebalance_megatron.learn.measurement import lockstep_waiting
+from sparsebalance_megatron.learn.measurement import PASSES, lockstep_waiting
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)
@@ -109,26 +109,24 @@ def pairs(values_2RPVM: np.ndarray, reduce: np.ufunc) -> np.ndarray:
 def test_whoever_comes_last_to_a_collective_waits_for_nobody(seed: int, members: int) -> None:
     """Ranks compute, meet, and go on together; the exchange itself takes all of them as long."""
     generator = np.random.default_rng(seed)
-    shape, collectives = (2, 4, 1, 2, 3), 5
-    work = generator.uniform(0.0, 9.0, (*shape, collectives))
-    exchange = generator.uniform(0.0, 1.0, (2, 4 // members, 1, 2, 3, collectives))
-    inside, own = np.zeros_like(work), np.zeros(shape)
-    for place in np.ndindex(shape):
-        direction, rank, *rest = place
-        group = rank // members
-        for x in range(collectives):
-            of_members = [
-                work[(direction, member, *rest, x)]
-                for member in range(group * members, (group + 1) * members)
-            ]
-            taken = exchange[(direction, group, *rest, x)]
-            inside[(*place, x)] = max(of_members) - work[(*place, x)] + taken
-            own[place] += work[(*place, x)] + taken
-    waiting = lockstep_waiting(inside, members)
-    np.testing.assert_allclose(work.sum(-1) + inside.sum(-1) - waiting, own)
+    ranks, shape = 4, (1, 2, 3, 2, 5, PASSES)
+    work = generator.uniform(0.0, 9.0, (ranks // members, members, *shape))
+    exchange = generator.uniform(0.0, 1.0, (ranks // members, 1, *shape))
+    inside = work.max(axis=1, keepdims=True) - work + exchange
+    inside_RPVMYXZ, own_RPVMYXZ = (
+        each.reshape(ranks, *shape) for each in (inside, work + exchange)
+    )
 
-    inside[0, 0, 0, 0, 0, 0] = np.nan
-    unknown = np.isnan(lockstep_waiting(inside, members))
+    def in_all(times_RPVMYXZ: np.ndarray) -> np.ndarray:
+        of_passes = times_RPVMYXZ.sum(axis=(-3, -2))
+        return np.stack([of_passes[..., 0], of_passes[..., 1:].sum(axis=-1)])
+
+    passed_2RPVM = in_all((work + inside).reshape(ranks, *shape))
+    waiting_2RPVM = lockstep_waiting(inside_RPVMYXZ, members)
+    np.testing.assert_allclose(passed_2RPVM - waiting_2RPVM, in_all(own_RPVMYXZ))
+
+    inside_RPVMYXZ[0, 0, 0, 0, 0, 0, 0] = np.nan
+    unknown = np.isnan(lockstep_waiting(inside_RPVMYXZ, members))
     assert unknown[0, :members, 0, 0, 0].all()
     assert unknown.sum() == members
 

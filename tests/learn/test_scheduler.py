@@ -208,6 +208,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
             index,
             worker if planned_ahead else None,
             global_batch_size=global_batch_size,
+            tuning="makespan",
             coverage_target="base",
         )
         means = []
@@ -231,7 +232,11 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
     expected = []
     for savings in (0.0, saved):
         schedule = scheduler(
-            index, worker if planned_ahead else None, global_batch_size=128, coverage_target="base"
+            index,
+            worker if planned_ahead else None,
+            global_batch_size=128,
+            tuning="makespan",
+            coverage_target="base",
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)
@@ -273,7 +278,7 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
         return plan_step(step, inputs)
 
     monkeypatch.setattr(module, "plan_step", recording)
-    scheduler(index, None, coverage_target="base").planned(3)
+    scheduler(index, None, tuning="makespan", coverage_target="base").planned(3)
     later = index.lengths_of(index.global_batch(4 * GLOBAL_BATCH, 7 * GLOBAL_BATCH))
     assert asked == [later.tolist()]
 

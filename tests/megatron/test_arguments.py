@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron import unsupported
 from sparsebalance_megatron.megatron.arguments import (
     add_sparse_balance_args,
     args_provider,
@@ -29,8 +30,10 @@ from sparsebalance_megatron.megatron.unsupported import (
     TRAINING,
     Settings,
     check_model,
+    check_resumed_optimizer,
     check_segments,
     check_supported,
+    shards_unequally,
 )
 
 
@@ -49,6 +52,17 @@ def test_every_field_has_its_flag_and_default() -> None:
 def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
     with pytest.raises(ConfigError, match="--yaml-cfg"):
         config_from_args(Namespace())
+
+
+def test_an_error_of_the_parser_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+    parser = args_provider(enabled=True, on_cpu=False)(ArgumentParser(usage=""))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--sparse-balance-base-budget", "x\n" * 5000])
+    (_, line) = capsys.readouterr().err.splitlines()
+    assert "--sparse-balance-base-budget: invalid int value" in line and len(line) < 1100
 
 
 SUPPORTED = (
@@ -100,6 +114,7 @@ TYPED = {
     "--rampup-batch-size": "1 1 8",
     "--iterations-to-skip": "3",
     "--phase-transition-iterations": "3",
+    "--object-storage-cache-path": "cache",
     "--split": "99 --train-data-path other",
     "--dataloader-type": "cyclic",
     "--logits-save-dir": "logits",
@@ -116,13 +131,18 @@ NEWER = {
     *("--enable-mhc-connections", "--cp-partition-mode", "--dynamic-context-parallel"),
     *("--linear-attention-type", "--pad-packed-seq-alignment", "--rotary-base-per-layer"),
     *("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--use-varlen-dataset"),
-    "--thd-tail-padding-policy",
+    *("--thd-tail-padding-policy", "--dataloader-fast-cache-load"),
+    "--dataloader-defer-npy-index-mmap",
 }
 """Flags that megatron-core 0.18 or 0.19 lacks."""
 NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
     "per-sample loss": {"calculate_per_token_loss": False},
+    "--use-torch-fsdp2": {
+        **{"use_torch_fsdp2": True, "save": "checkpoints", "world_size": 8},
+        **{"hidden_size": 64, "num_experts": 12},
+    },
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
     "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
 }
@@ -164,6 +184,55 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
 
 
+@pytest.mark.parametrize(
+    ("differs", "refused"),
+    [
+        ({}, False),
+        ({"world_size": 3, "hidden_size": 96, "swiglu": False}, False),
+        ({"world_size": 3, "hidden_size": 96, "swiglu": True}, True),
+        ({"num_experts": 4}, True),
+        ({"num_experts": 4, "save": None}, False),
+        ({"num_experts": 4, "tensor_model_parallel_size": 2}, False),
+        ({"padded_vocab_size": 260}, True),
+        ({"qk_layernorm": True, "kv_channels": 4}, True),
+        ({"multi_latent_attention": True, "kv_lora_rank": 20}, True),
+    ],
+)
+def test_shards_are_saved_where_rows_divide(differs: dict[str, Any], refused: bool) -> None:
+    megatron = {"use_torch_fsdp2": True, "save": "checkpoints", "world_size": 8}
+    megatron |= {"hidden_size": 64, "kv_channels": 4, "num_attention_heads": 16} | differs
+    get = Settings(Namespace(**megatron), SparseBalanceConfig())
+    assert shards_unequally(get) == refused
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs", "refused"),
+    [
+        (2, 1, {}, True),
+        (1, 4, {}, True),
+        (2, 4, {}, False),
+        (1, 1, {}, False),
+        (2, 1, {"no_load_optim": True}, False),
+        (2, 1, {"num_experts": None}, False),
+        (2, 1, {"load": None}, False),
+    ],
+)
+def test_optimizers_of_experts_on_one_rank_and_on_several_are_not_mixed(
+    saved: int, now: int, differs: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        *(unsupported, "arguments_of_weights"),
+        lambda args, resumed: Namespace(expert_model_parallel_size=saved),
+    )
+    given = {"num_experts": 4, "no_load_optim": False, "load": "checkpoints"} | differs
+    args = Namespace(**given, expert_model_parallel_size=now)
+    if refused:
+        with pytest.raises(ConfigError, match="--no-load-optim"):
+            check_resumed_optimizer(args)
+    else:
+        check_resumed_optimizer(args)
+
+
 SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "--pipeline-model-parallel-size": {"pipeline_model_parallel_size": 1},
     "--num-layers-per-virtual-pipeline-stage": {"num_layers_per_virtual_pipeline_stage": 2},
@@ -178,17 +247,13 @@ SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--moe-paged-stash": {"moe_paged_stash": True},
 }
-SEGMENTS_REFUSED_HERE: dict[str, dict[str, Any]] = {
-    "--sparse-balance-selection": {"selection": "vertical-slash-last-queries"},
-}
 
 
 @pytest.mark.parametrize("flag", SEGMENTS)
 def test_what_is_refused_with_segments(flag: str) -> None:
     def check(max_segments: int, refused: bool) -> None:
         given = SEGMENTS_REFUSED.get(flag, {}) if refused else {}
-        here = SEGMENTS_REFUSED_HERE.get(flag, {}) if refused else {}
-        config = SparseBalanceConfig(max_segments=max_segments, **here)
+        config = SparseBalanceConfig(max_segments=max_segments)
         megatron = {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
         check_segments(Settings(Namespace(**megatron | given), config))
 
@@ -261,6 +326,15 @@ def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: Argu
             "--sparse-balance-max-tokens-per-micro-batch 100",
             "with --seq-length 256: .* use at least 256",
         ),
+        (
+            "--use-torch-fsdp2 --pipeline-model-parallel-size 2",
+            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
+        ),
+        (
+            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
+            "--moe-token-dispatcher-type alltoall",
+            "^--expert-model-parallel-size 4: .* or no FSDP2",
+        ),
     ],
 )
 def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: ArgumentParser) -> None:
@@ -269,15 +343,21 @@ def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: Argum
 
 
 @pytest.mark.parametrize(
-    "sharing", ["--context-parallel-size 2", "--sparse-balance-max-context-parallel 4"]
+    "sharing",
+    [
+        "--context-parallel-size 2",
+        "--sparse-balance-max-context-parallel 4",
+        "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
+    ],
 )
-def test_a_selection_that_needs_the_last_queries_refuses_shared_micro_batches(
+def test_a_selection_that_needs_the_last_queries_refuses_divided_documents(
     sharing: str, megatron_parser: ArgumentParser
 ) -> None:
     selection = "vertical-slash-last-queries"
     words = (*SUPPORTED, "--sparse-balance-selection", selection)
     check_typed_flags(megatron_parser, words)
-    complaint = f"^--sparse-balance-selection {selection} with {sharing}: .* use vertical-slash, or"
+    divided = " ".join(sharing.split()[:2])
+    complaint = f"^--sparse-balance-selection {selection} with {divided}: .* use vertical-slash, or"
     with pytest.raises(ConfigError, match=complaint):
         check_typed_flags(megatron_parser, (*words, *sharing.split()))
 

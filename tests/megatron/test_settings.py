@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.cost.experts import ExpertShape
+from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.settings import (
     expert_group_ranks,
@@ -75,6 +76,21 @@ def test_experts_are_those_of_the_layers_that_have_them() -> None:
     found = expert_shape(SimpleNamespace(**vars(plain) | shared))
     assert found == replace(shape, ffn_hidden_size=256, shared_ffn_hidden_size=96)
     assert expert_shape(SimpleNamespace(num_moe_experts=None)) is None
+    assert expert_shape(SimpleNamespace(**vars(plain) | {"moe_layer_freq": [0] * 4})) is None
+
+
+@pytest.mark.parametrize(
+    ("differs", "complaint"),
+    [
+        *(({"moe_layer_freq": each}, "--moe-layer-freq") for each in (0, -1, [1], [0, 1, 2, 1])),
+        ({"moe_router_topk": 9}, "--moe-router-topk 9: .* at most --num-experts 8"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(differs: dict[str, Any], complaint: str) -> None:
+    model = {"num_layers": 4, "num_moe_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2}
+    model |= {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": None}
+    with pytest.raises(ConfigError, match=complaint):
+        expert_shape(SimpleNamespace(**model | differs))
 
 
 def config(**fields: Any) -> SimpleNamespace:

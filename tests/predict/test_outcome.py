@@ -64,6 +64,12 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
             found = predict(row.of(given))
             for held, most in zip(found.stages, found.stages_at_most, strict=True):
                 assert held.total_bytes <= most.total_bytes
+    # A sample of 64 blocks, of which each rank holds 8.
+    layout = {"ranks": 8, "stages": 1, "context_parallel_size": 8, "micro_batches": 8}
+    shared = workload(cap_tokens=1024, **layout)
+    for row in (*rows_of(shared).values(), dense_row(shared)):
+        found = predict(row.of(shared))
+        assert found.stages[0].total_bytes <= found.stages_at_most[0].total_bytes
     segments = workload(config={"max_segments": 4, "segment_tokens": 256})
     found = predict(best_row(segments).of(segments))
     for held, most in zip(found.stages, found.stages_at_most, strict=True):
@@ -103,8 +109,10 @@ def test_experts_take_time_and_memory() -> None:
     held = [each.stages[0].weights_bytes for each in apart]
     assert held[0] > held[1]
     assert apart[0].makespan_ms < apart[1].makespan_ms  # tokens travel
-    sharded = outcome(model=model, sharded_parameters=True)
-    assert sharded.stages[0].weights_bytes < held[0]
+    whole, sharded = (
+        outcome(model=model, stages=1, sharded_parameters=each) for each in (False, True)
+    )
+    assert sharded.stages[0].weights_bytes < whole.stages[0].weights_bytes
 
 
 def test_a_mean_over_tokens_is_held_by_true_losses_of_samples() -> None:

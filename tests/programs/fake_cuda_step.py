@@ -81,12 +81,11 @@ def count_wait(*_: Any) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Counts waits and copies by who asks, and flash kernels; a number that is waited for is 1."""
+    """Counts waits and copies by who asks; a number that is waited for is 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: Counter[str] = Counter()
-        self.flash: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -97,8 +96,6 @@ class Watch(TorchDispatchMode):
             count_wait()
             return 1.0
         result = function(*arguments, **keywords)
-        if "flash" in name:
-            self.flash[name] += 1
         if name in ("aten::_to_copy", "aten::copy_"):
             source = arguments[1] if name == "aten::copy_" else arguments[0]
             if source.device != result.device and source.ndim:
@@ -254,7 +251,6 @@ def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any)
     found = {
         "waits": WAITS,
         "copies": watch.copies,
-        "flash": watch.flash,
         "launches": Counter(kernel.fn.__name__ for kernel, *_ in launched.seen),
         "compiled": {each: launched.compile(int(each)) for each in CAPABILITIES.split(",") if each},
     }

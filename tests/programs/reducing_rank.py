@@ -72,17 +72,26 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
         spans.append(("forward", 1, 1.5))
     measured, _ = reducer.reduce(
         segments_M=(1, 2),
+        most_segments=2,
         times=StepTimes(
             schedule_ms=40.0 + rank,
             start_unix_s=None,
             spans=tuple(
                 Span(direction, 0, position, 5.0, 5.0 + ms) for direction, position, ms in spans
             ),
-            # Rank 1 waits 0.5 ms in a collective of forward 0, rank 0 6 ms in two of backward 0.
+            # Rank 1 waits 0.5 ms in a collective of forward 0, rank 0 6 ms in two of backward 0. In
+            # backward 1 each waits 3 ms in a segment of its own, 1 ms in a pass of its own.
             collectives=(
                 CollectiveTime("forward", 0, 0, 1, 0.25),
                 CollectiveTime("forward", 0, 0, 2, 0.25 + 0.5 * rank),
                 *(CollectiveTime("backward", 0, 0, x, 1.0 + 3.0 * (1 - rank)) for x in (4, 5)),
+                *(
+                    CollectiveTime("backward", 0, 1, x, 0.5 + waits, segment, passes_before)
+                    for x, segment, passes_before, waits in (
+                        *((4, 0, 0, 3.0 * (1 - rank)), (4, 1, 0, 3.0 * rank)),
+                        *((5, 1, 0, 1.0 * (1 - rank)), (5, 1, 1, 1.0 * rank)),
+                    )
+                ),
             ),
         ),
         observed=ObservedCoverage.gather(seen(rank, layer) for layer in (0, 1)),

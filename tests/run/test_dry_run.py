@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.run import dry_run
+from sparsebalance_megatron.run.dry_run_report import _positions
 from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
@@ -180,6 +182,33 @@ def test_what_would_stop_training_is_one_line(
     (line,) = (line for line in result.stderr.splitlines() if "sparse balance: error:" in line)
     assert expected in line
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, True),
+        ({"seq_length": 40960}, False),
+        ({"position_embedding_type": "yarn"}, False),
+        ({"use_rope_scaling": True}, False),
+        ({"rotary_seq_len_interpolation_factor": 4}, False),
+        ({"tokenizer_model": None}, False),
+    ],
+)
+def test_sequences_beyond_the_models_positions_are_told(
+    changed: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
+    args = {
+        "seq_length": 131072,
+        "tokenizer_model": str(tmp_path),
+        "position_embedding_type": "rope",
+        "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+    lines = _positions(Namespace(**args | changed))
+    assert len(lines) == told
+    assert not told or "--seq-length 131,072 is beyond the 40,960 of " in lines[0]
 
 
 def test_a_dry_run_without_the_plugin_is_refused() -> None:

@@ -100,6 +100,32 @@ def test_the_finished_run_equals_one_that_never_stopped(
     assert_same_steps(finished.steps, whole.steps)
 
 
+@pytest.mark.parametrize(
+    ("flags", "environment", "told"),
+    [
+        (
+            ("--sparse-balance-max-context-parallel", "2"),
+            {"GLOO_SOCKET_IFNAME": "nosuch0"},
+            r"by RuntimeError: .*nosuch0; set GLOO_SOCKET_IFNAME .*\(so did rank",
+        ),
+        (
+            ("--train-iters", "3", "--lr-warmup-iters", "5"),
+            {},
+            r"by AssertionError \(optimizer_param_scheduler\.py:\d+\): assert .*lr_warmup_steps",
+        ),
+    ],
+    ids=["interface", "assertion"],
+)
+def test_a_start_that_fails_on_every_rank_names_its_cause(
+    flags: tuple[str, ...], environment: dict[str, str], told: str, documents: Path
+) -> None:
+    run = train(2, documents, *flags, environment=environment, timeout_s=ENDS_WITHIN_S)
+    assert run.exit_code == 1
+    (line,) = (line for line in run.output.splitlines() if line.startswith("sparse balance: rank"))
+    assert re.search(told, line), line
+    assert "look at the network" not in run.output
+
+
 def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
     """Two hours back and forth, on one rank: what is measured and waited for is not by them."""
     run = _train(

@@ -13,6 +13,7 @@ from torch.distributed import DistBackendError, HashStore
 
 from sparsebalance_megatron.run.failure_report import Failure, describe, failure_of, failure_report
 
+NO_INTERFACE = "[gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth7"
 ECHO = ("RuntimeError: Timed out", True)
 DESCRIBED = {
     "the cause, not its echo": (
@@ -23,6 +24,10 @@ DESCRIBED = {
     "silent": (
         {0: ECHO},
         *(12, ["from ranks 1, 2, 3, 4, 5, 6, 7, 8, ..., which hang", "Timed out, waiting for"]),
+    ),
+    "no interface": (
+        {0: (NO_INTERFACE, False), 1: (NO_INTERFACE, False)},
+        *(2, [f"by {NO_INTERFACE} (so did rank 1)"]),
     ),
     "all waited": ({0: ECHO, 1: ECHO}, 2, ["look at the network"]),
     "terminated": ({1: ("Terminated", True), 0: ECHO}, 2, ["rank 1", "by Terminated"]),
@@ -47,11 +52,34 @@ def test_the_ranks_to_blame_are_named(case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError(NO_INTERFACE),
+            f"RuntimeError: {NO_INTERFACE}; set GLOO_SOCKET_IFNAME to an ",
+        ),
+        (DistBackendError("Bootstrap : no socket interface found"), "set NCCL_SOCKET_IFNAME to "),
+        (AssertionError(), "AssertionError (test_failure_report.py:"),
+        (AssertionError("too few"), "): too few"),
+        (KeyError("weights"), "KeyError: 'weights'"),
+    ],
+)
+def test_an_error_names_the_place_or_the_remedy(error: Exception, told: str) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        found = failure_of(caught, 0, 0)
+    assert told in found.error
+    assert not isinstance(error, AssertionError) or error.args or "): raise error" in found.error
+
+
+@pytest.mark.parametrize(
     ("error", "waited"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
         (DistBackendError("NCCL error"), True),
         (RuntimeError("CUDA out of memory"), False),
+        (RuntimeError(NO_INTERFACE), False),
         (ValueError("timed out waiting for nothing"), False),
     ],
 )
@@ -90,6 +118,11 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
     # Megatron may be imported here for the first time, which prints lines of its own.
     lines = capfd.readouterr().err.splitlines()
     return [line for line in lines if line.startswith("sparse balance")]
+
+
+def test_a_report_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    (line,) = end_together(capfd, {0: KeyError("long" * 5000 + "\n")})
+    assert "by KeyError: 'longlong" in line and len(line) < 1100
 
 
 def test_one_rank_reports_for_all(capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,6 @@ FLAGS = (
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
 )
-FLASH = ("--sparse-balance-attention", "flash")
 STATIC = ("--sparse-balance-context-parallel", "static")
 EXPERTS = (
     *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
@@ -93,7 +92,6 @@ def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_p
     found = _step(tmp_path, *selects, capabilities="90")
     check_waits_and_copies(found)
     assert found["compiled"]["90"].keys() == found["launches"].keys()
-    assert not found["flash"]
 
 
 @pytest.mark.process
@@ -126,32 +124,6 @@ def test_ranks_of_an_expert_group_wait_nowhere_else(tmp_path: Path) -> None:
     # Of this rank's experts, to and from other ranks, of tensor-parallel ranks, of each expert.
     assert (waits, copies) == (layers, 5 * layers)
     check_waits_and_copies(found)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param((), id="alone"),
-        pytest.param(
-            ("--context-parallel-size", "2", *STATIC), id="shared", marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            ("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
-            id="segments",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_steps_of_torchs_flash_kernels_wait_nowhere_else(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The router's kernels are Triton's."""
-    found = _step(tmp_path, *flags, *FLASH, ranks=2 if flags else 1)
-    check_waits_and_copies(found, flags)
-    assert "_delta_kernel" not in found["launches"]
-    assert found["flash"]["aten::_flash_attention_forward"] > 0
-    assert found["flash"]["aten::_flash_attention_backward"] > 0
 
 
 @pytest.mark.nightly

@@ -110,6 +110,53 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.nightly
+def test_experts_resume_on_more_ranks_and_not_on_one(tmp_path: Path) -> None:
+    """With budgets fixed, losses do not depend on who holds which experts."""
+    prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS)
+    flags += ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
+    flags += ("--sparse-balance-tuning", "off", "--sparse-balance-device", "cpu")
+
+    def train(name: str, ranks: int, *more: str) -> TrainingRun:
+        return run_training(ranks, (*flags, *more), log_dir=tmp_path / name)
+
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
+    whole = train("whole", 2, *save).require_success()
+    load = ("--load", save[1], "--ckpt-step", "2", "--expert-model-parallel-size")
+    more = train("more", 4, *load, "4").require_success()
+    assert more.logged("iteration") == [3, 4]
+    assert more.logged("lm_loss") == pytest.approx(whole.logged("lm_loss")[2:], rel=1e-5)
+    one = train("one", 1, *load, "1")
+    assert one.exit_code == 2
+    assert f"--load {save[1]}: saved with --expert-model-parallel-size 2" in one.output
+    weights = train("weights", 1, *load, "1", "--no-load-optim").require_success()
+    assert weights.logged("lm_loss")[0] == pytest.approx(whole.logged("lm_loss")[2], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_routers_count_no_padding(tmp_path: Path) -> None:
+    """Packed sequences are padded to a multiple of the two ranks, which compute half of each."""
+    prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
+    experts = (
+        EXPERTS.replace("--expert-model-parallel-size 2", "")
+        + """
+        --moe-router-enable-expert-bias --moe-router-score-function sigmoid
+        --tensor-model-parallel-size 2 --sequence-parallel"""
+    )
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *experts.split(), "--train-iters", "2")
+    data = ("--data-path", str(prefix), "--sparse-balance-device", "cpu")
+    program = (str(PROGRAMS / "counting_experts.py"),)
+    run = run_training(
+        2, (*flags, *data), log_dir=tmp_path / "log", program=program
+    ).require_success()
+    assert any(run.logged("padded_tokens"))
+    counts = [int(count) for count in re.findall(r"experts chosen: (\d+)", run.output)]
+    layers, top_k = 4, 2
+    assert sum(counts) == layers * top_k * sum(run.logged("tokens"))
+    assert len(counts) == 4
+
+
 @pytest.mark.distributed
 def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
     tmp_path: Path,

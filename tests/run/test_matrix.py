@@ -93,6 +93,7 @@ class Model(NamedTuple):
     data: str = "any"
 
 
+EXACT = ("--sparse-balance-mode", "exact")
 LLAMA = (*MODEL_FLAGS, "--use-rope-scaling")
 LLAMA_YARN = (*without(MODEL_FLAGS, "--position-embedding-type"), *YARN.split())
 # Tensor-parallel ranks share the only KV head.
@@ -120,6 +121,11 @@ MODELS = {
     ),
     "layers": Model(
         (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
+    ),
+    "exact": Model((*LLAMA, *EXACT), "makespan", "llama"),
+    "exact experts": Model(
+        *((*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0", *EXACT), "makespan"),
+        *("experts", FEW_ROUNDINGS, "even"),
     ),
     "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
     "latent": Model(
@@ -172,6 +178,8 @@ LAYOUTS = {
     ),
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
+    "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
+    "exact-pipeline": Layout("exact", 2, PIPELINE),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -212,6 +220,7 @@ SHARED_ROWS = {
     "context-layers-ring": Layout(
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
     ),
+    "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-latent-ring": Layout(
@@ -254,6 +263,7 @@ CUTS = {
     ),
     "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
     "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
+    "segments-exact": ("exact", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
@@ -274,6 +284,7 @@ POSITIONS = {
         f"{SEQUENCE} {SELECTIVE}",
         WITH_NORMS,
     ),
+    "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
     "positions-context": Layout(
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
@@ -294,6 +305,9 @@ PER_PUSH = frozenset(
         "wide",
         "wide-pipeline",
         "positions",
+        "exact-pipeline",
+        "segments-exact",
+        "positions-exact",
     }
 )
 """They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
@@ -489,8 +503,10 @@ def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
     words = MODELS[model].data.split()
     prefixes = [word if word[0].isdigit() else str(documents / word) for word in words]
     data = ("--data-path", *prefixes, "--ckpt-format", "torch_dist")
-    plan_settings = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
-    return (*BALANCE_FLAGS, *data, *plan_settings)
+    placed = ("--sparse-balance-batching", batching)
+    if EXACT[0] in MODELS[model].flags:
+        return (*without(BALANCE_FLAGS, "--sparse-balance-base-budget"), *data, *placed)
+    return (*BALANCE_FLAGS, *data, *placed, "--sparse-balance-tuning", "off")
 
 
 def on_two_cores(calls: list) -> list:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, TrainingRun, run
 from harness import train as train_small_model
 from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, LONGEST_TOKENS, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
+from megatron.core.dist_checkpointing import load_common_state_dict
 from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -23,6 +25,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
 from sparsebalance_megatron.run.inputs import source_record
 from sparsebalance_megatron.run.session import compare_runs
 
@@ -93,6 +96,27 @@ def test_ways_of_main_to_load_change_nothing(documents: Path, tmp_path: Path) ->
     assert resumed.grad_norms == whole.grad_norms[2:]
     for quantity in ("lm_loss", "tokens"):
         assert resumed.logged(quantity) == whole.logged(quantity)[2:], quantity
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_the_first_blocks_of_its_checkpoint(
+    documents: Path, tmp_path: Path
+) -> None:
+    def train(until: int, *flags: str) -> str:
+        save = ("--save", str(tmp_path), "--save-interval", "1", "--ckpt-format", "torch_dist")
+        load = ("--load", str(tmp_path), "--override-opt-param-scheduler")
+        flags = (*save, *load, "--train-iters", str(until), *flags)
+        return train_small_model(1, documents, *flags).require_success().output
+
+    said = "--sparse-balance-first-blocks is 0, as in the checkpoint"
+    train(1, "--sparse-balance-first-blocks", "0")
+    assert said in train(2)
+    saved = load_common_state_dict(str(tmp_path / "iter_0000002"))["args"]
+    assert trained_first_blocks(saved) == 0
+    assert trained_first_blocks(Namespace(sparse_balance=True)) == 0  # a release before the flag
+    changed = train(3, "--sparse-balance-first-blocks", "1")
+    assert said not in changed
+    assert "coverage starts afresh: selection token-query-head measured it" in changed
 
 
 @pytest.mark.distributed

@@ -195,18 +195,20 @@ def test_collectives_belong_to_the_forward_or_backward_that_runs():
         # A recomputed forward runs within backward.
         collective(2, 3.0 + position)
         collective(1, 5.0)
+        collective(2, 1.0)
         recorder.stop(BACKWARD_TIMER)
     recorder.start(FORWARD_TIMER)
     collective(0, 9.0)
     recorder.stop(FORWARD_TIMER)
     assert recorder.times().collectives is None
     assert recorder.times(collectives=True).collectives == tuple(
-        (direction, 0, position, number, ms)
+        (direction, 0, position, number, ms, 0, passes_before)
         for position in (0, 1)
-        for direction, number, ms in (
-            ("forward", 2, 1.0 + position),
-            ("backward", 2, 3.0 + position),
-            ("backward", 1, 5.0),
+        for direction, number, ms, passes_before in (
+            ("forward", 2, 1.0 + position, 0),
+            ("backward", 2, 3.0 + position, 0),
+            ("backward", 1, 5.0, 0),
+            ("backward", 2, 1.0, 1),
         )
     )
     recorder.begin_step()

@@ -80,7 +80,7 @@ def test_dense_evaluation_is_that_of_budgets_that_cover_everything(
 ) -> None:
     """Weights as good as stand still, so that base budgets of training make no difference."""
     evaluate = ("--split", "50,25,25", "--eval-iters", "2", "--eval-interval", "1")
-    still = ("--lr", "1e-30", "--train-iters", "2")
+    still = ("--lr", "1e-30", "--train-iters", "2", "--sparse-balance-base-budget", "2")
 
     def evaluated(name: str, *flags: str) -> TrainingRun:
         return _train(

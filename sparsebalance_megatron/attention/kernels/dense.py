@@ -32,7 +32,7 @@ def forward(
     """Attend within documents; see :class:`.contract.Kernel`."""
     layout = selection.query_layout
     if not host_may_read(q_THD.device):
-        out_THF, lse_HT = varlen.attend(q_THD, k_TGD, v_TGF, _segments(layout, softmax_scale))
+        out_THF, lse_HT = varlen.attend(q_THD, k_TGD, v_TGF, _on_device(layout, softmax_scale))
         return out_THF, lse_HT.T
     q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
@@ -45,7 +45,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     layout, scale = saved.selection.query_layout, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
     if not host_may_read(dout_THF.device):
-        return varlen.attend_backward(*inputs, saved.lse_TH.T, _segments(layout, scale))
+        return varlen.attend_backward(*inputs, saved.lse_TH.T, _on_device(layout, scale))
     wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
     gradients = [torch.empty_like(x) for x in wide[1:4]]
     add_gradients_of_documents(_documents(layout), (*wide, saved.lse_TH), gradients, scale)
@@ -57,8 +57,8 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Say what torch's kernels do not serve on CUDA."""
     if host_may_read(q_THD.device):
         return None
-    if selection.query_layout.documents > varlen.MOST_SEGMENTS:
-        return f"serves {varlen.MOST_SEGMENTS} documents, not {selection.query_layout.documents}"
+    if selection.query_layout.documents > varlen.MOST_DOCUMENTS:
+        return f"serves {varlen.MOST_DOCUMENTS} documents, not {selection.query_layout.documents}"
     return varlen.obstacle(q_THD.device, q_THD.dtype, max(q_THD.shape[2], v_TGF.shape[2]))
 
 
@@ -107,13 +107,8 @@ def _documents(layout: PackedLayout) -> list[slice]:
     return list(starmap(slice, pairwise(layout.cu_seqlens)))
 
 
-def _segments(layout: PackedLayout, softmax_scale: float) -> varlen.Segments:
+def _on_device(layout: PackedLayout, softmax_scale: float) -> varlen.Documents:
     longest = int(layout.grid.tokens_S.max())
-    return varlen.Segments(
-        queries_A1=layout.bounds_S1,
-        keys_A1=layout.bounds_S1,
-        longest_queries=longest,
-        longest_keys=longest,
-        causal=True,
-        softmax_scale=softmax_scale,
+    return varlen.Documents(
+        bounds_S1=layout.bounds_S1, longest_tokens=longest, softmax_scale=softmax_scale
     )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense attention of ragged segments by the FlashAttention kernels inside torch.
+"""Causal attention within documents by the FlashAttention kernels inside torch, on CUDA.
 
-A segment is some consecutive queries and some consecutive keys; ``bounds`` on the device say where
-each begins and ends. The kernels write nothing outside of segments: rows there hold whatever was
-in memory, which may be NaN. A query whose segment has no keys has output 0 and log-sum-exp +inf.
+Boundaries of documents lie on the device. The kernels write nothing outside of documents: rows
+there hold whatever was in memory, which may be NaN.
 
-Shape legend: T tokens of the queries, U of the keys, H query heads, G KV heads, D head dim of keys,
-F of values, W the widest head dim, A segments.
+Shape legend: T tokens, H query heads, G KV heads, D head dim of keys, F of values, W the widest
+head dim, S documents.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-MOST_SEGMENTS = 65_535
-"""A launch numbers its segments in a dimension of its grid that is no larger."""
+MOST_DOCUMENTS = 65_535
+"""A launch numbers its documents in a dimension of its grid that is no larger."""
 _ALIGNED_BYTES = 16
 _MOST_HEAD_DIM = 256
 _UNEVEN_HEAD_DIM = 192
@@ -37,62 +36,51 @@ _ARGUMENTS = {
     },
 }
 """What the calls below give by name."""
+_REMEDY = "attend over lists of blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
-    """Where segments begin and end, A + 1 int32 each on the device, and the longest on the host.
+class Documents:
+    """Boundaries of documents, S + 1 int32 on the device, and the longest in tokens on the host."""
 
-    With ``causal`` a segment's queries and keys are the same tokens.
-    """
-
-    queries_A1: Tensor
-    keys_A1: Tensor
-    longest_queries: int
-    longest_keys: int
-    causal: bool
+    bounds_S1: Tensor
+    longest_tokens: int
     softmax_scale: float
 
     def arguments(self) -> dict[str, Any]:
         """What both operations take by name."""
         return {
-            "cum_seq_q": self.queries_A1,
-            "cum_seq_k": self.keys_A1,
-            "max_q": self.longest_queries,
-            "max_k": self.longest_keys,
+            **dict.fromkeys(("cum_seq_q", "cum_seq_k"), self.bounds_S1),
+            **dict.fromkeys(("max_q", "max_k"), self.longest_tokens),
             "dropout_p": 0.0,
-            "is_causal": self.causal,
+            "is_causal": True,
             "scale": self.softmax_scale,
         }
 
 
 def attend(
-    q_THD: Tensor, k_UGD: Tensor, v_UGF: Tensor, segments: Segments
+    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, documents: Documents
 ) -> tuple[Tensor, Tensor]:
     """out_THF, and the natural log-sum-exp lse_HT of the scaled scores in float32."""
-    q, k, v = fitting(q_THD, k_UGD, v_UGF)
-    out_THW, lse_HT, *_ = _aten()._flash_attention_forward(
-        query=q, key=k, value=v, return_debug_mask=False, **segments.arguments()
+    q, k, v = _fitting(q_THD, k_TGD, v_TGF)
+    out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query=q, key=k, value=v, return_debug_mask=False, **documents.arguments()
     )
-    return out_THW[..., : v_UGF.shape[2]], lse_HT
+    return out_THW[..., : v_TGF.shape[2]], lse_HT
 
 
 def attend_backward(
     dout_THF: Tensor,
     q_THD: Tensor,
-    k_UGD: Tensor,
-    v_UGF: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
     out_THF: Tensor,
     lse_HT: Tensor,
-    segments: Segments,
+    documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from an output and a log-sum-exp that may be those of several parts.
-
-    A query whose log-sum-exp is +inf has probabilities of 0. A segment without queries gives its
-    keys gradients of 0.
-    """
-    dout, q, k, v, out = fitting(dout_THF, q_THD, k_UGD, v_UGF, out_THF)
-    dq, dk, dv = _aten()._flash_attention_backward(
+    """Gradients of q, k and v from the output and the log-sum-exp."""
+    dout, q, k, v, out = _fitting(dout_THF, q_THD, k_TGD, v_TGF, out_THF)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_out=dout,
         query=q,
         key=k,
@@ -102,24 +90,22 @@ def attend_backward(
         # Read where there is dropout.
         rng_state=q.new_empty(2, dtype=torch.uint64),
         unused=q.new_empty(0),
-        **segments.arguments(),
+        **documents.arguments(),
     )
     head_dim = q_THD.shape[2]
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., : v_UGF.shape[2]]
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., : v_TGF.shape[2]]
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Say why the kernels do not serve, and the remedy; None where they serve."""
-    if device.type != "cuda":
-        return f'needs CUDA, and q lies on {device}: use "auto"'
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         found = "{}.{}".format(*capability)
-        return f'needs a GPU of compute capability 8.0 or newer, not {found}: use "auto"'
+        return f"needs a GPU of compute capability 8.0 or newer, not {found}; {_REMEDY}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f'computes in float16 and bfloat16, not in {dtype}: use "auto"'
+        return f"computes in float16 and bfloat16, not in {dtype}; {_REMEDY}"
     if head_dim > _MOST_HEAD_DIM:
-        return f'serves head dims up to {_MOST_HEAD_DIM}, not {head_dim}: use "auto"'
+        return f"serves head dims up to {_MOST_HEAD_DIM}, not {head_dim}; {_REMEDY}"
     return missing_in_torch()
 
 
@@ -127,25 +113,21 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
 def missing_in_torch() -> str | None:
     """Say what torch's operations lack of what is called here, and the remedy."""
     if not torch.backends.cuda.is_flash_attention_available():
-        return f'needs a torch built with FlashAttention, {torch.__version__} is not: use "triton"'
+        return f"needs a torch built with FlashAttention, {torch.__version__} is not; {_REMEDY}"
     for name, given in _ARGUMENTS.items():
-        operation: Any = getattr(_aten(), name, None)
+        operation: Any = getattr(torch.ops.aten, name, None)
         known = set()
         if operation is not None:
             known = {argument.name for argument in operation.default._schema.arguments}
         if missing := sorted(given - known):
             return (
                 f"needs aten::{name} to take {', '.join(missing)}, which it does not in torch "
-                f'{torch.__version__}: install torch 2.8 to 2.14, or use "triton"'
+                f"{torch.__version__}; install torch 2.8 to 2.14, or {_REMEDY}"
             )
     return None
 
 
-def _aten() -> Any:
-    return torch.ops.aten
-
-
-def fitting(*xs_THD: Tensor) -> list[Tensor]:
+def _fitting(*xs_THD: Tensor) -> list[Tensor]:
     """The tensors at one head dim that the kernels have, zeros behind, aligned as they must be."""
     width = max(x.shape[2] for x in xs_THD)
     width = -(-width // 8) * 8 if width <= _UNEVEN_HEAD_DIM else _MOST_HEAD_DIM

@@ -140,18 +140,17 @@ class RunSummary:
 class Comparison:
     """Two runs over the same samples.
 
-    ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
-    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two,
-    and the explanation of the difference, are None unless both runs saw the same number of tokens
-    in every step; otherwise the steps hold different samples. ``differences``: settings that the
+    ``speedup``: the baseline's time over the run's, of all steps together. It and the explanation
+    of the difference are None unless both runs saw the same number of tokens in every step;
+    otherwise the steps hold different samples. ``speedup_of_medians``: the ratio of median
+    iteration times, which single steps sway more. ``differences``: settings that the
     runs do not share, one phrase each.
     """
 
     baseline: RunSummary
     sparse_balance: RunSummary
     speedup: float | None
-    speedup_paired: float | None
-    speedup_total: float | None
+    speedup_of_medians: float | None
     problems: tuple[str, ...]
     explanation: Explanation | None = None
     differences: tuple[str, ...] = ()
@@ -188,9 +187,8 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
     return Comparison(
         baseline=before,
         sparse_balance=after,
-        speedup=_ratio(before.iteration_ms_median, after.iteration_ms_median),
-        speedup_paired=_average(_ratio(*each) for each in timed),
-        speedup_total=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
+        speedup=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
+        speedup_of_medians=_ratio(before.iteration_ms_median, after.iteration_ms_median),
         problems=tuple(problems),
         explanation=explain(pairs),
         differences=differing,

@@ -47,15 +47,15 @@ def headline(numbers: RunSummary | Comparison) -> str:
 
 
 def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
-    if comparison.speedup is None:
+    if comparison.speedup_of_medians is None:
         return "Speedup: not measured, because a run has no iteration times."
-    if comparison.speedup_total is None:
+    if comparison.speedup is None:
         return (
-            f"Measured: {comparison.speedup:.2f} times as fast as {baseline} by median "
+            f"Measured: {comparison.speedup_of_medians:.2f} times as fast as {baseline} by median "
             "iterations. Total times are not compared: the runs share no timed step, or saw other "
             "samples."
         )
-    words = f"Measured: {comparison.speedup_total:.2f} times as fast as {baseline}"
+    words = f"Measured: {comparison.speedup:.2f} times as fast as {baseline}"
     why = comparison.explanation
     if why is None:
         return f"{words}."

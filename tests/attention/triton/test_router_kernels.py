@@ -46,8 +46,8 @@ def _inputs(tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Ten
     return _integers((tokens, heads, 16), tokens), _integers((tokens, kv_heads, 16), tokens + 1)
 
 
-def _selector(selection: str, router: Router) -> BlockTopK:
-    selector = selector_named(selection)
+def _selector(selection: str, router: Router, first_blocks: int | None = None) -> BlockTopK:
+    selector = selector_named(selection, first_blocks=first_blocks)
     assert isinstance(selector, BlockTopK)
     return dataclasses.replace(selector, router=router)
 
@@ -61,9 +61,10 @@ def _ranked(
     max_budget: int,
     observe: bool,
     softmax_scale: float = 0.02,
+    first_blocks: int | None = None,
 ) -> Ranking:
     return rank_sequence(
-        _selector(selection, router),
+        _selector(selection, router, first_blocks),
         *(*inputs, layout),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
@@ -100,21 +101,35 @@ def test_means_are_the_same(cu_seqlens: list[int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.parametrize(
-    ("cu_seqlens", "max_budget", "dtype"),
+    ("cu_seqlens", "max_budget", "first_blocks", "dtype"),
     [
-        ([0, 53], 3, torch.float32),
-        ([0, 21, 29, 70, 71], 17, torch.bfloat16),
-        ([0, 1], 1, torch.float16),
+        ([0, 53], 3, 0, torch.float32),
+        ([0, 53], 3, 1, torch.float32),
+        ([0, 21, 29, 70, 71], 17, 3, torch.bfloat16),
+        ([0, 1], 1, 1, torch.float16),
     ],
 )
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_lists_and_mass_are_those_of_torch(
-    selection: str, cu_seqlens: list[int], max_budget: int, dtype: torch.dtype, observe: bool
+    selection: str,
+    cu_seqlens: list[int],
+    max_budget: int,
+    first_blocks: int,
+    dtype: torch.dtype,
+    observe: bool,
 ) -> None:
     layout = packed_layout(cu_seqlens, BLOCK, DEVICE)
     q_THD, k_TGD = (x.to(dtype) for x in _inputs(layout.tokens))
     kernel, plain = (
-        _ranked(selection, router, (q_THD, k_TGD), layout, max_budget=max_budget, observe=observe)
+        _ranked(
+            selection,
+            router,
+            (q_THD, k_TGD),
+            layout,
+            max_budget=max_budget,
+            observe=observe,
+            first_blocks=first_blocks,
+        )
         for router in ROUTERS
     )
     _assert_same(kernel, plain)

@@ -22,11 +22,14 @@ AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 BLACKWELL: Capability = (10, 0)
 BLACKWELL_ULTRA: Capability = (10, 3)
+OF_99_KIB: tuple[Capability, ...] = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""GPUs for graphics and workstations: A40, L40S, RTX PRO 6000, GB10 and their like."""
 SHARED_BYTES: dict[Capability, int] = {
     AMPERE: 163 << 10,
     HOPPER: 227 << 10,
     BLACKWELL: 227 << 10,
     BLACKWELL_ULTRA: 227 << 10,
+    **dict.fromkeys(OF_99_KIB, 99 << 10),
 }
 """Shared memory that one program may have (CUDA C++ programming guide, "Compute Capabilities"), of
 the GPUs that the table has shapes for."""
@@ -71,7 +74,7 @@ class _Shapes:
 # Of the shapes that fit a GPU's shared memory and registers under all Tritons from 3.4 to 3.9,
 # those that keep copies of the next tiles in flight, hardly spill in the loop, and have the least
 # instructions per product: for Hopper, by ``benchmarks/kernel_resources.py --candidates``, which
-# lists them all. Elsewhere a shape is Hopper's where that fits.
+# lists them all; for GPUs of 99 KiB among a dozen. Elsewhere a shape is Hopper's where that fits.
 _HOPPER = _Shapes(
     up_to_64=Tiles(
         forward=Tile(rows=128, columns=128, warps=8, stages=3),
@@ -103,13 +106,33 @@ _BLACKWELL = replace(
     ),
 )
 
+_IN_99_KIB = _Shapes(
+    up_to_64=Tiles(
+        forward=Tile(rows=128, columns=64, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
+        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+    ),
+    up_to_128=Tiles(
+        forward=Tile(rows=128, columns=32, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
+        key_gradient=Tile(rows=32, columns=128, warps=8, stages=3),
+    ),
+    up_to_256=Tiles(
+        forward=Tile(rows=32, columns=32, warps=4, stages=3),
+        query_gradient=Tile(rows=32, columns=32, warps=4, stages=3),
+        key_gradient=Tile(rows=16, columns=32, warps=4, stages=3),
+    ),
+)
 _SMALL = Tile(rows=32, columns=32, warps=4, stages=1)
+_SMALLEST = Tile(rows=16, columns=16, warps=4, stages=1)
 _FLOAT32 = Tiles(forward=_SMALL, query_gradient=_SMALL, key_gradient=_SMALL)
+_WIDE_FLOAT32_IN_99_KIB = Tiles(forward=_SMALL, query_gradient=_SMALLEST, key_gradient=_SMALLEST)
 _BY_QUERY_BLOCK = {
     AMPERE: _AMPERE,
     HOPPER: _HOPPER,
     BLACKWELL: _BLACKWELL,
     BLACKWELL_ULTRA: _BLACKWELL,
+    **dict.fromkeys(OF_99_KIB, _IN_99_KIB),
 }
 
 
@@ -127,4 +150,6 @@ def tiles_of(k_TGD: Tensor, v_TGF: Tensor) -> Tiles:
 
 def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The table's row for a head dim, a dtype's size and a GPU of ``SHARED_BYTES``."""
-    return _FLOAT32 if element_bytes > 2 else _BY_QUERY_BLOCK[capability].of(head_dim)
+    if element_bytes <= 2:
+        return _BY_QUERY_BLOCK[capability].of(head_dim)
+    return _WIDE_FLOAT32_IN_99_KIB if head_dim > 128 and capability in OF_99_KIB else _FLOAT32

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to Megatron's ``.bin`` and ``.idx`` files, which get their names when complete."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
+from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.json_file import refuse_output_over_input
+
+_TOKEN_SUFFIXES = (".bin", ".idx")
+_MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
+_LARGEST_UINT16_VOCABULARY = 65499
+"""Megatron's preprocessing stores larger vocabularies as int32."""
+
+
+class DatasetWriter:
+    """Context manager that writes tokens and loss masks in Megatron's format.
+
+    Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
+    was written. The loss mask is kept only if some token is masked. Several processes may write to
+    one prefix: each has files of its own, and they get their names together. ``vocab_size`` decides
+    the stored dtype, uint16 or int32, as Megatron's preprocessing does.
+    """
+
+    def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
+        check_output(prefix, overwrite=overwrite)
+        self._prefix = prefix
+        self._overwrite = overwrite
+        self.any_masked = False
+        self.lengths_tokens: list[int] = []
+        self._dtype = np.uint16 if vocab_size <= _LARGEST_UINT16_VOCABULARY else np.int32
+        self._texts: Mapping[str, str] = {}
+        self._tokens = self._partial(".bin").open("wb")
+        self._masks = self._partial(f"{LOSS_MASK_SUFFIX}.bin").open("wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for file in (self._tokens, self._masks):
+            # Of a full disk: what is buffered has nowhere to go.
+            with suppress(OSError):
+                file.close()
+        for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, *self._texts):
+            self._partial(suffix).unlink(missing_ok=True)
+
+    def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """Append a document: token ids, and per token whether predicting it counts (0 or 1)."""
+        self._tokens.write(tokens.astype(self._dtype).tobytes())
+        self._masks.write(mask.astype(np.uint8).tobytes())
+        self.lengths_tokens.append(len(tokens))
+        self.any_masked |= not mask.all()
+
+    def commit(self, texts: Mapping[str, str]) -> None:
+        """Finish the files and give them their names, replacing an older data set.
+
+        The index, without which nothing reads a data set, gets its name after the data; the last of
+        ``texts`` (suffix such as ``.json`` -> content) comes last of all.
+        """
+        self._close()
+        self._texts = dict(texts)
+        write_index(self._partial(".idx"), self.lengths_tokens, self._dtype)
+        write_index(self._partial(f"{LOSS_MASK_SUFFIX}.idx"), self.lengths_tokens, np.uint8)
+        for suffix, text in texts.items():
+            path = self._partial(suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        masks = _MASK_SUFFIXES if self.any_masked else ()
+        with _locked(Path(self._prefix).parent):
+            check_output(self._prefix, overwrite=self._overwrite)
+            for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
+                Path(self._prefix + suffix).unlink(missing_ok=True)
+            for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
+                self._partial(suffix).replace(self._prefix + suffix)
+
+    def _close(self) -> None:
+        self._tokens.close()
+        self._masks.close()
+
+    def _partial(self, suffix: str) -> Path:
+        return Path(f"{self._prefix}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other writers to a folder out, where its file system can lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Refuse a prefix that names no file, an input, or an existing data set that must stay."""
+    if prefix.rpartition("/")[2] in ("", ".", ".."):
+        raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
+    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
+    for path in outputs:
+        refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
+    existing = [str(path) for path in outputs if os.path.exists(path)]
+    if existing and not overwrite:
+        raise DataError(
+            f"--output-prefix {prefix}: {', '.join(existing)} exists; choose another prefix or "
+            "pass --overwrite"
+        )

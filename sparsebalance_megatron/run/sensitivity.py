@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sensitive a model's layers are: one dense pass of training's own model over training samples.
+
+It is Megatron's evaluation under training's flags, so weights, layout and data are those of the
+run. Every rank counts the peaks of far attention of its layers, heads and samples; the counts of
+all ranks add up.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import torch
+
+from sparsebalance_megatron import __version__
+from sparsebalance_megatron.config import ConfigError, flag_name
+from sparsebalance_megatron.cost.sensitivity import Sensitivities
+from sparsebalance_megatron.megatron.arguments import (
+    args_provider,
+    check_typed_flags,
+    destination,
+    early_flags,
+)
+
+QUANTILE = 0.99
+_MEASURE = "99th percentile of the greatest mass on one far block"
+_WITHOUT = {"log_dir": None, "eval_attention": "dense", "max_segments": 1, "sensitivity": None}
+"""Choices of the plugin that a pass over samples needs otherwise."""
+
+
+def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivities | None:
+    """Measure the model that training's flags describe, with the weights that they load.
+
+    Collective over the ranks that torchrun started; None on all but the first. Once per process.
+
+    Args:
+        flags: words after the program's name, with or without ``--sparse-balance``.
+        samples: at least so many training samples are read: whole evaluation batches.
+
+    Raises:
+        ConfigError: flags do not fit, or no sample has four blocks.
+    """
+    enabled = flag_name("enabled")
+    sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
+    sys.argv += ["--eval-iters", "0"]
+    _, device_type = early_flags(flags)
+    if device_type == "cpu":
+        from sparsebalance_megatron.megatron import cpu
+
+        cpu.install()
+    from sparsebalance_megatron.megatron.compat import (
+        megatron_version,
+        run_pretrain,
+        validated_arguments,
+    )
+    from sparsebalance_megatron.run.training_hooks import make_training_hooks
+
+    own = args_provider(enabled=True, on_cpu=device_type == "cpu")
+
+    def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
+        check_typed_flags(own(parser), sys.argv[1:])
+        return parser
+
+    args = validated_arguments(add_and_check_flags)
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            f"sensitivity: --context-parallel-size {args.context_parallel_size}: a rank must hold "
+            "whole samples; give 1, and a --seq-length that one rank holds"
+        )
+    args.save = None
+    for name, value in _WITHOUT.items():
+        setattr(args, destination(name), value)
+    hooks = make_training_hooks(args, device_type, lambda line: None)
+    session, peaks = hooks.session, hooks.counting_peaks()
+    args.eval_iters = -(-samples // session.inputs.settings.evaluation_batch_size)
+
+    def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
+        session.start(consumed_samples=0)
+        index = session.inputs.train
+        return None, session.evaluation_iterator(index, consumed_samples=0, vp_stage=vp_stage), None
+
+    dataset_provider.is_distributed = True  # type: ignore[attr-defined]
+    run_pretrain(
+        args,
+        dataset_provider=dataset_provider,
+        forward_step=hooks.forward_step,
+        layer_spec=hooks.layer_spec,
+    )
+    torch.distributed.all_reduce(peaks.counts_LX)
+    if args.rank > 0:
+        return None
+    block_size = session.inputs.config.block_size
+    sensitivities = tuple(peaks.quantile_L(QUANTILE))
+    if not any(sensitivities):
+        raise ConfigError(
+            f"sensitivity: none of the samples has more than three blocks of {block_size} tokens: "
+            f"give longer ones, or a smaller {flag_name('block_size')}"
+        )
+    return Sensitivities(
+        sensitivities=sensitivities,
+        measure=_MEASURE,
+        block_size=block_size,
+        samples=args.eval_iters * session.inputs.settings.evaluation_batch_size,
+        versions={
+            "sparsebalance-megatron": __version__,
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+        },
+        date=datetime.now(UTC).date().isoformat(),
+    )

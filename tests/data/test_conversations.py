@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What conversations become under templates of the field, and what of it is trained."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.tokenizers_of_tests import save_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data.conversations import (
+    RenderError,
+    render_conversation,
+    render_plain,
+)
+from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
+
+words = st.text(alphabet="ab \n", min_size=1, max_size=5)
+turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
+
+
+def messages_of(pairs: Sequence[tuple[str, str]]) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@given(pairs=turns)
+def test_plain_template_trains_what_assistants_say(pairs: list[tuple[str, str]]) -> None:
+    document = render_conversation(messages_of(pairs), render_plain)
+    assert document.text == "".join(f"{role}: {content}\n" for role, content in pairs)
+    assert document.trained_spans is not None
+    trained = [document.text[start:end] for start, end in document.trained_spans]
+    assert trained == [f"{content}\n" for role, content in pairs if role == "assistant"]
+    assert document.ends_trained == (pairs[-1][0] == "assistant")
+
+
+def test_template_that_rewrites_earlier_turns_is_refused() -> None:
+    def only_the_last_turn(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+        return render_plain(messages[-1:], open_assistant_turn)
+
+    conversation = messages_of([("user", "a"), ("assistant", "b"), ("user", "c")])
+    with pytest.raises(RenderError, match="turn 2"):
+        render_conversation(conversation, only_the_last_turn)
+
+
+def test_template_whose_prompt_is_not_what_a_turn_begins_with_is_refused() -> None:
+    """Where the assistant's words begin cannot be told."""
+
+    def another_prompt(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+        return render_plain(messages, False) + ("Now you: " if open_assistant_turn else "")
+
+    with pytest.raises(RenderError, match="turn 2"):
+        render_conversation(messages_of([("user", "a"), ("assistant", "b")]), another_prompt)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ENDS_EXACTLY = CHATML.replace("<|im_end|>\n", "<|im_end|>")
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""As Qwen3: tools first, calls as JSON, an empty think block before answers."""
+MARKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+TIME = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ strftime_now('%f') }}"
+TALK: list[Message] = [
+    {"role": "user", "content": "is it?"},
+    {"role": "assistant", "content": "it is 2024"},
+]
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}],
+}
+
+
+class Prepared:
+    """What ``prepare-data`` did with records under a template."""
+
+    def __init__(
+        self,
+        folder: Path,
+        template: str | None,
+        records: Sequence[dict[str, Any]],
+        capsys: pytest.CaptureFixture[str],
+        *flags: str,
+        eos: str = "<|endoftext|>",
+        begins_texts: bool = False,
+    ) -> None:
+        path, self._prefix = folder / "tokenizer", folder / "data"
+        folder.mkdir(exist_ok=True)
+        self._tokenizer = save_tokenizer(
+            path, chat_template=template, eos=eos, begins_texts=begins_texts
+        )
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "in.jsonl").write_text(lines)
+        self.status = main(
+            [
+                *("prepare-data", "--input", str(folder / "in.jsonl"), "--tokenizer", str(path)),
+                *("--output-prefix", str(self._prefix), *flags),
+            ]
+        )
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def documents(self) -> list[str]:
+        """Texts, with trained tokens in brackets."""
+        stored = Documents.open(str(self._prefix))
+        return [self._shown(stored, number) for number in range(len(stored.lengths_tokens))]
+
+    def _shown(self, stored: Documents, number: int) -> str:
+        start, length = int(stored.starts[number]), int(stored.lengths_tokens[number])
+        tokens = stored.read_tokens(number, 0, length)
+        mask = np.ones(length, dtype=bool)
+        if stored.loss_mask is not None:
+            mask = np.asarray(stored.loss_mask[start : start + length], dtype=bool)
+        places = np.flatnonzero(np.diff(mask)) + 1
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        parts = [
+            (mask[first], decode(tokens[first:end].tolist()))
+            for first, end in pairwise([0, *places.tolist(), length])
+        ]
+        return "".join(f"[{text}]" if trained else text for trained, text in parts)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads(self._prefix.with_suffix(".json").read_text())
+        return summary
+
+
+ASKED = "<|im_start|>user\nis it?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "expected"),
+    [
+        (CHATML, "<|endoftext|>", ASKED + "[it is 2024<|im_end|>\n<|endoftext|>]"),
+        (CHATML, "<|im_end|>", ASKED + "[it is 2024<|im_end|>\n]"),
+        (ENDS_EXACTLY, "<|im_end|>", ASKED.replace(">\n<", "><") + "[it is 2024<|im_end|>]"),
+        (MARKS, "<|im_end|>", ASKED + "[it is 2024<|im_end|>]\n"),
+    ],
+)
+def test_the_end_token_is_trained_once(
+    template: str,
+    eos: str,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, eos=eos)
+    assert done.documents == [expected]
+    assert ("1 documents end with the end-of-sequence token" in done.out) == (eos == "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained"),
+    [
+        ((), "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"),
+        (
+            ("--chat-template-kwargs", '{"enable_thinking": false}'),
+            "<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]",
+        ),
+    ],
+)
+def test_an_empty_think_block_is_trained_or_given(
+    flags: tuple[str, ...], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"messages": TALK}]
+    done = Prepared(tmp_path, QWEN, records, capsys, "--no-append-eod", *flags)
+    assert done.documents == [ASKED + trained]
+    assert ("note: the chat template knows enable_thinking" in done.out) == (not flags)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}, {"content": "wait"}])
+def test_tools_are_written_and_calls_trained(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments that are JSON text are written as the object that they hold."""
+    call = {key: value for key, value in CALL.items() if key != "content"} | content
+    result = {"role": "tool", "content": ""}
+    record = {"messages": [TALK[0], call, result, TALK[1]], "tools": [TOOL]}
+    done = Prepared(tmp_path, QWEN, [record], capsys, "--no-append-eod")
+    written = content.get("content") or ""
+    assert done.documents == [
+        f"<|im_start|>system\n{json.dumps(TOOL)}<|im_end|>\n{ASKED}"
+        f"[<think>\n\n</think>\n\n{written}"
+        '<call>{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>\n]'
+        "<|im_start|>tool\n<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKS, None])
+@pytest.mark.parametrize("key", ["tools", "tool_calls"])
+def test_what_a_template_does_not_write_is_refused(
+    template: str | None, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"messages": [*TALK, TALK[0], CALL]} if key == "tool_calls" else {"messages": TALK}
+    record |= {"tools": [TOOL]} if key == "tools" else {}
+    done = Prepared(tmp_path, template, [record], capsys)
+    assert done.status == 2
+    assert f"in.jsonl:1: the chat template cannot render it: it does not write {key}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tool_calls": [{"name": "clock"}]}, "tool_calls[0]"),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "{"}}]}, "arguments"),
+        ({"tool_calls": []}, "content is empty, and there are no tool_calls"),
+    ],
+)
+def test_calls_that_are_none_are_named(
+    change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Prepared(tmp_path, QWEN, [{"messages": [TALK[0], CALL | change]}], capsys)
+    assert done.status == 2 and "in.jsonl:1: messages[1]" in done.err and named in done.err
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{# {% generation %} #}" + CHATML,
+        "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + CHATML,
+        MARKS.replace("'assistant'", "'model'"),
+    ],
+)
+def test_a_tag_that_marks_nothing_is_an_error(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Prepared(tmp_path, template, [{"messages": TALK}] * 3, capsys)
+    assert done.status == 2
+    assert "none of 3 documents has a token that is trained; the chat template's" in done.err
+    assert not list(tmp_path.glob("data*"))
+
+
+def test_documents_in_which_a_tag_marks_nothing_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = MARKS.replace("== 'assistant'", "== 'assistant' and m.content != 'no'")
+    unmarked = [TALK[0], {"role": "assistant", "content": "no"}]
+    done = Prepared(tmp_path, template, [{"messages": TALK}, {"messages": unmarked}], capsys)
+    assert done.documents[1] == ASKED + "no<|im_end|>\n<|endoftext|>"
+    tokens = done.summary["untrained_tokens"]
+    assert done.summary["untrained_documents"] == 1 and 0 < tokens < done.summary["tokens"]
+    assert f"note: 1 documents, {tokens} tokens, have no token that is trained" in done.out
+
+
+def test_a_template_that_writes_the_time_is_noted_and_seconds_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Prepared(tmp_path / "seconds", TIME, [{"messages": TALK}], capsys)
+    assert done.status == 2 and "it writes another text each time" in done.err
+    years = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
+    flags = ("--chat-template-kwargs", '{"date": "1999"}')
+    done = Prepared(tmp_path / "years", years, [{"messages": TALK}], capsys, *flags)
+    assert done.documents[0].startswith("1999<|im_start|>")
+    assert "note: the chat template may write the time" in done.out
+    assert done.summary["chat_template_kwargs"] == {"date": "1999"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--prepend-bos",)])
+def test_texts_begin_with_a_token_if_asked_for(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Conversations have what their template writes."""
+    records = [{"text": "it is"}, {"messages": TALK}]
+    done = Prepared(tmp_path, CHATML, records, capsys, *flags, begins_texts=True)
+    begin = "<s>" if flags else ""
+    assert done.documents[0] == f"[{begin}it is<|endoftext|>]"
+    assert done.documents[1].startswith("<|im_start|>")
+    assert ("would begin 1 texts with <s>; --prepend-bos" in done.out) == (not flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--prepend-bos",), "--prepend-bos: the tokenizer "),
+        (("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(
+    flags: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Prepared(tmp_path, CHATML, [{"messages": TALK}], capsys, *flags)
+    assert done.status == 2 and named in done.err
+
+
+@pytest.mark.parametrize("flags", [("--prepend-bos",), ("--chat-template-kwargs", '{"a": 1}')])
+def test_trained_tokenizers_have_no_template_and_no_first_token(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    given = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "data"))
+    assert main(["prepare-data", *given, "--tokenizer-train", "300", *flags]) == 2
+    assert "trained tokenizers have neither; drop the flag" in capsys.readouterr().err
+
+
+def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:
+    """Its rows have the keys of all rows, and tools as text."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    calls = [TALK[0], CALL, {"role": "tool", "content": ""}, TALK[1]]
+    path = tmp_path / "in.parquet"
+    rows = [{"messages": calls, "tools": json.dumps([TOOL])}, {"messages": TALK, "tools": None}]
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    found = list(RecordFiles([path]).records(BadRecords(skip=False)))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({**row, "tools": row["tools"] or None}) + "\n" for row in rows)
+    )
+    expected = list(RecordFiles([tmp_path / "in.jsonl"]).records(BadRecords(skip=False)))
+    assert [record.messages for record in found] == [record.messages for record in expected]
+    assert [record.tools for record in found] == [[TOOL], None]
+    assert found[0].messages is not None
+    (call,) = found[0].messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"zone": "UTC"}

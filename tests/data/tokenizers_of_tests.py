@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A byte-level BPE in a folder, as ``transformers`` saves one, with a chat template of choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")
+_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+_TEXT = "user assistant system 2024 1999 12345 7162534 918273 4455 667788 it's ok, tools call"
+
+
+def save_tokenizer(
+    directory: Path,
+    *,
+    chat_template: str | None = None,
+    eos: str = "<|endoftext|>",
+    begins_texts: bool = False,
+    tokenizer_class: str = "PreTrainedTokenizerFast",
+) -> Any:
+    """Write the files; the ``tokenizers.Tokenizer`` that tokenizer.json holds."""
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT] * 20, trainer)
+    if begins_texts:
+        begin = ("<s>", tokenizer.token_to_id("<s>"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[begin]
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": tokenizer_class, "eos_token": eos, "bos_token": "<s>"}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer

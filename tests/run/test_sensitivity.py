@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sensitivities of saved weights are the same under every layout, and training follows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_training
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+from sparsebalance_megatron.layer_budgets import parse_layer_budgets
+
+FORMAT = ("--ckpt-format", "torch_dist")
+LAYOUTS = {
+    "one rank": (1, ()),
+    "stages": (2, ("--pipeline-model-parallel-size", "2")),
+    "heads": (2, ("--tensor-model-parallel-size", "2")),
+    "samples": (2, ()),
+}
+
+
+@pytest.mark.distributed
+def test_sensitivities_are_those_of_the_weights_and_become_budgets(
+    documents: Path, tmp_path: Path
+) -> None:
+    common = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *FORMAT)
+    common = (*common, "--data-path", str(documents), "--train-iters", "1")
+    saved = ("--save", str(tmp_path / "saved"), "--save-interval", "1")
+    run_training(1, (*common, *saved)).require_success()
+    load = ("--load", str(tmp_path / "saved"))
+    found = {}
+    for name, (ranks, layout) in LAYOUTS.items():
+        path = tmp_path / f"{name}.json"
+        command = ("-m", "sparsebalance_megatron.cli", "sensitivity", "-o", str(path))
+        program = (*command, "--samples", "20", "--")
+        run_training(ranks, (*common, *load, *layout), program=program).require_success()
+        document = json.loads(path.read_text())
+        assert (document["samples"], document["block_size"]) == (24, 16)
+        found[name] = document["sensitivities"]
+    assert len(found["one rank"]) == 4 and min(found["one rank"]) > 0
+    # The same counts, but for rounding across the bounds of bins.
+    assert all(each == pytest.approx(found["one rank"], abs=1e-3) for each in found.values())
+
+    # Layers of weights that hardly trained are alike.
+    document["sensitivities"] = [0.1, 0.9, 0.1, 0.1]
+    path.write_text(json.dumps(document))
+    chosen = ("--sparse-balance-sensitivity", str(path))
+    saved = ("--save", str(tmp_path / "again"), "--save-interval", "2")
+    run = (*common, *load, *saved, *chosen, "--train-iters", "2")
+    run_training(1, (*run, "--override-opt-param-scheduler")).require_success()
+    args = load_common_state_dict(str(tmp_path / "again" / "iter_0000002"))["args"]
+    budgets = parse_layer_budgets(args.sparse_balance_layer_budgets)
+    assert args.sparse_balance_sensitivity is None
+    assert budgets[1] > 4 > budgets[0]
