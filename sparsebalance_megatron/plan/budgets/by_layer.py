@@ -21,7 +21,8 @@ from sparsebalance_megatron.layer_budgets import layer_budgets_text
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
-_HALVINGS = 60
+_OWN_AND_FIRST = 2
+"""Blocks that every query reads, whatever it selects."""
 
 
 def with_layer_budgets(
@@ -55,15 +56,17 @@ def budgets_by_sensitivity(
 ) -> np.ndarray:
     """Base budget of every layer, int64 [L].
 
-    1. All layers get the least budget: :data:`LEAST_SHARE` of the base budget, rounded up.
-    2. What is left is shared in proportion to the square of the sensitivity, so that the block
-       pairs of all layers and samples together are at most those of the base budget everywhere.
-       No layer gets more than the longest sample has blocks. The factor is found by bisection.
-    3. What rounding down left is given in rounds, a block a layer, first to the layer whose budget
-       was rounded down most, until no layer can have one more.
+    1. All layers get the least budget: :data:`LEAST_SHARE` of the base budget, rounded up, and at
+       least the own and the first block.
+    2. The most sensitive layer gets blocks until it reads the longest sample whole, then the next
+       one, as long as the block pairs of all layers and samples together are at most those of the
+       base budget everywhere. Sensitivities name the layers; by how much they differ says little
+       (research/pretrained.md).
+    3. What does not suffice for one more block there is given to the other layers in the same
+       order, a block each, in rounds, until no layer can have one more.
 
     Args:
-        sensitivity_L: to any scale, not all 0.
+        sensitivity_L: to any scale.
         base_budget: blocks; the mean in time.
         length_blocks_S: of the samples that are trained on; a block that is begun counts whole.
         work: pairs that a budget computes.
@@ -72,26 +75,21 @@ def budgets_by_sensitivity(
     most = max(int(length_X[-1]), 1)
     pairs_K = work.attended_pairs(length_X, np.arange(most + 1).clip(1)[:, None]) @ count_X
     base = min(base_budget, most)
-    allowed = len(sensitivity_L) * pairs_K[base] * (1.0 + 1e-9)
-    least = min(int(np.ceil(LEAST_SHARE * base)), base)
-    square_L = (sensitivity_L / sensitivity_L.max()) ** 2
-
-    def wanted_L(factor: float) -> np.ndarray:
-        return np.minimum(least + factor * square_L, most)
-
-    low, high = 0.0, most / square_L[square_L > 0.0].min()
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2.0
-        fits = pairs_K[wanted_L(middle).astype(np.int64)].sum() <= allowed
-        low, high = (middle, high) if fits else (low, middle)
-    budget_L = wanted_L(low).astype(np.int64)
-    order = np.argsort(budget_L - wanted_L(low), kind="stable")
+    least = min(max(int(np.ceil(LEAST_SHARE * base)), _OWN_AND_FIRST), base)
+    budget_L = np.full(len(sensitivity_L), least, dtype=np.int64)
+    left = len(budget_L) * (pairs_K[base] * (1.0 + 1e-9) - pairs_K[least])
+    order = np.argsort(-sensitivity_L, kind="stable")
+    for layer in order:
+        affordable = int(np.searchsorted(pairs_K[least:] - pairs_K[least], left, side="right"))
+        budget_L[layer] = least + max(affordable - 1, 0)
+        left -= pairs_K[budget_L[layer]] - pairs_K[least]
     while True:
-        before_L = budget_L
-        for layer in order:
-            raised_L = budget_L.copy()
-            raised_L[layer] = min(raised_L[layer] + 1, most)
-            if pairs_K[raised_L].sum() <= allowed:
-                budget_L = raised_L
-        if (budget_L == before_L).all():
+        raised = False
+        for layer in order[budget_L[order] < most]:
+            more = pairs_K[budget_L[layer] + 1] - pairs_K[budget_L[layer]]
+            if more <= left:
+                budget_L[layer] += 1
+                left -= more
+                raised = True
+        if not raised:
             return budget_L
