@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class Change(NamedTuple):
         return f"{self.ms:+,.0f}" if round(self.ms) else "0"
 
 
+_OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
+"""How differences of settings begin that make base budgets of one run none of the other."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """Differences between two runs' mean steps, over the steps that both took and measured.
@@ -64,6 +68,8 @@ class Explanation:
     - ``waiting_ms``, ``rest_ms``: the differences of these parts.
     - ``machine_ms``: the rest of the difference of computing times. The same work took longer or
       shorter, or was predicted wrongly.
+    - ``same_base_budgets``: whether base budgets are those of both runs. Else the two terms above
+      have no meaning by themselves.
     - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
       None for fewer than six pairs.
     - ``machine_spread``: how much computing time against the work varies from step to step: half
@@ -78,6 +84,7 @@ class Explanation:
     machine_ms: float
     machine_spread: float
     speedup_interval: tuple[float, float] | None
+    same_base_budgets: bool = True
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -85,10 +92,16 @@ class Explanation:
         attention, waiting = (
             "less" if ms <= 0 else "more" for ms in (self.less_attention_ms, self.waiting_ms)
         )
-        return (
-            Change(f"{attention} attention", self.less_attention_ms),
+        between = (
             Change(f"{waiting} waiting", self.waiting_ms),
             Change("optimizer, gradients", self.rest_ms),
+        )
+        if not self.same_base_budgets:
+            computing_ms = self.less_attention_ms + self.machine_ms
+            return Change("other attention", computing_ms), *between
+        return (
+            Change(f"{attention} attention", self.less_attention_ms),
+            *between,
             Change("noise", self.machine_ms),
         )
 
@@ -184,13 +197,16 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
     before, after = (summarize(log.steps, log.lockstep_ranks) for log in (baseline, balanced))
+    explanation = explain(pairs)
+    if explanation is not None and any(each.startswith(_OF_BASE_BUDGETS) for each in differing):
+        explanation = replace(explanation, same_base_budgets=False)
     return Comparison(
         baseline=before,
         sparse_balance=after,
         speedup=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
         speedup_of_medians=_ratio(before.iteration_ms_median, after.iteration_ms_median),
         problems=tuple(problems),
-        explanation=explain(pairs),
+        explanation=explanation,
         differences=differing,
     )
 

@@ -148,7 +148,7 @@ def waterfall(explanation: Explanation) -> Chart:
     rows = [Row(label="baseline", pieces=_split(before), note=f"{before.step_ms:,.0f}")]
     level_ms = before.step_ms
     for change, kind in zip(
-        explanation.changes, ("computing", "waiting", "rest", "noise"), strict=True
+        explanation.changes, ("computing", "waiting", "rest", "noise"), strict=False
     ):
         start_ms = min(level_ms, level_ms + change.ms)
         piece = Piece(kind=kind, start_ms=start_ms, ms=abs(change.ms))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +21,25 @@ from sparsebalance_megatron.view.report.pictures import (
 )
 from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 
+EXPLANATION = Explanation(
+    baseline=TimeSplit(steps=9, compute_ms=500.0, waiting_ms=90.0, rest_ms=10.0),
+    run=TimeSplit(steps=9, compute_ms=520.0, waiting_ms=20.0, rest_ms=10.0),
+    less_attention_ms=-30.0,
+    waiting_ms=-70.0,
+    rest_ms=0.0,
+    machine_ms=50.0,
+    machine_spread=0.0,
+    speedup_interval=None,
+)
+
+
+def test_other_base_budgets_are_not_told_from_noise() -> None:
+    (panel,) = waterfall(replace(EXPLANATION, same_base_budgets=False)).panels
+    assert [row.note for row in panel.rows] == ["600", "+20", "-70", "0", "550"]
+
 
 def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
-    chart = waterfall(
-        Explanation(
-            baseline=TimeSplit(steps=9, compute_ms=500.0, waiting_ms=90.0, rest_ms=10.0),
-            run=TimeSplit(steps=9, compute_ms=520.0, waiting_ms=20.0, rest_ms=10.0),
-            less_attention_ms=-30.0,
-            waiting_ms=-70.0,
-            rest_ms=0.0,
-            machine_ms=50.0,
-            machine_spread=0.0,
-            speedup_interval=None,
-        )
-    )
+    chart = waterfall(EXPLANATION)
     (panel,) = chart.panels
     assert [row.note for row in panel.rows] == ["600", "-30", "-70", "0", "+50", "550"]
     spans = [(row.pieces[0].start_ms, row.end_ms) for row in panel.rows[1:-1]]
