@@ -16,6 +16,7 @@ CHOICES = [name for name, kind in TYPES.items() if get_origin(kind) is Literal]
 BEYOND: dict[str, tuple[Any, ...]] = {
     "block_size": (0, 3, 96, 2**21, 2**63, 1.5),
     "base_budget": (0, 2**31),
+    "first_blocks": (17,),
     **dict.fromkeys(("coverage_threshold", "coverage_decay", "coverage_slack"), (1.0, INFINITY)),
     "plan_ms": (INFINITY, 1e9),
     **dict.fromkeys(("log_megabytes", "dry_run"), (10**9,)),
