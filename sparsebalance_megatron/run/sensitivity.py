@@ -27,7 +27,10 @@ from sparsebalance_megatron.megatron.arguments import (
 
 QUANTILE = 0.99
 _MEASURE = "99th percentile of the greatest mass on one far block"
-_WITHOUT = {"log_dir": None, "eval_attention": "dense", "max_segments": 1, "sensitivity": None}
+_WITHOUT = {
+    **{"log_dir": None, "sensitivity": None, "max_context_parallel": None},
+    **{"eval_attention": "dense", "max_segments": 1},
+}
 """Choices of the plugin that a pass over samples needs otherwise."""
 
 

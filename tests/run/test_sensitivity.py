@@ -17,7 +17,7 @@ LAYOUTS = {
     "one rank": (1, ()),
     "stages": (2, ("--pipeline-model-parallel-size", "2")),
     "heads": (2, ("--tensor-model-parallel-size", "2")),
-    "samples": (2, ()),
+    "samples": (2, ("--sparse-balance-max-context-parallel", "2")),
 }
 
 
