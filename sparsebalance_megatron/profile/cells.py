@@ -89,7 +89,7 @@ def plan_cells(
     measured where the model has some.
     """
     parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
-    dense_layers = has_dense_layers(config.layer_budgets)
+    dense_layers = has_dense_layers(config.layer_budgets) or config.sensitivity is not None
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
     cells = []

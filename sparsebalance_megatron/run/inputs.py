@@ -44,6 +44,7 @@ class Inputs:
         valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
+        layer_lines: how budgets follow from sensitivities, where a file of them is given.
     """
 
     config: SparseBalanceConfig
@@ -54,6 +55,7 @@ class Inputs:
     test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
+    layer_lines: tuple[str, ...] = ()
 
     @property
     def job(self) -> Job:
@@ -200,11 +202,12 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
-    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
     job = settings.host_job
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
+    cost = job.cost_model(config, run)
+    config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
     return Inputs(
         config=config,
         settings=settings,
@@ -213,7 +216,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         valid=valid,
         test=test,
         grid=job.coverage(config).grid,
-        cost=job.cost_model(config, run),
+        cost=cost,
+        layer_lines=layer_lines,
     )
 
 

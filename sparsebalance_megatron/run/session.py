@@ -131,7 +131,7 @@ class Session:
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
-        for line in (*untrained, *uneven):
+        for line in (*inputs.layer_lines, *untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         if notice := lockstep_notice(inputs.job.lockstep_ranks):
             print_rank_0(f"sparse balance: {notice}")
@@ -175,15 +175,28 @@ class Session:
         )
 
     def evaluation_iterator(
-        self, index: SampleIndex, *, consumed_samples: int, vp_stage: int | None = None
+        self,
+        index: SampleIndex,
+        *,
+        consumed_samples: int,
+        vp_stage: int | None = None,
+        tokens_everywhere: bool = False,
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets; the last step that has
-        begun begins anew."""
+        begun begins anew.
+
+        Args:
+            tokens_everywhere: whether stages that neither embed nor compute the loss get tokens.
+        """
         batch_size = self.inputs.settings.evaluation_batch_size
         scheduler = self.inputs.evaluation_scheduler(index, self._scheduler.coverage)
         begun = consumed_samples // batch_size * batch_size
         sizes = BatchSizes.constant(batch_size)
-        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
+        return self._iterator(
+            *(scheduler, index, begun, vp_stage, sizes),
+            training=False,
+            tokens_everywhere=tokens_everywhere,
+        )
 
     def _iterator(
         self,
@@ -194,10 +207,11 @@ class Session:
         sizes: BatchSizes,
         *,
         training: bool,
+        tokens_everywhere: bool = False,
     ) -> MicroBatchIterator:
         job, chunk = self.inputs.job, vp_stage or 0
         last = job.pipeline_stages - 1, job.virtual_stages - 1
-        reads = (self._place.pipeline_rank, chunk) in ((0, 0), last)
+        reads = tokens_everywhere or (self._place.pipeline_rank, chunk) in ((0, 0), last)
         step = sizes.step_at(consumed_samples)
         assert step is not None, "start has checked it"
         return MicroBatchIterator(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.peaks import PeakHistograms
+from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.megatron.arguments import (
     check_supported,
@@ -105,11 +105,14 @@ class TrainingHooks:
         self._options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = sparse_balance_layer_spec(self._options)
 
-    def counting_peaks(self) -> PeakHistograms:
-        """Have the layers of models that are built from here on count their peaks of attention."""
-        peaks = PeakHistograms(self.session.inputs.job.layers, self.session.device)
-        self.layer_spec = sparse_balance_layer_spec(replace(self._options, peaks=peaks))
-        return peaks
+    def watching_repetitions(self) -> Repetitions:
+        """Have the layers of models that are built from here on add up their attention to far
+        repetitions."""
+        session = self.session
+        heads = session.inputs.settings.host_job.shape.num_attention_heads
+        found = Repetitions(session.inputs.job.layers, heads, session.device)
+        self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
+        return found
 
     def configure_model(self, model_config: Any) -> None:
         """Put the layer spec into a ``GPTModelConfig``."""
