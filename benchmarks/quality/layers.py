@@ -47,12 +47,12 @@ from sparsebalance_megatron.plan.budgets.by_layer import (
 )
 
 LAYERS, WIDTH, HEADS, HEAD_DIM = 6, 64, 4, 16
-BLOCK_TOKENS, BLOCKS, BASE_BUDGET = 4, 32, 6
+BLOCK_TOKENS, BLOCKS, BASE_BUDGET = 2, 32, 6
 TOKENS = BLOCK_TOKENS * BLOCKS
-DOCUMENTS, STEPS, START_STEPS, WARM_UP_STEPS, LEARNING_RATE = 32, 1400, 900, 50, 2e-3
+DOCUMENTS, STEPS, START_STEPS, WARM_UP_STEPS, LEARNING_RATE = 16, 1400, 900, 50, 3e-3
 HELD_OUT, MEASURED = 768, 32
 TASK = Lookup(
-    **{"keys": 32, "values": 32, "pairs": 4, "stacked": False},
+    **{"keys": 16, "values": 16, "pairs": 4, "stacked": False},
     **{"shortest_tokens": TOKENS, "longest_tokens": TOKENS},
 )
 UNIFORM, COVERAGE, SENSITIVITY = ARMS = "uniform", "coverage", "sensitivity"
