@@ -1,211 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job to predict, as commands describe it, and the named setups; two are the paper's."""
+"""Named jobs of Qwen2.5-3B on generated lengths; two are the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+
+import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.experts import RANKS_PER_NODE
-from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import Efficiency
-from sparsebalance_megatron.plan.job import (
-    Job,
-    check_cp_sizes,
-    check_sharded_parameters,
-    default_max_cp_size,
+from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.learn.host_planner import HostJob
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.predict.lengths import GENERATORS, MAX_TOKENS, batches_of, chatqa2_like
+from sparsebalance_megatron.predict.workload import Workload
+
+LAYERS = 36
+SHAPE = ModelShape(
+    hidden_size=2048,
+    ffn_hidden_size=11008,
+    num_attention_heads=16,
+    num_query_groups=2,
+    head_dim=128,
+    vocab_size=151936,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
 )
-from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.predict.lengths import (
-    GENERATORS,
-    MAX_TOKENS,
-    WorkloadError,
-    batches_of,
-)
-from sparsebalance_megatron.predict.models import MODELS, ModelPreset, counted_cost
-from sparsebalance_megatron.predict.workload import Workload, prior_coverage
-from sparsebalance_megatron.selector_registry import check_whole_documents
-
-Recompute = Literal["none", "attention", "full"]
+"""Qwen2.5-3B, as published on huggingface.co."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A training job to predict: model, layout, batch, and how attention is planned.
+def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
+    """As :func:`.chatqa2_like`, but the long half is 16,384 + Exp(8,000), truncated at 64K.
 
-    Memory is that of ``--sequence-parallel`` and ``--use-distributed-optimizer``.
+    How far the long half reaches is not published, and the largest sample bounds what balance can
+    do; this shows how much depends on it.
+    """
+    uniform = np.random.default_rng([seed, 1]).random(samples)
+    longest, mean = MAX_TOKENS - 16384, 8000.0
+    tail = (-mean * np.log1p(-uniform * -np.expm1(-longest / mean))).astype(np.int64)
+    lengths = chatqa2_like(samples, seed)
+    return np.where(lengths >= 16384, 16384 + tail, lengths)
 
-    Attributes:
-        ranks: data-parallel times context-parallel.
-        micro_batches: positions of a rank, as Megatron counts them.
-        config: of the plugin.
-        max_context_parallel: ranks that may share a micro-batch; None stands for a node's.
-        cap_tokens: of a rank's share of a micro-batch.
-        longest_tokens: the longest sample that coverage is known of.
-        efficiency: at which operations are counted; None takes the selection's.
-        measured: costs of a table, in place of counted ones.
-        expert_parallel_size: ranks that divide the routed experts.
-        sharded_parameters: whether all ranks share weights, as with fully sharded data parallelism.
-        lockstep_ranks: at least as many ranks wait for one another in every layer.
+
+LENGTHS: Mapping[str, Callable[[int, int], np.ndarray]] = {
+    **GENERATORS,
+    "chatqa2-tail": chatqa2_tail_like,
+}
+"""Name to ``generator(samples, seed) -> lengths in tokens``."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job; ``ranks`` are data-parallel ones, and ``steps`` are those of RESULTS.
+
+    ``lockstep_ranks`` wait for one another in every layer, as a group of expert parallelism does,
+    at the costs of the dense model.
     """
 
-    model: ModelPreset
+    data: tuple[str, ...]
     ranks: int
     stages: int
-    micro_batches: int
-    cap_tokens: int
-    longest_tokens: int
-    config: SparseBalanceConfig
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
-    max_context_parallel: int | None = None
-    expert_parallel_size: int = 1
-    sharded_parameters: bool = False
-    lockstep_ranks: int = 1
-    recompute: Recompute = "none"
-    efficiency: Efficiency | None = None
-    measured: CostModel | None = None
-
-    def workload(self, batches: tuple[tuple[int, ...], ...]) -> Workload:
-        """Global batches of this job, with the prior of coverage.
-
-        Raises:
-            ConfigError: ranks cannot share micro-batches in this way.
-            WorkloadError: heads, experts or layers cannot be divided in this way.
-        """
-        job, cost, config = self._job(), self._cost(), self.config
-        check_whole_documents(
-            config.selection,
-            {
-                "--cp": self.context_parallel_size,
-                "--max-context-parallel": self._max_cp_size(),
-                "--max-segments": config.max_segments,
-            },
-        )
-        return Workload(
-            batches=batches,
-            job=job,
-            plan_settings=PlanSettings.from_config(config, self.cap_tokens, self._max_cp_size()),
-            cost=cost,
-            coverage=prior_coverage(
-                job.layers, max(1, -(-self.longest_tokens // config.block_size))
-            ),
-            memory=MemoryModel(
-                shape=self.model.on_ranks(self.tensor_parallel_size),
-                layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
-                virtual_stages=job.virtual_stages,
-                tied_embeddings=self.model.tied_embeddings,
-                sequence_parallel=True,
-                optimizer_ranks=self.ranks,
-                expert_parallel_size=self.expert_parallel_size,
-                sharded_parameters=self.sharded_parameters,
-                recompute_all=self.recompute == "full",
-                recompute_attention=self.recompute == "attention",
-            ),
-        )
-
-    def _job(self) -> Job:
-        experts, size = self.model.shape.experts, self.expert_parallel_size
-        if size > 1 and experts is None:
-            raise WorkloadError(f"--ep {size}: {self.model.name} has no experts; drop it")
-        if experts is not None and experts.experts % size:
-            raise WorkloadError(
-                f"--ep {size}: must divide the {experts.experts} experts of {self.model.name}"
-            )
-        if self.sharded_parameters:
-            check_sharded_parameters(self.stages, size, flags=("--pp", "--ep"))
-        if self.ranks % size:
-            raise WorkloadError(
-                f"--ep {size}: must divide the {self.ranks} data-parallel x context-parallel ranks"
-            )
-        job = Job.even(
-            layers=self.model.layers,
-            ranks=self.ranks,
-            stages=self.stages,
-            micro_batches=self.micro_batches,
-        )
-        return replace(
-            job,
-            context_parallel_size=self.context_parallel_size,
-            lockstep_ranks=max(
-                self.lockstep_ranks, size, self.ranks if self.sharded_parameters else 1
-            ),
-        )
-
-    def _max_cp_size(self) -> int:
-        size, largest = self.context_parallel_size, self.max_context_parallel
-        if largest is None:
-            largest = default_max_cp_size(self.ranks, size, RANKS_PER_NODE)
-        check_cp_sizes(self.ranks, size, largest, limit="--max-context-parallel")
-        return largest
-
-    def _cost(self) -> CostModel:
-        cost = self.measured
-        if cost is None:
-            cost = counted_cost(
-                self.model,
-                block_size=self.config.block_size,
-                tensor_parallel_size=self.tensor_parallel_size,
-                expert_parallel_size=self.expert_parallel_size,
-                selection=self.config.selection,
-                device=self.config.counted_device,
-                efficiency=self.efficiency,
-                gigabytes_per_second=self.config.gigabytes_per_second,
-            )
-        return cost.with_recompute(
-            full=self.recompute == "full", attention_only=self.recompute == "attention"
-        )
-
-
-class Setup(NamedTuple):
-    """A job on generated lengths. Sizes count ranks, stages and samples."""
-
-    data: tuple[str, ...]
-    data_parallel_size: int
-    pipeline_stages: int
     tensor_parallel_size: int
     micro_batch_size: int
     global_batch_size: int
-    model: str = "qwen2.5-3b"
     lockstep_ranks: int = 1
-
-    @property
-    def micro_batches(self) -> int:
-        """Positions of a rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+    steps: int = 24
 
     def workload(
-        self, data: str, *, steps: int, seed: int, config: SparseBalanceConfig
+        self,
+        data: str,
+        *,
+        steps: int,
+        seed: int,
+        config: SparseBalanceConfig,
+        cp_size: int = 1,
+        sparse_efficiency: float | None = None,
     ) -> Workload:
-        """Global batches of generated lengths, with micro-batches as full as the longest allow."""
-        lengths = GENERATORS[data](steps * self.global_batch_size, seed)
-        job = Scenario(
-            model=MODELS[self.model],
-            ranks=self.data_parallel_size,
-            stages=self.pipeline_stages,
-            tensor_parallel_size=self.tensor_parallel_size,
-            micro_batches=self.micro_batches,
-            lockstep_ranks=self.lockstep_ranks,
-            config=config,
-            cap_tokens=self.micro_batch_size * MAX_TOKENS,
-            longest_tokens=MAX_TOKENS,
+        """Global batches of generated lengths.
+
+        Args:
+            cp_size: ranks that share every micro-batch, of the same ranks.
+            sparse_efficiency: share of the peak that sparse attention reaches; None takes the
+                selection's.
+        """
+        lengths = LENGTHS[data](steps * self.global_batch_size, seed)
+        shape = replace(SHAPE, tensor_parallel_size=self.tensor_parallel_size)
+        layout = Job.even(
+            layers=LAYERS,
+            ranks=self.ranks,
+            stages=self.stages,
+            micro_batches=self.global_batch_size * cp_size // (self.micro_batch_size * self.ranks),
         )
-        return job.workload(batches_of(lengths, self.global_batch_size, steps))
+        job = HostJob(
+            layout=replace(
+                layout, context_parallel_size=cp_size, lockstep_ranks=self.lockstep_ranks
+            ),
+            shape=shape,
+            max_sample_tokens=MAX_TOKENS,
+            global_batch_size=self.global_batch_size,
+            neighbours_per_node=8 // self.tensor_parallel_size,
+        )
+        batches = batches_of(lengths, self.global_batch_size, steps, data)
+        found = Workload.of(job, config, batches, micro_batch_size=self.micro_batch_size)
+        if sparse_efficiency is None:
+            return found
+        cost = CostModel.analytic(
+            shape,
+            config.block_size,
+            selection=config.selection,
+            device=config.counted_device,
+            efficiency=replace(DEFAULT_EFFICIENCY, sparse=sparse_efficiency),
+        )
+        return replace(found, cost=cost)
 
 
 SETUPS: Mapping[str, Setup] = {
-    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16),
-    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16),
+    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16, steps=96),
+    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16, steps=96),
     "scale-1024": Setup(("longalign",), 64, 4, 4, 1, 512),
-    "scale-10240": Setup(("longalign",), 640, 4, 4, 1, 20480),
+    "scale-10240": Setup(("longalign",), 640, 4, 4, 1, 20480, steps=8),
     "packed": Setup(("prolong",), 8, 4, 1, 4, 512),
     "lockstep-longalign": Setup(("longalign",), 8, 1, 2, 1, 64, lockstep_ranks=8),
     "lockstep-chatqa2": Setup(("chatqa2",), 8, 1, 2, 1, 64, lockstep_ranks=8),
     "lockstep-pipeline": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 32, lockstep_ranks=8),
     "lockstep-pipeline-2": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 16, lockstep_ranks=8),
 }
-"""Fields in the order of :class:`Setup`. The lockstep setups wait in every layer, as a group of
-expert parallelism does, at the costs of the paper's dense model."""
+"""Fields in the order of :class:`Setup`."""

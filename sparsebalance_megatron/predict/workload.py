@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -42,6 +44,14 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
     counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
     curves.observe(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
     return curves
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out that costs are counted: predictions say whose times they take."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"no {flag_name('cost_table')}")
+        yield
 
 
 def memory_model(
@@ -104,11 +114,13 @@ class Workload:
         Args:
             micro_batch_size: samples of a micro-batch on average.
         """
+        with without_warnings():
+            cost = job.cost_model(config, {})
         return cls(
             batches=tuple(map(tuple, batches)),
             job=job.layout,
             plan_settings=job.plan_settings(config, micro_batch_size * job.max_sample_tokens),
-            cost=job.cost_model(config, {}),
+            cost=cost,
             coverage=prior_coverage(job.layout.layers, job.coverage(config).grid[-1]),
             memory=memory_model(job, config),
         )
@@ -119,6 +131,18 @@ class Workload:
         job = self.job
         ranks = job.data_parallel_size * job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
+
+    def planner(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
+        """A planner that has learnt nothing yet but the coverage to expect."""
+        return StepPlanner(
+            job=self.job,
+            plan_settings=self.plan_settings,
+            cost=self.cost,
+            coverage=copy.deepcopy(self.coverage),
+            global_batch_size=len(self.batches[0]),
+            calibrate="off",
+            clock=clock,
+        )
 
     def planned_steps(
         self, clock: Callable[[], float] = time.perf_counter
@@ -134,21 +158,11 @@ class Workload:
         Raises:
             PlanError: a batch has no placement under the policy's cap.
         """
-        batch_size = len(self.batches[0])
-        planner = StepPlanner(
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=copy.deepcopy(self.coverage),
-            global_batch_size=batch_size,
-            calibrate="off",
-            clock=clock,
-        )
         scheduler = Scheduler(
-            planner,
+            self.planner(clock),
             job=self.job,
             index=_SampleOrder(self.batches),
-            batch_sizes=BatchSizes.constant(batch_size),
+            batch_sizes=BatchSizes.constant(len(self.batches[0])),
         )
         for step, batch in enumerate(self.batches):
             planned = scheduler.planned(step)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.samples import open_samples
 from sparsebalance_megatron.errors import place_and_reason
@@ -29,7 +29,7 @@ from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.predict.lengths import WorkloadError, batches_of, samples_of
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.workload import Workload, without_warnings
 from sparsebalance_megatron.run.inputs import first_batches, read_job_inputs
 
 _SHARDED_PARAMETERS = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
@@ -125,14 +125,6 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
         notes=tuple(notes),
         unchecked=tuple(unchecked),
     )
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Leave out that costs are counted: predictions say whose times they take."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=f"no {flag_name('cost_table')}")
-        yield
 
 
 @contextmanager

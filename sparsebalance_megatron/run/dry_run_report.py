@@ -24,8 +24,9 @@ from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.comparison import compare, compared_steps
 from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.workload import without_warnings
 from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.run.described_job import described_job, without_warnings
+from sparsebalance_megatron.run.described_job import described_job
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
 from sparsebalance_megatron.view.predictions import comparison_lines, header_line
