@@ -143,6 +143,11 @@ class _Job:
         self._lengths, self.order = lengths, "as filed" if lengths is not None else "of training"
         if arguments.lengths_from is not None:
             self.order = f"generated like {arguments.lengths_from}"
+        elif lengths is None and _DATA.isdisjoint(_names(arguments.passed_on)):
+            raise WorkloadError(
+                "no lengths: give --lengths FILE, --lengths-from NAME, or after -- the --data-path "
+                "of training"
+            )
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
         from sparsebalance_megatron.megatron.datasets import quiet_imports
         from sparsebalance_megatron.run.dry_run import runs_on_cpu
@@ -190,8 +195,7 @@ def _completed(flags: Sequence[str], longest: int | None) -> list[str]:
     Args:
         longest: document in tokens, where its length does not come from the flags.
     """
-    given = {word.partition("=")[0] for word in flags}
-    words = [*flags]
+    given, words = _names(flags), [*flags]
     for flag, (others, value) in _ASKED_FOR.items():
         if given.isdisjoint({flag, *others}):
             words += [flag, value]
@@ -205,6 +209,10 @@ def _completed(flags: Sequence[str], longest: int | None) -> list[str]:
         words += ["--max-position-embeddings", seq_length]
     # No device is asked what it is, and no sample of validation is read.
     return [*words, "--eval-iters", "0", flag_name("dry_run")]
+
+
+def _names(words: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words}
 
 
 _Choices = tuple[str, tuple[tuple[str, ...], ...]]

@@ -27,11 +27,13 @@ class Row(NamedTuple):
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way: on the same ranks, which share what they did."""
-        defaults = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN}
-        settings = replace(workload.plan_settings, **defaults | dict(self.changes))
-        if settings.context_parallel == "static":
-            size = workload.job.context_parallel_size
-            settings = replace(settings, max_context_parallel=size)
+        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN}
+        changes |= self.changes
+        if workload.plan_settings.max_context_parallel == 1:
+            changes.pop("context_parallel", None)
+        elif "context_parallel" in changes:
+            changes["max_context_parallel"] = workload.job.context_parallel_size
+        settings = replace(workload.plan_settings, **changes)
         cost = workload.cost
         if settings.dense_L(workload.job.layers).any():
             # Rows are compared even where a cost table knows no dense layers.
