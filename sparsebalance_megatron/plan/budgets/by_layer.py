@@ -77,16 +77,23 @@ class BudgetChoices:
     base_time: float
 
     @classmethod
-    def of(cls, base_budget: int, time_K: np.ndarray, dense_time: float = np.inf) -> BudgetChoices:
-        """From the least budget on: :data:`LEAST_SHARE` of the base budget, rounded up, and at
-        least the own and the first block. Dense attention stands in for lists that take as long.
+    def of(
+        cls,
+        base_budget: int,
+        time_K: np.ndarray,
+        *,
+        dense_time: float = np.inf,
+        least_share: float = LEAST_SHARE,
+    ) -> BudgetChoices:
+        """From the least budget on: a share of the base budget, rounded up, and at least the own
+        and the first block. Dense attention stands in for lists that take as long.
 
         Args:
             base_budget: blocks; at most the last of ``time_K``.
             time_K: of 0, 1, ... blocks, up to those of the longest sample.
             dense_time: infinity where it is unknown.
         """
-        least = min(max(int(np.ceil(LEAST_SHARE * base_budget)), _OWN_AND_FIRST), base_budget)
+        least = min(max(int(np.ceil(least_share * base_budget)), _OWN_AND_FIRST), base_budget)
         budget_K = np.arange(least, len(time_K))
         budget_K = budget_K[time_K[least:] < dense_time]
         chosen_K = time_K[budget_K]
@@ -122,7 +129,7 @@ def budget_choices(
     return BudgetChoices.of(
         min(config.base_budget, len(ms_K) - 1),
         ms_K,
-        float(dense @ everything) if knows_dense else np.inf,
+        dense_time=float(dense @ everything) if knows_dense else np.inf,
     )
 
 

@@ -40,7 +40,7 @@ def pairs(lengths, budgets):
 
 def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf):
     time_K = pairs_by_budget(np.array(lengths, float), QUERY_BLOCK)
-    choices = BudgetChoices.of(min(base, max(lengths)), time_K, dense_time)
+    choices = BudgetChoices.of(min(base, max(lengths)), time_K, dense_time=dense_time)
     return budgets_by_sensitivity(sensitivity_L, choices), choices
 
 
