@@ -17,10 +17,7 @@ class FloorPolicy(BudgetPolicy):
     def allowed(self, costs, coverage, plan_settings):
         return feasible_range(costs, coverage, plan_settings)
 
-    def expected_LS(self, problem, pricing):
-        return problem.allowed.floor_LS
-
-    def tuned_LS(self, problem, where, pricing):
+    def tuned_LS(self, problem, where):
         floor_LS = problem.allowed.floor_LS
         return floor_LS, floor_LS.min(axis=0) < 0  # every sample could follow
 

@@ -139,7 +139,6 @@ class Workload:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=copy.deepcopy(self.coverage),
-            global_batch_size=len(self.batches[0]),
             calibrate="off",
             clock=clock,
         )
