@@ -143,8 +143,7 @@ class _Job:
         given = _names(arguments.passed_on)
         if arguments.model is None and given.isdisjoint(_MODEL):
             raise WorkloadError(
-                "no model: give --model DIR of Hugging Face, or after -- the flags of a model, such "
-                "as --num-layers"
+                "no model: give --model DIR, or after -- the flags of a model, such as --num-layers"
             )
         lengths = None if arguments.lengths is None else read_lengths(arguments.lengths)
         self._lengths, self.order = lengths, "as filed" if lengths is not None else "of training"
