@@ -162,6 +162,9 @@ class _Job:
         device = value_of(flag_name("device"), words) or SparseBalanceConfig.device
         self._on_cpu = runs_on_cpu(device)
         with quiet_imports():
+            from sparsebalance_megatron.run.described_job import described_job
+
+            self._described_job = described_job
             own = () if arguments.model is None else _model_words(arguments.model)
         self.flags = [*own, *words, *([] if enabled in given else [enabled])]
 
@@ -171,13 +174,11 @@ class _Job:
         Raises:
             ValueError: of this package: the flags, or their data, make no job.
         """
-        from sparsebalance_megatron.run.described_job import described_job
-
         arguments, lengths = self._arguments, self._lengths
         longest = MAX_TOKENS if arguments.lengths_from else None
         longest = longest if lengths is None else int(lengths.max())
         flags = _completed([*self.flags, *more], longest)
-        job = described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
+        job = self._described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
         if arguments.lengths_from is not None:
             samples = arguments.steps * job.settings.batch_sizes.size_of(0)
             lengths = GENERATORS[arguments.lengths_from](samples, job.settings.seed)
