@@ -66,7 +66,7 @@ def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     inputs = read_inputs(settings, config, device_type)
     if device_type == "cpu":
         what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
-        check_kernels(*what, keep=False)
+        check_kernels(*what)
     else:
         unchecked.append("attention kernels")
     scheduler = inputs.scheduler()

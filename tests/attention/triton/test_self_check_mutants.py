@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
+from sparsebalance_megatron.attention.self_check import check_attention
+from sparsebalance_megatron.config import SparseBalanceConfig
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -104,18 +105,19 @@ def _mutate(
 
 
 def _problems(selection: str) -> list[str]:
-    case = CheckedCase(
+    config = SparseBalanceConfig(
         selection=selection,
-        implementation="triton",
+        attention="triton",
         router="auto" if selection == WITH_COLUMNS else "triton",
-        query_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        value_dim=32,
         block_size=16,
-        dtype="float32",
     )
-    return check_case(case, torch.device("cpu")).problems()
+    return check_attention(
+        config,
+        heads=(4, 2),
+        head_dims=(16, 32),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    ).problems()
 
 
 @pytest.mark.parametrize("selection", [BY_BLOCK, BY_TOKEN, WITH_COLUMNS])
