@@ -28,7 +28,6 @@ from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     token_query_kernels,
 )
 from sparsebalance_megatron.attention.select import (  # noqa: E402
-    pooling_kernel,
     ranking_kernels,
     row_ranking_kernel,
 )
@@ -77,7 +76,7 @@ MUTANTS = {
         *(BY_TOKEN, row_ranking_kernel, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
     ),
     "means are sums": (
-        *(BY_TOKEN, pooling_kernel, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
+        *(BY_TOKEN, ranking_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
     ),
     "a budget is one less": (
         *(BY_TOKEN, ranking_kernels, "_counts_kernel"),
