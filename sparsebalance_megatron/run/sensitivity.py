@@ -78,20 +78,20 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     for name, value in _WITHOUT.items():
         setattr(args, destination(name), value)
     hooks = make_training_hooks(args, device_type, lambda line: None)
-    session, repetitions = hooks.session, hooks.watching_repetitions()
-    args.eval_iters = -(-samples // session.inputs.settings.evaluation_batch_size)
+    run, repetitions = hooks.run, hooks.watching_repetitions()
+    args.eval_iters = -(-samples // run.inputs.settings.evaluation_batch_size)
 
     def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
-        session.start(consumed_samples=0)
-        read = session.evaluation_iterator(
-            session.inputs.train, consumed_samples=0, vp_stage=vp_stage, tokens_everywhere=True
+        run.start(consumed_samples=0)
+        read = run.evaluation_data_iterator(
+            run.inputs.train, vp_stage=vp_stage, tokens_everywhere=True
         )
 
         def told() -> Iterator[LocalMicroBatch]:
             for micro_batch in read:
                 assert micro_batch.inputs is not None, "all stages read tokens"
                 tokens_T = torch.as_tensor(micro_batch.inputs["tokens"])
-                repetitions.tokens_T = copied_to(tokens_T, session.device)
+                repetitions.tokens_T = copied_to(tokens_T, run.device)
                 yield micro_batch
 
         return None, told(), None
@@ -107,7 +107,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         torch.distributed.all_reduce(sums)
     if args.rank > 0:
         return None
-    block_size = session.inputs.config.block_size
+    block_size = run.inputs.config.block_size
     sensitivities = tuple(repetitions.sensitivity_L())
     if not any(sensitivities):
         raise ConfigError(
@@ -118,7 +118,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         sensitivities=sensitivities,
         measure=_MEASURE,
         block_size=block_size,
-        samples=args.eval_iters * session.inputs.settings.evaluation_batch_size,
+        samples=args.eval_iters * run.inputs.settings.evaluation_batch_size,
         versions={
             "sparsebalance-megatron": __version__,
             "megatron-core": megatron_version(),
