@@ -18,11 +18,7 @@ from pretrained.arms import UNIFORM, Arm
 from pretrained.model import PretrainedError
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 from sparsebalance_megatron.layer_budgets import DENSE
-from sparsebalance_megatron.plan.budgets.by_layer import (
-    BudgetChoices,
-    budgets_by_sensitivity,
-    pairs_by_budget,
-)
+from sparsebalance_megatron.plan.budgets.by_layer import budgets_by_sensitivity, pairs_by_budget
 
 COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
 REPETITIONS = "repetitions"
@@ -71,13 +67,12 @@ def layer_budgets(
         )
     known = sensitivities[source]
     if name.startswith("least-"):
-        base = min(arm.blocks, most)
-        choices = BudgetChoices.of(
-            base,
-            pairs_by_budget(np.array([float(most)]), QUERY_BLOCK),
-            least_share=int(name.split("-")[1]) / base,
+        pairs_K = pairs_by_budget(np.array([float(most)]), QUERY_BLOCK)
+        least_share = int(name.split("-")[1]) / min(arm.blocks, most)
+        found_L = budgets_by_sensitivity(
+            np.array(known), arm.blocks, pairs_K, least_share=least_share
         )
-        return tuple(budgets_by_sensitivity(np.array(known), choices).tolist())
+        return tuple(found_L.tolist())
     if name != source:
         dense_layers = int(name.split("-")[1])
         first = sorted(range(layers), key=lambda layer: -known[layer])[:dense_layers]

@@ -48,6 +48,7 @@ GROUPS = {
         Group(kind=TEXT, tokens=1024, block_size=32),
         Group(kind=KEY_VALUE, tokens=2048, block_size=32),
         Group(kind=NEEDLE, tokens=2048, block_size=32),
+        Group(kind=TEXT, tokens=2048, block_size=32),
         Group(kind=KEY_VALUE, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=8192, block_size=128),

@@ -93,8 +93,7 @@ class Repetitions:
         mean_AL = (self.mass_ALH / self.queries_ALH.clamp(min=1.0)).amax(-1)
         most_A = mean_AL.amax(1)
         share_AL = mean_AL / most_A.where(most_A > 0.0, 1.0)[:, None]
-        found: list[float] = share_AL.amax(0).tolist()
-        return found
+        return [float(share) for share in share_AL.amax(0)]
 
 
 def far_repetitions(tokens_T: Tensor, row_Y: Tensor, *, block_size: int) -> Tensor:

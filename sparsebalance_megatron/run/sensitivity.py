@@ -79,22 +79,19 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         setattr(args, destination(name), value)
     hooks = make_training_hooks(args, device_type, lambda line: None)
     run, repetitions = hooks.run, hooks.watching_repetitions()
+    run.all_stages_read = True
     args.eval_iters = -(-samples // run.inputs.settings.evaluation_batch_size)
 
     def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
         run.start(consumed_samples=0)
-        read = run.evaluation_data_iterator(
-            run.inputs.train, vp_stage=vp_stage, tokens_everywhere=True
-        )
 
-        def told() -> Iterator[LocalMicroBatch]:
-            for micro_batch in read:
-                assert micro_batch.inputs is not None, "all stages read tokens"
-                tokens_T = torch.as_tensor(micro_batch.inputs["tokens"])
-                repetitions.tokens_T = copied_to(tokens_T, run.device)
-                yield micro_batch
+        def micro_batches() -> Iterator[LocalMicroBatch]:
+            for each in run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage):
+                assert each.inputs is not None, "all stages read"
+                repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
+                yield each
 
-        return None, told(), None
+        return None, micro_batches(), None
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
     run_pretrain(

@@ -73,6 +73,7 @@ class TrainerRun:
         self.inputs = inputs
         self.device = device
         self.scheduler: Scheduler
+        self.all_stages_read = False
         self._options = AttentionOptions(inputs.config, inputs.grid)
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
@@ -266,28 +267,15 @@ class TrainerRun:
         )
 
     def evaluation_data_iterator(
-        self,
-        index: SampleIndex,
-        consumed_samples: int = 0,
-        vp_stage: int | None = None,
-        *,
-        tokens_everywhere: bool = False,
+        self, index: SampleIndex, consumed_samples: int = 0, vp_stage: int | None = None
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets; the last step that has
-        begun begins anew.
-
-        Args:
-            tokens_everywhere: whether stages that neither embed nor compute the loss get tokens.
-        """
+        begun begins anew."""
         batch_size = self.inputs.settings.evaluation_batch_size
         scheduler = self.inputs.evaluation_scheduler(index, self.scheduler.coverage)
         begun = consumed_samples // batch_size * batch_size
         sizes = BatchSizes.constant(batch_size)
-        return self._iterator(
-            *(scheduler, index, begun, vp_stage, sizes),
-            training=False,
-            tokens_everywhere=tokens_everywhere,
-        )
+        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
 
     def _iterator(
         self,
@@ -298,11 +286,10 @@ class TrainerRun:
         sizes: BatchSizes,
         *,
         training: bool,
-        tokens_everywhere: bool = False,
     ) -> MicroBatchIterator:
         job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
         last = job.pipeline_stages - 1, job.virtual_stages - 1
-        reads = tokens_everywhere or (place.pipeline_rank, chunk) in ((0, 0), last)
+        reads = self.all_stages_read or (place.pipeline_rank, chunk) in ((0, 0), last)
         step = sizes.step_at(consumed_samples)
         assert step is not None, "start has checked it"
         return MicroBatchIterator(

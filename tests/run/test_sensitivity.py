@@ -55,4 +55,4 @@ def test_sensitivities_are_those_of_the_weights_and_become_budgets(
     assert args.sparse_balance_sensitivity is None
     # As counted on a GPU, dense attention of documents of a few blocks is faster than lists.
     assert set(budgets.values()) == {DENSE}
-    assert "base budgets by sensitivity: dense:0-3: " in trained.output
+    assert "base budgets by sensitivity: dense:0-3; " in trained.output

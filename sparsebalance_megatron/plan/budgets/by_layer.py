@@ -9,8 +9,7 @@ Shape legend: L layers, S samples, K budgets that a layer may have, X lengths of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,89 +47,39 @@ def with_layer_budgets(
     if config.sensitivity is None:
         return config, ()
     sensitivity_L = read_sensitivities(Path(config.sensitivity), job.layers)
-    choices = budget_choices(config, lengths_tokens, cost)
+    ms_K, dense_ms = _layer_ms(config, lengths_tokens, cost)
     base_L = np.empty(job.layers, dtype=np.int64)
     for stage in job.stage_layers:
         layers = [layer for chunk in stage for layer in chunk]
-        base_L[layers] = budgets_by_sensitivity(sensitivity_L[layers], choices)
+        base_L[layers] = budgets_by_sensitivity(
+            sensitivity_L[layers], config.base_budget, ms_K, dense_time=dense_ms
+        )
     text = layer_budgets_text({layer: int(budget) for layer, budget in enumerate(base_L)})
-    lines = (
-        f"base budgets by sensitivity: {text}: {choices.share_of(base_L):.2f} times the predicted "
-        f"attention time of {config.base_budget} blocks in all layers",
-        *_held_back(sensitivity_L, base_L),
+    line = (
+        f"base budgets by sensitivity: {text}; at most the predicted attention time of "
+        f"{config.base_budget} blocks in all layers"
     )
-    return replace(config, sensitivity=None, layer_budgets=text), lines
+    held_back = _held_back(sensitivity_L, base_L)
+    return replace(config, sensitivity=None, layer_budgets=text), (line, *held_back)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BudgetChoices:
-    """What one layer may have, and the time that it then takes over all samples.
-
-    Attributes:
-        budget_K: blocks, rising; the last may be :data:`.DENSE`.
-        time_K: in any unit, rising.
-        base_time: of the base budget.
-    """
-
-    budget_K: np.ndarray
-    time_K: np.ndarray
-    base_time: float
-
-    @classmethod
-    def of(
-        cls,
-        base_budget: int,
-        time_K: np.ndarray,
-        *,
-        dense_time: float = np.inf,
-        least_share: float = LEAST_SHARE,
-    ) -> BudgetChoices:
-        """From the least budget on: a share of the base budget, rounded up, and at least the own
-        and the first block. Dense attention stands in for lists that take as long.
-
-        Args:
-            base_budget: blocks; at most the last of ``time_K``.
-            time_K: of 0, 1, ... blocks, up to those of the longest sample.
-            dense_time: infinity where it is unknown.
-        """
-        least = min(max(int(np.ceil(least_share * base_budget)), _OWN_AND_FIRST), base_budget)
-        budget_K = np.arange(least, len(time_K))
-        budget_K = budget_K[time_K[least:] < dense_time]
-        chosen_K = time_K[budget_K]
-        if np.isfinite(dense_time):
-            budget_K, chosen_K = np.append(budget_K, DENSE), np.append(chosen_K, dense_time)
-        return cls(budget_K=budget_K, time_K=chosen_K, base_time=float(time_K[base_budget]))
-
-    def share_of(self, budget_L: np.ndarray) -> float:
-        """Time of layers over that of as many at the base budget."""
-        times = self.time_K[np.searchsorted(self.budget_K, budget_L)]
-        return float(times.sum() / (len(budget_L) * self.base_time))
-
-
-def budget_choices(
+def _layer_ms(
     config: SparseBalanceConfig, lengths_tokens: np.ndarray, cost: CostModel
-) -> BudgetChoices:
-    """The choices by predicted ms, forward and backward, the router included.
-
-    A block that is begun counts whole.
-    """
+) -> tuple[np.ndarray, float]:
+    """Predicted ms of a layer's attention over all samples, of whole blocks, forward and backward:
+    [K] at 0, 1, ... blocks, the router included, and dense, infinity where that is unknown."""
     blocks_S = np.ceil(lengths_tokens / config.block_size)
-    pairs_K = pairs_by_budget(blocks_S, cost.work)
     everything = features(blocks_S * config.block_size, np.inf, config.block_size, cost.work)
-    sparse, dense = np.zeros(len(FEATURES)), np.zeros(len(FEATURES))
     knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
-    for direction in Direction:
-        for part in (Part.ATTENTION, Part.ROUTER):
-            sparse += cost.coefficients_ms(part, direction)
-        if knows_dense:
-            dense += cost.coefficients_ms(Part.DENSE_ATTENTION, direction)
-    pairs = FEATURES.index("block_pairs")
-    ms_K = sparse @ everything + sparse[pairs] * (pairs_K - everything[pairs])
-    return BudgetChoices.of(
-        min(config.base_budget, len(ms_K) - 1),
-        ms_K,
-        dense_time=float(dense @ everything) if knows_dense else np.inf,
-    )
+
+    def coefficients_ms(*parts: Part) -> np.ndarray:
+        rows = [cost.coefficients_ms(part, way) for part in parts for way in Direction]
+        return np.sum(rows, axis=0)
+
+    sparse, pairs = coefficients_ms(Part.ATTENTION, Part.ROUTER), FEATURES.index("block_pairs")
+    saved_K = everything[pairs] - pairs_by_budget(blocks_S, cost.work)
+    dense_ms = coefficients_ms(Part.DENSE_ATTENTION) @ everything if knows_dense else np.inf
+    return sparse @ everything - sparse[pairs] * saved_K, float(dense_ms)
 
 
 def pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
@@ -140,10 +89,18 @@ def pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
     return np.array([work.attended_pairs(length_X, budget) @ count_X for budget in budgets])
 
 
-def budgets_by_sensitivity(sensitivity_L: np.ndarray, choices: BudgetChoices) -> np.ndarray:
-    """Base budget of every layer, int64 [L].
+def budgets_by_sensitivity(
+    sensitivity_L: np.ndarray,
+    base_budget: int,
+    time_K: np.ndarray,
+    *,
+    dense_time: float = np.inf,
+    least_share: float = LEAST_SHARE,
+) -> np.ndarray:
+    """Base budget of every layer, int64 [L], :data:`.DENSE` where lists would take as long.
 
-    1. All layers get the least budget.
+    1. All layers get the least budget: a share of the base budget, rounded up, and at least the
+       own and the first block.
     2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
        as all layers together take no more time than at the base budget. Sensitivities name the
        layers; by how much they differ says little (research/pretrained.md).
@@ -152,10 +109,18 @@ def budgets_by_sensitivity(sensitivity_L: np.ndarray, choices: BudgetChoices) ->
 
     Args:
         sensitivity_L: to any scale.
+        time_K: of a layer, in any unit, at 0, 1, ... blocks, up to those of the longest sample.
+        dense_time: of a dense layer; infinity where it is unknown.
     """
-    time_K = choices.time_K
+    base = min(base_budget, len(time_K) - 1)
+    least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
+    budget_K = np.arange(least, len(time_K))
+    budget_K = budget_K[time_K[least:] < dense_time]
+    left, time_K = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9), time_K[budget_K]
+    if np.isfinite(dense_time):
+        budget_K, time_K = np.append(budget_K, DENSE), np.append(time_K, dense_time)
     choice_L = np.zeros(len(sensitivity_L), dtype=np.int64)
-    left = len(choice_L) * (choices.base_time * (1.0 + 1e-9) - time_K[0])
+    left -= len(choice_L) * time_K[0]
     order = np.argsort(-sensitivity_L, kind="stable")
     for layer in order:
         affordable = int(np.searchsorted(time_K - time_K[0], left, side="right"))
@@ -170,20 +135,16 @@ def budgets_by_sensitivity(sensitivity_L: np.ndarray, choices: BudgetChoices) ->
                 left -= more
                 raised = True
         if not raised:
-            return choices.budget_K[choice_L]
+            return budget_K[choice_L]
 
 
-def _held_back(sensitivity_L: np.ndarray, base_L: np.ndarray) -> Sequence[str]:
+def _held_back(sensitivity_L: np.ndarray, base_L: np.ndarray) -> tuple[str, ...]:
     """A line about layers that read less than less sensitive ones of other pipeline stages."""
-    behind = [
-        layer
-        for layer, budget in enumerate(base_L)
-        if base_L[sensitivity_L < sensitivity_L[layer]].max(initial=0) > budget + 1
-    ]
-    if not behind:
-        return ()
-    return (
+    lesser_LL = sensitivity_L < sensitivity_L[:, None]
+    (behind,) = np.nonzero(np.where(lesser_LL, base_L, 0).max(axis=1) > base_L + 1)
+    line = (
         f"layers {', '.join(map(str, behind))} read less than less sensitive layers of other "
         "pipeline stages, for which steps would wait: give their stages fewer layers "
-        f"(--pipeline-model-parallel-layout), or name budgets by {flag_name('layer_budgets')}",
+        f"(--pipeline-model-parallel-layout), or name budgets by {flag_name('layer_budgets')}"
     )
+    return (line,) if len(behind) else ()
