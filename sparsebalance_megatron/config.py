@@ -227,8 +227,7 @@ class SparseBalanceConfig:
     those of stages, or none. Turn it off to make plans repeat exactly."""
 
     coverage_decay: float = 0.9
-    """Weight of the past in the moving average of coverage curves. Lower it where many samples are
-    guarded in every step."""
+    """Weight of the past in the moving average of coverage curves."""
 
     device: Device = "auto"
     """Where the model runs; auto takes the CPU only where no CUDA device is visible. Choose cpu to

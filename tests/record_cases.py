@@ -34,7 +34,7 @@ def rank_header(**changes: Any) -> RankHeader:
 def rank_micro_batch(**changes: Any) -> RankMicroBatch:
     """A short sample that one rank has alone, at a budget of one block."""
     values = {"position": 0, "cp_size": 1, "member": 0, "lengths_tokens": (8,), "samples": (0,)}
-    unknown = {"budgets": np.ones((1, 1)), "coverage": None, "guarded": 0}
+    unknown = {"budgets": np.ones((1, 1)), "coverage": None}
     return RankMicroBatch(**(values | unknown | changes))
 
 
@@ -87,7 +87,6 @@ def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "predicted": PREDICTED,
         "measured": MEASURED,
         "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75, "unobserved": 0},
-        "guarded_samples": 0,
         "padded_tokens": 0,
         "recompute": {"kept": 0, "again": 0, "otherwise": 0},
     } | changes

@@ -44,7 +44,7 @@ def step_measurement(
         "counts_LU": np.zeros((1, 1)),
         "executed_L": np.zeros(1),
         "counts_L": np.zeros(1),
-        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum", "grown"), 0.0),
+        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum"), 0.0),
     }
     return StepMeasurement(
         times_2RPVM=times_2RPVM,
@@ -105,7 +105,6 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         base_sum=float(executed_L.sum()),
         count=float(JOB.layers * len(LENGTHS_TOKENS)),
         minimum=0.1,
-        grown=3.0,
     )
 
 

@@ -45,7 +45,6 @@ class StepResult:
     coverage: float | None
     base_coverage: float | None
     work_ratio: float | None
-    guarded_samples: int
     plan_ms: float
     plan_wait_ms: float
     tokens: int
@@ -146,7 +145,6 @@ def _result(
         coverage=coverage["mean"],
         base_coverage=coverage["base_mean"],
         work_ratio=None if dense else record["predicted"]["work_ratio"],
-        guarded_samples=record["guarded_samples"],
         plan_ms=record["plan_ms"],
         plan_wait_ms=record["plan_wait_ms"],
         tokens=record["tokens"],

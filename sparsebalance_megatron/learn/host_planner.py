@@ -180,8 +180,7 @@ class HostPlanner:
                 then only chooses budgets, and holds the host to no token cap. Ranks that Megatron's
                 context parallelism groups count as one.
             pinned_LS: budgets that samples keep, such as ``StepPlan.budgets_LS`` of a plan that
-                they were in before; a column of zeros leaves a sample's to the plan. Pinned budgets
-                are executed as they are, without a guard.
+                they were in before; a column of zeros leaves a sample's to the plan.
             later_lengths_tokens: of the samples after these, where the host knows them: coverage is
                 then bought where it costs least among all of them.
             step: named in messages; None is :attr:`steps`.

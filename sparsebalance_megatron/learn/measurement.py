@@ -113,7 +113,6 @@ class CoverageTotals:
         counts_L, executed_L: pairs, and executed coverage, by layer.
         executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
         minimum: the least executed coverage.
-        grown: pairs whose budget the guard raised.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
         tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
         lengths_3U: executed coverage, that of base budgets, and pairs by length bucket.
@@ -127,7 +126,6 @@ class CoverageTotals:
     base_sum: float
     count: float
     minimum: float
-    grown: float
     unobserved: int = 0
     tokens: float = 0.0
     lost_tokens: float = 0.0

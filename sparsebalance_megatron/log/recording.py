@@ -130,7 +130,6 @@ def step_record(step: FinishedStep) -> StepRecord:
             unobserved=coverage.unobserved,
             lost_by_token=coverage.lost_by_token,
         ),
-        guarded_samples=int(coverage.grown),
         tokens=measured.tokens,
         padded_tokens=step.padded_tokens,
         recompute=Recompute(**measured.recompute._asdict()),
@@ -180,27 +179,26 @@ def rank_step(
     job: Job,
     times: StepTimes,
     pieces: Sequence[Piece],
-    executed_and_grown_O2: np.ndarray,
+    executed_O: np.ndarray,
 ) -> RankStep:
-    """One step of this rank; budgets are as planned, coverage as executed.
+    """One step of this rank.
 
     Args:
-        pieces, executed_and_grown_O2: see :meth:`.step_reducer.StepReducer.reduce`.
+        pieces, executed_O: see :meth:`.step_reducer.StepReducer.reduce`.
     """
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}
     first = 0
     for piece in pieces:
-        rows = executed_and_grown_O2[first : first + piece.samples]
+        rows = executed_O[first : first + piece.samples]
         observed.setdefault(piece.position, []).append(rows)
         first += piece.samples
 
     def recorded(position: int, plan: MicroBatchPlan) -> RankMicroBatch:
-        coverage, guarded = None, 0
+        coverage = None
         if position in observed:
-            observed_LS2 = np.stack(observed[position])
-            coverage = observed_LS2[..., 0].mean(axis=0).round(_COVERAGE_DIGITS).tolist()
-            guarded = int(observed_LS2[..., 1].sum())
+            executed_LS = np.stack(observed[position])
+            coverage = executed_LS.mean(axis=0).round(_COVERAGE_DIGITS).tolist()
         return RankMicroBatch(
             position=position,
             cp_size=plan.cp_size,
@@ -209,7 +207,6 @@ def rank_step(
             lengths_tokens=plan.lengths_tokens,
             budgets=plan.budgets_LS[layers],
             coverage=coverage,
-            guarded=guarded,
         )
 
     micro_batches = planned.plan.for_rank(place.data_parallel_rank).micro_batches

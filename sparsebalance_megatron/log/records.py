@@ -200,7 +200,6 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     predicted: Predicted
     measured: Measured
     coverage: StepCoverage
-    guarded_samples: Count
     tokens: Count
     padded_tokens: Count
     recompute: Recompute
@@ -353,7 +352,7 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
 
     It lay on ``cp_size`` neighbouring ranks, of which this was number ``member``; coverage is None
     on all of them but member 0, and where the rank has no layers. ``samples``: their numbers in the
-    data. ``guarded``: (sample, layer) pairs whose budget the guard raised.
+    data.
     """
 
     position: Count
@@ -363,7 +362,6 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
     lengths_tokens: Annotated[tuple[Length, ...], Meta(min_length=1)]
     budgets: np.ndarray
     coverage: tuple[Share, ...] | None
-    guarded: Count
 
     def __post_init__(self) -> None:
         budgets = self.budgets

@@ -86,7 +86,6 @@ def step_scalars(
         "tflops-per-rank-dense-equivalent": dense / per_rank,
         "plan-ms": planned.plan_ms,
         "host-ms": sum(step.host_ms.values()),
-        "guarded-samples": measured.coverage.grown,
         MISMATCHES: len(measured.differing_ranks),
     }
 

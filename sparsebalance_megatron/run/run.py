@@ -245,7 +245,7 @@ class Run:
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
-            measured, executed_and_grown_O2 = self._reducer.reduce(
+            measured, executed_O = self._reducer.reduce(
                 segments_M=self._schedule(planned).segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
@@ -278,7 +278,7 @@ class Run:
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
                 )
-                self._sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
+                self._sinks.write(finished, times, observed.pieces, executed_O)
         self.begin_step()
         return figures
 

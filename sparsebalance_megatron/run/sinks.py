@@ -55,12 +55,12 @@ class StepSinks:
         step: FinishedStep,
         times: StepTimes,
         pieces: tuple[Piece, ...],
-        executed_and_grown_O2: np.ndarray,
+        executed_O: np.ndarray,
     ) -> None:
         """Hand the step to everything that wants it.
 
-        ``times`` are this rank's; ``pieces`` say whose coverage it observed,
-        ``executed_and_grown_O2`` how much it was.
+        ``times`` are this rank's; ``pieces`` say whose coverage it observed, ``executed_O`` how
+        much it was.
         """
         if self.rank_log is not None:
             self.rank_log.append(
@@ -72,7 +72,7 @@ class StepSinks:
                     job=self.inputs.job,
                     times=times,
                     pieces=pieces,
-                    executed_and_grown_O2=executed_and_grown_O2,
+                    executed_O=executed_O,
                 )
             )
         if self.step_log is not None:

@@ -222,7 +222,6 @@ def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
                 "lengths_tokens": [100, 20],
                 "budgets": [[4, 1], [3, 1], [2, 1]],
                 "coverage": [0.5, None],
-                "guarded": 0,
             }
         ],
         "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],

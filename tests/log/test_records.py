@@ -235,7 +235,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         samples = len(micro_batches[position].samples)
         for layer in JOB.stage_layers[1][chunk]:
             pieces.append(Piece(position, layer, samples))
-            rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
+            rows += [0.1 * layer + 0.01 * i for i in range(samples)]
     spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
     times = StepTimes(schedule_ms=5.0, start_unix_s=1.75e9, spans=spans)
     record = rank_step(
@@ -245,7 +245,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         job=JOB,
         times=times,
         pieces=pieces,
-        executed_and_grown_O2=np.array(rows),
+        executed_O=np.array(rows),
     )
     line = as_json(record)
     assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 9, 5.0)
@@ -261,7 +261,6 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         assert entry["budgets"] == [[4] * samples] * len(LAYERS)
         expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
         assert entry["coverage"] == pytest.approx(expected)
-        assert entry["guarded"] == 1
     step = of_rank(record)
     assert step.start_unix_s == 1.75e9
     assert step.spans == (Span("forward", 0, 0, 1.0, 2.0), spans[1])
@@ -280,7 +279,7 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
         job=JOB,
         times=UNTIMED,
         pieces=(),
-        executed_and_grown_O2=np.empty((0, 2)),
+        executed_O=np.empty(0),
     )
     step = of_rank(record)
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
@@ -299,7 +298,7 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
         job=JOB,
         times=UNTIMED,
         pieces=(),
-        executed_and_grown_O2=np.empty((0, 2)),
+        executed_O=np.empty(0),
     )
     read = of_rank(record).micro_batches
     assert [(each.cp_size, each.member) for each in read] == [(2, 1), (1, 0)]

@@ -179,7 +179,6 @@ class SampleRun:
             base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
             count=1.0,
             minimum=expected.coverage_min or 0.0,
-            grown=0.0,
         )
         return FinishedStep(
             iteration=iteration,
@@ -229,7 +228,7 @@ class SampleRun:
                 ),
             ),
             pieces=pieces,
-            executed_and_grown_O2=np.stack([executed_O, np.zeros_like(executed_O)], axis=1),
+            executed_O=executed_O,
         )
 
     def coverage_record(self, iteration: int) -> CoverageRecord:
