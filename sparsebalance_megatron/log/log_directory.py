@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sparsebalance_megatron.config import flag_name
 
@@ -69,7 +69,7 @@ class LogDirectory:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
-        self._lock: int | None = None
+        self._lock: Any = None
 
     def check(self) -> str | None:
         """Whether logs could be written, without writing; a remark where that cannot be told.
@@ -144,29 +144,28 @@ class LogDirectory:
         return steps, older_file(steps), rank_folder(self.path)
 
     def _claim(self) -> None:
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        from filelock import FileLock, Timeout
+
+        lock = self.path / _LOCK
+        # A trainer may go on in the process in which it stopped.
+        claim = FileLock(lock, is_singleton=True)
         try:
-            # Of the process, unlike flock: a trainer may go on in the one in which it stopped.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            os.close(descriptor)
+            claim.acquire(timeout=0)
+        except Timeout as error:
+            owner = lock.read_text(errors="replace")[:200].strip()
             raise self._error(
                 f"another run writes there ({owner or 'unknown'}); give every run a directory of "
                 "its own"
             ) from error
-        except OSError as error:
-            os.close(descriptor)
+        except NotImplementedError:
             _logger.warning(
-                "sparse balance: %s: no locks on this file system (%s); nothing keeps a second "
-                "run from writing there",
+                "sparse balance: %s: no locks on this file system; nothing keeps a second run from "
+                "writing there",
                 self.path,
-                error.strerror,
             )
             return
-        self._lock = descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock = claim
+        lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
 
     def _error(self, problem: str) -> LogDirectoryError:
         return LogDirectoryError(f"{flag_name('log_dir')} {self.path}: {problem}")

@@ -26,6 +26,7 @@ from sparsebalance_megatron.json_file import (
 )
 from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
 from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     RANK_LOG,
     STEP_LOG,
     Count,
@@ -82,11 +83,15 @@ class RankLogs:
     problems: tuple[str, ...] = ()
 
 
-class _Iteration(msgspec.Struct):
+class _Line(msgspec.Struct):
+    """What tells lines apart without decoding them."""
+
+    type: str = ""
     iteration: Count | None = None
+    log_format: int = 1
 
 
-_ITERATION = msgspec.json.Decoder(_Iteration)
+_LINE = msgspec.json.Decoder(_Line)
 
 
 @dataclass(kw_only=True)
@@ -108,17 +113,23 @@ class _LogReader[R: Record]:
     damaged_lines: int = 0
 
     def records(self) -> Iterator[R]:
-        """The records as they are read; damaged lines are noted and left out.
+        """The records as they are read; damaged lines are noted and left out, as are lines behind
+        a header of another format.
 
         Raises:
             UnreadableFileError, OSError: a file cannot be read.
         """
-        discarded = dropped = 0
+        discarded = dropped = foreign = 0
+        is_foreign = False
         paths = log_files(self.path) if self.last_bytes is None else ()
         for path in paths or (self.path,):
             with open_regular(path) as stream:
                 for number, text in enumerate(self._lines(stream), start=1):
-                    if self._is_unwanted(text):
+                    line = _line(text)
+                    if line.type in ("run", "rank"):
+                        is_foreign = line.log_format != LOG_FORMAT
+                    foreign += is_foreign
+                    if is_foreign or self._is_unwanted(text, line):
                         continue
                     try:
                         record = decode(text, self.decoder)
@@ -130,6 +141,11 @@ class _LogReader[R: Record]:
                     if isinstance(record, Header) and record.lines_discarded is not UNSET:
                         discarded = max(discarded, record.lines_discarded)
                     yield record
+        if foreign:
+            self.problems.append(
+                f"{self.path}: {foreign} lines in another log format than {LOG_FORMAT}; left out: "
+                "read them with the version of sparsebalance_megatron that wrote them"
+            )
         if discarded:
             self.problems.append(
                 f"{self.path}: the {discarded} oldest lines were discarded while training; "
@@ -148,16 +164,19 @@ class _LogReader[R: Record]:
                 stream.readline()
         yield from bounded_lines(stream, MAX_BYTES)
 
-    def _is_unwanted(self, text: bytes) -> bool:
-        if self.last_bytes is not None and not text.endswith(b"\n"):
-            # It is being written.
+    def _is_unwanted(self, text: bytes, line: _Line) -> bool:
+        if not text.strip() or (self.last_bytes is not None and not text.endswith(b"\n")):
+            # It ends a line that was cut off, or is being written.
             return True
-        if self.wanted is None:
+        if self.wanted is None or line.iteration is None:
             return False
-        with suppress(DamagedLineError):
-            iteration = decode(text, _ITERATION).iteration
-            return iteration is not None and iteration not in self.wanted
-        return False
+        return line.iteration not in self.wanted
+
+
+def _line(text: bytes) -> _Line:
+    with suppress(DamagedLineError):
+        return decode(text, _LINE)
+    return _Line()
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
@@ -267,8 +286,9 @@ def _read_rank(
 
 
 def _other_layers(step: RankStep, header: RankHeader) -> str | None:
-    layers = len(header.layers)
     for micro_batch in step.micro_batches:
-        if len(micro_batch.budgets_LS) != layers:
-            return f"budgets {micro_batch.budgets.shape} must be of {layers} layers"
+        if len(micro_batch.budgets_LS) != len(header.layers):
+            return (
+                f"budgets_LS {micro_batch.budgets_LS.shape} must be of {len(header.layers)} layers"
+            )
     return None

@@ -150,7 +150,7 @@ class Session:
             self._loop,
             self.device,
             extra_steps=extra_steps,
-            sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
+            sinks=open_sinks(inputs, place, scheduler.coverage, self.device),
             agreement=packing.agreement,
             after_step=self._after_step,
             token_counts=self._token_counts,

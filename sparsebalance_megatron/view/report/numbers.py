@@ -12,7 +12,6 @@ import numpy as np
 
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.view.report.differences import differences
 
 WARM_UP_STEPS = 5
@@ -117,8 +116,8 @@ class RunSummary:
     - ``rank_imbalance``: median of max/mean over the data-parallel ranks' measured busy times, a
       rank's busy time being that of its busiest pipeline stage.
     - ``predicted_ms``, ``measured_ms``: median busy time of the busiest rank.
-    - ``predicted_error``: median of ``|predicted / measured - 1|`` over steps and ranks, busy time
-      against busy time, so that waiting is in neither.
+    - ``predicted_error``: median of the steps' mean of ``|predicted / measured - 1|`` over ranks,
+      busy time against busy time, so that waiting is in neither.
     - ``lower_bound_ms``: median of the planner's bound on a step: no placement can be faster.
     - ``work_ratio``: median of predicted work over that of the same samples at base budgets; below
       1 attention was cut, so a speedup is not balance alone.
@@ -215,44 +214,33 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
+
+    def average(name: str, how: Callable[[list[float]], float] = median) -> float | None:
+        """Of a figure over the steps that have it; None where none has."""
+        return _average((getattr(step.figures, name) for step in after), how)
+
+    coverage, base = (average(name, fmean) for name in ("coverage", "coverage_base"))
     lost_by_token = [
-        (step.coverage.lost_by_token, step.tokens)
+        (step.figures.coverage_lost_by_token, step.tokens)
         for step in after
-        if step.coverage.lost_by_token is not None and step.tokens
+        if step.figures.coverage_lost_by_token is not None and step.tokens
     ]
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up_steps(len(steps)),
-        iteration_ms_median=_average(step.iteration_ms for step in after),
+        iteration_ms_median=_average((step.iteration_ms for step in after), median),
         iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
-        rank_imbalance=_average(
-            imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
-        ),
-        coverage_mean=_average((step.coverage.mean for step in after), fmean),
-        coverage_gain=_average(
-            (
-                step.coverage.mean - step.coverage.base_mean
-                for step in after
-                if step.coverage.mean is not None and step.coverage.base_mean is not None
-            ),
-            fmean,
-        ),
+        rank_imbalance=average("imbalance"),
+        coverage_mean=coverage,
+        coverage_gain=None if coverage is None or base is None else coverage - base,
         coverage_gain_by_token=-fmean(*zip(*lost_by_token, strict=True)) if lost_by_token else None,
-        predicted_error=_average(
-            abs(predicted / measured - 1.0)
-            for step in after
-            if step.measured_rank_ms and step.predicted_rank_ms
-            for predicted, measured in zip(
-                step.predicted_rank_ms, step.measured_rank_ms, strict=True
-            )
-            if measured > 0.0
-        ),
-        predicted_ms=_average(max(step.predicted_rank_ms or (), default=None) for step in after),
-        measured_ms=_average(max(step.measured_rank_ms or (), default=None) for step in after),
-        lower_bound_ms=_average(step.predicted.lower_bound_ms for step in after),
-        work_ratio=_average(step.predicted.work_ratio for step in after),
+        predicted_error=average("predicted_error"),
+        predicted_ms=average("busiest_rank_ms_predicted"),
+        measured_ms=average("busiest_rank_ms_measured"),
+        lower_bound_ms=average("lower_bound_ms"),
+        work_ratio=average("work_ratio"),
         split=split_time(after),
         lockstep_ranks=lockstep_ranks,
     )
@@ -292,8 +280,10 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
     if before is None or after is None:
         return None
     known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
-    work = np.array([_work(new) / _work(old) for old, new in known])
-    old_ms = np.array([old.compute_ms for old, _ in known])
+    work = np.array(
+        [(new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) for old, new in known]
+    )
+    old_ms = np.array([old.figures.computing_ms_measured for old, _ in known])
     less_attention_ms = float((old_ms * (work - 1.0)).mean())
     return Explanation(
         baseline=before,
@@ -309,7 +299,10 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
 
 def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
     """ms of computing, waiting and the rest of every step; NaN where it was not measured whole."""
-    known = [(step.iteration_ms, step.compute_ms, step.schedule_ms) for step in steps]
+    known = [
+        (step.iteration_ms, step.figures.computing_ms_measured, step.figures.makespan_ms_measured)
+        for step in steps
+    ]
     iteration_ms, compute_ms, schedule_ms = np.array(known, dtype=np.float64).reshape(-1, 3).T
     # The schedule of a step lies within it, but for the clocks of hosts.
     schedule_ms = np.minimum(np.maximum(schedule_ms, compute_ms), iteration_ms)
@@ -326,16 +319,12 @@ def _mean(parts: np.ndarray) -> TimeSplit | None:
     )
 
 
-def _work(step: StepRecord) -> float:
-    return 1.0 if step.predicted.work_ratio is None else step.predicted.work_ratio
-
-
 def _spread(steps: Sequence[StepRecord]) -> float:
     """Spread of measured over predicted computing times, where both are known."""
     ratios = [
-        sum(step.measured_rank_ms) / sum(step.predicted_rank_ms)
+        step.figures.computing_ms_measured / step.figures.computing_ms_predicted
         for step in steps
-        if step.measured_rank_ms and step.predicted_rank_ms and sum(step.predicted_rank_ms) > 0.0
+        if step.figures.computing_ms_measured and step.figures.computing_ms_predicted
     ]
     low, middle, high = np.quantile(ratios or [0.0], (0.25, 0.5, 0.75))
     return float((high - low) / 2.0 / middle) if middle > 0.0 else 0.0
@@ -363,9 +352,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 
-def _average(
-    values: Iterable[float | None], how: Callable[[list[float]], float] = median
-) -> float | None:
+def _average(values: Iterable[float | None], how: Callable[[list[float]], float]) -> float | None:
     """``how`` of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
     return how(known) if known else None

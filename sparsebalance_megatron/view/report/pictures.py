@@ -201,13 +201,17 @@ def rank_bars(runs: Mapping[str, Sequence[StepRecord]]) -> Chart | None:
 
 
 def _rank_rows(steps: Sequence[StepRecord]) -> tuple[Row, ...]:
-    known = [step for step in steps if step.complete and step.iteration_ms and step.schedule_ms]
+    known = [
+        step
+        for step in steps
+        if step.complete and step.iteration_ms and step.figures.makespan_ms_measured
+    ]
     if not known:
         return ()
     compute_R = np.mean(
         [stage_busy_ms(step.times_2RPVM("measured")).mean(axis=1) for step in known], axis=0
     )
-    schedule_ms = float(np.mean([step.schedule_ms or 0.0 for step in known]))
+    schedule_ms = float(np.mean([step.figures.makespan_ms_measured or 0.0 for step in known]))
     step_ms = float(np.mean([step.iteration_ms or 0.0 for step in known]))
     ranks = list(range(len(compute_R)))
     if len(ranks) > _MOST_RANKS:

@@ -114,7 +114,7 @@ def simulated_timeline(
     return Timeline(
         spans=spans,
         source=source,
-        segments=record.segments or (),
+        segments=record.segments_RM.tolist(),
         waited_ms=_waited_ms(record, side, spans),
     )
 
@@ -127,22 +127,22 @@ def _waited_ms(record: StepRecord, side: str, places: Iterable[Place]) -> float:
 
 def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
     """Events of every rank; raises PlanError where a time is missing or negative."""
-    times_2RPVM = record.passed_2RPVM(side)
-    if not record.segments:
+    times_2RPVM, segments_RM = record.passed_2RPVM(side), record.segments_RM
+    if not record.in_segments:
         return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
-    ms_R2PU = [
-        (times_2RPVM[:, rank, :, 0] / np.array(segments)).repeat(segments, axis=2)
-        for rank, segments in enumerate(record.segments)
+    ms_R2PU: Sequence[np.ndarray] = [
+        (times_2RPVM[:, rank, :, 0] / segments_M).repeat(segments_M, axis=2)
+        for rank, segments_M in enumerate(segments_RM)
     ]
     if side == "predicted" and record.predicted.segment_ms:
-        ms_R2PU = list(record.predicted.segment_ms)
+        ms_R2PU = record.predicted.segment_ms
     ms_2UP = np.concatenate(ms_R2PU, axis=2).swapaxes(1, 2)
-    times = OperationTimes.of_segments(record.segments, ms_2UP, record.cp_sizes_RM)
+    times = OperationTimes.of_segments(segments_RM.tolist(), ms_2UP, record.cp_sizes_RM)
     # The micro-batches of all ranks, one after another.
     (events,) = simulate(times)
-    events_R: list[list[Event]] = [[] for _ in record.segments]
+    events_R: list[list[Event]] = [[] for _ in segments_RM]
     for event in events:
-        rank, position = divmod(event.micro_batch, len(record.segments[0]))
+        rank, position = divmod(event.micro_batch, segments_RM.shape[1])
         events_R[rank].append(replace(event, micro_batch=position))
     return events_R
 
@@ -189,7 +189,7 @@ def measured_timeline(
     return Timeline(
         spans=spans,
         source=MEASURED,
-        segments=record.segments or (),
+        segments=record.segments_RM.tolist(),
         waited_ms=_waited_ms(record, "measured", [each for each in spans if each in record.places]),
         remarks=tuple(remarks),
     )

@@ -192,9 +192,9 @@ def worst_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     Without a cost table predicted times are relative, so they are scaled to the median step.
     """
     known = [
-        (step, max(step.measured_rank_ms), max(step.predicted_rank_ms))
+        (step, step.figures.busiest_rank_ms_measured, step.figures.busiest_rank_ms_predicted)
         for step in settled(steps)
-        if step.measured_rank_ms and step.predicted_rank_ms and max(step.predicted_rank_ms) > 0.0
+        if step.figures.busiest_rank_ms_measured and step.figures.busiest_rank_ms_predicted
     ]
     if not known:
         return []

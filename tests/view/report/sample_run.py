@@ -23,6 +23,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -180,24 +181,27 @@ class SampleRun:
             count=1.0,
             minimum=expected.coverage_min or 0.0,
         )
+        planned = PlannedStep(
+            plan=plan,
+            samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
+            scales=StageScales.ones(self.stages, self.virtual_stages),
+            plan_ms=3.0,
+            wait_ms=0.5,
+        )
+        measured = StepMeasurement(
+            times_2RPVM=times_2RPVM,
+            schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
+            coverage=coverage,
+            lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
+            tokens=sum(each.tokens for each in plan.micro_batches),
+            differing_ranks=(),
+        )
         return FinishedStep(
             iteration=iteration,
             iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
-            planned=PlannedStep(
-                plan=plan,
-                samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
-                scales=StageScales.ones(self.stages, self.virtual_stages),
-                plan_ms=3.0,
-                wait_ms=0.5,
-            ),
-            measured=StepMeasurement(
-                times_2RPVM=times_2RPVM,
-                schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
-                coverage=coverage,
-                lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
-                tokens=sum(each.tokens for each in plan.micro_batches),
-                differing_ranks=(),
-            ),
+            planned=planned,
+            measured=measured,
+            figures=StepFigures.of(planned, measured),
             padded_tokens=0,
             host_ms={"plan": 0.5},
         )

@@ -73,9 +73,9 @@ def view(cp_size: int) -> Timeline:
                 rank_micro_batch(
                     position=position,
                     lengths_tokens=(100, 400),
-                    budgets=np.array([[1.0, 7.0]]),
+                    budgets_LS=np.array([[1, 7]]),
                     cp_size=of,
-                    member=rank % of,
+                    rank=rank - rank % of,
                 )
                 for position, of in enumerate((1, cp_size))
             )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from record_cases import step_record
 
@@ -11,8 +12,11 @@ from sparsebalance_megatron.view.report.plots import coverage_plots, loss_plots
 
 
 def test_coverage_of_the_layers_and_the_least() -> None:
-    curves = ((None, None, (0.2, 0.4, 0.8)), (None, None, (0.4, 0.6, 1.0)))
-    record = CoverageRecord(iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves=curves)
+    curves_LUK = np.full((2, 3, 3), np.nan)
+    curves_LUK[:, 2] = (0.2, 0.4, 0.8), (0.4, 0.6, 1.0)
+    record = CoverageRecord(
+        iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves_LUK=curves_LUK
+    )
     (plot,) = coverage_plots(record, {"base_budget": 2, "coverage_threshold": 0.1})
     assert plot.title == "4 blocks"
     assert plot.dotted_x == plot.width / 2

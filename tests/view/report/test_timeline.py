@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import record_cases
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 from plan.plan_cases import flat
 from record_cases import step_record
 
-from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.learn.measurement import MeasuredTimes, Span
 from sparsebalance_megatron.log.records import RankStep, StepRecord
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import (
@@ -24,16 +28,29 @@ from sparsebalance_megatron.view.report.timeline import (
 )
 
 
-def times(measured_RPVM: np.ndarray, predicted_RPVM: np.ndarray | None = None) -> StepRecord:
+def times(
+    measured_RPVM: np.ndarray, predicted_RPVM: np.ndarray | None = None, **changes: Any
+) -> StepRecord:
     """Backwards take twice as long as forwards."""
-    record = step_record(1)
+    ranks, stages, _, positions = measured_RPVM.shape
     predicted_RPVM = measured_RPVM if predicted_RPVM is None else predicted_RPVM
-    sides = {"measured": measured_RPVM, "predicted": predicted_RPVM}
-    for name, times_RPVM in sides.items():
-        busy_ms = (0.0,) * len(times_RPVM)
-        changes = {"forward_ms": times_RPVM, "backward_ms": 2 * times_RPVM, "rank_busy_ms": busy_ms}
-        sides[name] = replace(getattr(record, name), **changes)
-    return replace(record, **sides)
+    ones_RM = np.ones((ranks, positions), int)
+    values = {"cp_sizes_RM": ones_RM, "segments_RM": ones_RM} | {
+        name: np.array(value) for name, value in changes.items()
+    }
+    record = step_record(1)
+    return structs.replace(
+        record,
+        device_slowness_RP=np.ones((ranks, stages)),
+        predicted=replace(
+            record.predicted, times_2RPVM=np.stack([predicted_RPVM, 2 * predicted_RPVM])
+        ),
+        measured=MeasuredTimes(
+            times_2RPVM=np.stack([measured_RPVM, 2 * measured_RPVM]),
+            schedule_ms=np.ones((ranks, stages)),
+        ),
+        **values,
+    )
 
 
 def rank_step(start_unix_s: float | None, *spans: Span) -> RankStep:
@@ -86,17 +103,18 @@ def test_a_simulated_timeline_is_the_simulators() -> None:
 def test_segments_take_what_is_known_of_them(side: str) -> None:
     """Equal parts where only times of whole micro-batches are."""
     forward_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 1.0]], [[5.0, 2.0]]]])
-    record = replace(times(forward_RPVM), segments=((2, 3), (1, 1)))
+    record = times(forward_RPVM, segments_RM=((2, 3), (1, 1)))
     generator = np.random.default_rng(0)
     segment_ms = tuple(generator.uniform(0.1, 5.0, (2, 2, count)) for count in (5, 2))
-    record = replace(record, predicted=replace(record.predicted, segment_ms=segment_ms))
+    predicted = replace(record.predicted, segment_ms=segment_ms)
+    record = structs.replace(record, predicted=predicted)
     found = simulated_timeline(record, side)
     assert found is not None
     for (rank, stage), spans in found.spans.items():
         held = {(span.position, span.segment): span.ms for span in spans if span[0] == "forward"}
         parts = [
             (position, segment, forward_RPVM[rank, stage, 0, position] / segments)
-            for position, segments in enumerate(record.segments[rank])
+            for position, segments in enumerate(record.segments_RM[rank])
             for segment in range(segments)
         ]
         known = segment_ms[rank][0, stage] if side == "predicted" else [ms for *_, ms in parts]
@@ -141,8 +159,9 @@ def test_waiting_within_layers_is_no_computing() -> None:
     passed_RPVM = np.full((2, 1, 1, 1), 10.0)
     own_RPVM = np.array([10.0, 10.0 / 3]).reshape(passed_RPVM.shape)
     record = times(passed_RPVM)
-    own = replace(record.measured, own_forward_ms=own_RPVM, own_backward_ms=2 * own_RPVM)
-    record = replace(record, measured=own)
+    waiting_2RPVM = np.stack([passed_RPVM - own_RPVM, 2 * (passed_RPVM - own_RPVM)])
+    measured = replace(record.measured, waiting_2RPVM=waiting_2RPVM)
+    record = structs.replace(record, measured=measured)
     spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
     logged = {(rank, 0): rank_step(100.0, *spans) for rank in (0, 1)}
     for ranks in ({}, logged):
@@ -173,7 +192,7 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])
     predicted = forward_2M[:, None, None, :]
-    shared = replace(times(predicted, predicted), cp_sizes=((1, 2), (1, 2)))
+    shared = times(predicted, cp_sizes_RM=((1, 2), (1, 2)))
     # Without a pipeline a micro-batch runs backward, twice as long, before the next one begins.
     expected = {0: [(0, 1), (1, 3), (9, 11), (11, 15)], 1: [(0, 3), (3, 9), (9, 11), (11, 15)]}
     for found in (simulated_timeline(shared, "predicted"), measured_timeline(shared, {})):
@@ -187,13 +206,13 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
 def test_ranks_that_shared_a_segment_begin_it_together() -> None:
     """Rank 0 has three segments of 1 ms beside it, rank 1 one of 5 ms."""
     forward_RM = np.array([[3.0, 2.0], [5.0, 2.0]])
-    record = replace(times(forward_RM[:, None, None, :]), cp_sizes=((1, 2), (1, 2)))
-    cut = replace(record, segments=((3, 2), (1, 2)))
+    record = partial(times, forward_RM[:, None, None, :], cp_sizes_RM=((1, 2), (1, 2)))
+    cut = record(segments_RM=((3, 2), (1, 2)))
     found = simulated_timeline(cut, "measured")
     assert found is not None
     first, second = (
         [span[3:5] for span in found.spans[rank, 0] if span.position == 1] for rank in (0, 1)
     )
     assert len(first) == 4 and first == second
-    unequal = replace(record, segments=((3, 1), (1, 2)))
+    unequal = record(segments_RM=((3, 1), (1, 2)))
     assert simulated_timeline(unequal, "measured") is None
