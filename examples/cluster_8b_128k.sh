@@ -71,7 +71,7 @@ DATA_ARGS=(
 )
 SPARSE_BALANCE_ARGS=(
     --sparse-balance-base-budget 64
-    --sparse-balance-context-parallel dynamic
+    --sparse-balance-config context-parallel=dynamic
     --sparse-balance-overlong split
 )
 

@@ -262,7 +262,7 @@ def open_samples(
         raise DataError(
             f"{blend.place}: no loss mask beside {', '.join(samples.without_loss_mask)}, as other "
             "sources have; prepare-data writes one for conversations, and "
-            "--sparse-balance-missing-loss-mask train trains on all tokens of such a source"
+            "--sparse-balance-config missing-loss-mask=train trains on all tokens of such a source"
         )
     return samples
 

@@ -149,7 +149,7 @@ class _LogReader[R: Record]:
         if discarded:
             self.problems.append(
                 f"{self.path}: the {discarded} oldest lines were discarded while training; "
-                "raise --sparse-balance-log-megabytes to keep them"
+                "raise --sparse-balance-config log-megabytes to keep them"
             )
         if dropped:
             self.problems.append(f"{self.path}: {dropped} lines could not be written in training")

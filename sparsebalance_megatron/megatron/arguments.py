@@ -61,7 +61,7 @@ def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
 
 def destination(field_name: str) -> str:
     """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
-    return flag_name(field_name).removeprefix("--").replace("-", "_")
+    return "sparse_balance" if field_name == "enabled" else f"sparse_balance_{field_name}"
 
 
 def add_sparse_balance_args(
@@ -86,18 +86,26 @@ def add_sparse_balance_args(
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    groups = flag_groups()
+    *groups, only_in_file = flag_groups()
     for number, group in enumerate(groups):
-        others = [each.name for other in groups if other is not group for each in other.fields]
+        own = {each.name for each in group.fields}
+        others = [each.name for each in fields(SparseBalanceConfig) if each.name not in own]
         added = PrefixedGroupFactory(SparseBalanceConfig, exclude=others).build_group(
             parser, title=f"sparse balance, {group.title}"
         )
         if number == 0:
             added.add_argument(MODE_FLAG, choices=tuple(MODES), help=OTHER_FLAGS[MODE_FLAG][1])
-            added.add_argument(FILE_FLAG, metavar="FILE", help=OTHER_FLAGS[FILE_FLAG][1])
+            added.add_argument(
+                *(FILE_FLAG,),
+                nargs="+",
+                action="extend",
+                metavar="FILE | OPTION=VALUE",
+                help=OTHER_FLAGS[FILE_FLAG][1],
+            )
         else:
             added.description = None
-    given = defaults_given_by(sys.argv[1:] if argv is None else argv)
+    given = {each.name: each.default for each in only_in_file.fields}
+    given |= defaults_given_by(sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser
 

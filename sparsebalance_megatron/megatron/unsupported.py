@@ -119,7 +119,7 @@ MODEL = {
     "--cp-partition-mode": "plans say which rank holds which blocks; drop it",
     "--enable-mhc-connections": "layers with several residual streams are not planned; drop it",
     "--hierarchical-context-parallel-sizes": (
-        "both exchange keys and values; use --sparse-balance-exchange hierarchical-ring"
+        "both exchange keys and values; use --sparse-balance-config exchange=hierarchical-ring"
     ),
     "--overlap-moe-expert-parallel-comm": "its combined schedule hides micro-batch times; drop it",
     "--tp-comm-overlap": "its buffers need a fixed sequence length; drop it",
@@ -137,7 +137,8 @@ MODEL = {
         "or seq_aux_loss"
     ),
     "--moe-paged-stash": (
-        "plans may have fewer micro-batches than it reads; use --sparse-balance-positions fixed"
+        "plans may have fewer micro-batches than it reads; use --sparse-balance-config "
+        "positions=fixed"
     ),
     "--num-query-groups": (
         "a KV head's ranks would choose blocks each by itself; use as many groups as "

@@ -81,7 +81,9 @@ def test_wrong_kernels_stop_with_the_way_on_and_are_not_kept(
     monkeypatch.setattr(
         tokens, "backward", lambda dout, saved: tuple(1.1 * x for x in right(dout, saved))
     )
-    with pytest.raises(KernelCheckError, match=r"--sparse-balance-attention .*TRITON_PTXAS_PATH"):
+    with pytest.raises(
+        KernelCheckError, match=r"--sparse-balance-config attention .*TRITON_PTXAS_PATH"
+    ):
         ensure_checked(CASE, CPU)
     assert _kept(cache) == []
 

@@ -68,7 +68,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
 
 
 def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Path) -> None:
-    context = ("--context-parallel-size", "2", "--sparse-balance-context-parallel", "static")
+    context = ("--context-parallel-size", "2", "--sparse-balance-config", "context-parallel=static")
     flags = (*FLAGS, *context, "--data-path", str(documents), "--sparse-balance-dry-run", "4")
     result = start(tmp_path, *flags)
     assert result.returncode == 0, result.stderr
@@ -233,7 +233,12 @@ def test_is_requested(argv: list[str], requested: bool) -> None:
     ("flags", "reason"),
     [
         (
-            ("--sparse-balance-router", "torch", "--sparse-balance-selection", "vertical-slash"),
+            (
+                "--sparse-balance-config",
+                "router=torch",
+                "--sparse-balance-selection",
+                "vertical-slash",
+            ),
             "leaves no choice of router",
         ),
         (("--seed", "-1"), "--seed -1: must be 1 to 2147483647"),

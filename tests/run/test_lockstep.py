@@ -37,7 +37,9 @@ FEW_ROUNDINGS = 8 * 2.0**-23
 """Micro-batches differ in the order of float32 sums only."""
 _BALANCING_LOSS = re.compile(r"load_balancing_loss: ([-+.\deE]+)")
 _VALIDATION_LOSS = re.compile(r"validation loss at iteration .*? value: ([-+.\deE]+)")
-LEARNING = "--sparse-balance-calibration measured --sparse-balance-device cpu --train-iters 11"
+LEARNING = (
+    "--sparse-balance-config calibration=measured --sparse-balance-device cpu --train-iters 11"
+)
 SLOW_RANK = (str(PROGRAMS / "slow_rank.py"),)
 
 
@@ -59,7 +61,7 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     """Ranks run long micro-batches first. One sleeps in every layer, the other waits for it."""
     prefix = write_documents(tmp_path / "train", long_tailed_lengths(70, longest=250))
     flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS, *LEARNING.split())
-    flags += ("--num-layers", "2", "--sparse-balance-positions", "fixed")
+    flags += ("--num-layers", "2", "--sparse-balance-config", "positions=fixed")
     data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
     log_dir = tmp_path / "log"
     run = run_training(2, (*flags, *data), log_dir=log_dir, program=SLOW_RANK).require_success()
@@ -174,7 +176,7 @@ def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
         return run_training(2, (*common, *more), log_dir=tmp_path / name).require_success()
 
     planned = train("planned", *save)
-    fixed = train("fixed", "--sparse-balance-positions", "fixed")
+    fixed = train("fixed", "--sparse-balance-config", "positions=fixed")
     resumed = train("resumed", "--load", save[1], "--ckpt-step", "3")
 
     counts = [measured_ms(step).shape[-1] for step in planned.steps]

@@ -66,7 +66,7 @@ YARN = (
     "--yarn-original-max-position-embeddings 64"
 )
 CUT = f"{PIPELINE} --sparse-balance-max-segments 4 {ON_CPU}"
-KEEP = "--sparse-balance-recompute-attention keep"
+KEEP = "--sparse-balance-config recompute-attention=keep"
 
 
 def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ MODELS = {
         data="even",
     ),
     "blend": Model(
-        (*LLAMA, "--sparse-balance-missing-loss-mask", "train"),
+        (*LLAMA, "--sparse-balance-config", "missing-loss-mask=train"),
         *("latency", "llama", FEW_ROUNDINGS, "0.4 any 0.6 masked"),
     ),
     "conversations": Model((*LLAMA, "--vocab-size", "511"), data="conversations"),
@@ -188,14 +188,17 @@ LAYOUTS = {
 SHARED_ROWS = {
     "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
     "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "context-static-yarn": Layout("yarn", 2, f"{CONTEXT} --sparse-balance-context-parallel static"),
+    "context-static-yarn": Layout(
+        "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
+    ),
     "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-data4-ring": Layout(
-        "llama", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+        "llama", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
     ),
     "wide-hierarchical": Layout(
         *("llama", 4),
-        f"{WIDER} {ON_CPU} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+        f"{WIDER} {ON_CPU} --sparse-balance-config exchange=hierarchical-ring "
+        "--use-distributed-optimizer",
         DRAWN_WIDTHS,
     ),
     "wide-pipeline": Layout("llama", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
@@ -218,17 +221,18 @@ SHARED_ROWS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
     ),
     "context-layers-ring": Layout(
-        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
+        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring"
     ),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-latent-ring": Layout(
-        "latent", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+        "latent", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
     ),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
+        *("vertical-slash", 2),
+        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring {CAPPED}",
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
@@ -251,11 +255,11 @@ CUTS = {
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
     "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
-    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-exchange ring"),
+    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-config exchange=ring"),
     "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
     "segments-wide-hierarchical": (
         *("llama", 8),
-        f"{WIDER} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+        f"{WIDER} --sparse-balance-config exchange=hierarchical-ring --use-distributed-optimizer",
     ),
     "segments-wide-experts": (
         *("experts unbalanced", 8),

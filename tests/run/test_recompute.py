@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sparse-balance-recompute-attention keep`` trains to the same digits as ``again``."""
+"""``--sparse-balance-config recompute-attention=keep`` trains to the same digits as ``again``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_kept_attention_trains_to_the_same_digits(
     plan = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
 
     def train(how: str) -> TrainingRun:
-        words = (*plan, *flags.split(), "--sparse-balance-recompute-attention", how)
+        words = (*plan, *flags.split(), "--sparse-balance-config", f"recompute-attention={how}")
         run = train_small_model(2, documents, *words, log_dir=tmp_path / how, program=program)
         return run.require_success()
 

@@ -50,7 +50,7 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
         return run_training(ranks, (*common, *flags), log_dir=log_dir).require_success()
 
     plugin = (
-        *(*BALANCE_FLAGS, "--sparse-balance-calibration", "measured"),
+        *(*BALANCE_FLAGS, "--sparse-balance-config", "calibration=measured"),
         *("--sparse-balance-tuning", "off", "--data-path", str(documents)),
     )
     train("megatron", 1, 2, None, "--mock-data")

@@ -40,7 +40,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
     one, four = (
         train(
             *(ranks, documents, *PIPELINE, *experts.split(), "--sparse-balance-tuning", "off"),
-            *("--global-batch-size", str(ranks), "--sparse-balance-segment-tokens", "32"),
+            *("--global-batch-size", str(ranks), "--sparse-balance-config", "segment-tokens=32"),
             *("--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,
             program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
@@ -72,9 +72,9 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
 def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
     """One long document in a step of short ones: the planner has ranks share it, in segments."""
     documents = write_documents(tmp_path / "train", [250, 16, 18, 14, 17, 15, 19, 13] * 4)
-    both = ("--sparse-balance-max-segments", "4", "--sparse-balance-segment-tokens", "32")
-    both = (*both, "--sparse-balance-context-parallel", "dynamic")
-    both = (*both, "--sparse-balance-gigabytes-per-second", "10000")
+    both = ("--sparse-balance-max-segments", "4", "--sparse-balance-config", "segment-tokens=32")
+    both = (*both, "--sparse-balance-config", "context-parallel=dynamic")
+    both = (*both, "--sparse-balance-config", "gigabytes-per-second=10000")
     both = (*both, "--sparse-balance-max-context-parallel", "2")
     one, shared = (
         train(
@@ -103,7 +103,12 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     two stages, too, on which initial weights depend."""
     lists, runs = {}, {}
     forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
-    mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-exchange", exchange)
+    mixed = (
+        "--sparse-balance-max-segments",
+        "4",
+        "--sparse-balance-config",
+        f"exchange={exchange}",
+    )
     mixed = (*mixed, "--sparse-balance-max-context-parallel", "2")
     for ranks, flags in ((2, ()), (4, mixed)):
         folder = tmp_path / f"lists{ranks}"
@@ -142,7 +147,7 @@ def test_layers_per_stage_are_named_where_the_head_is_heavy(segments: str, tmp_p
     documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
     run = train(
         *(2, documents, *PIPELINE, "--num-layers", "6", "--train-iters", "1"),
-        *("--make-vocab-size-divisible-by", "4096", "--sparse-balance-segment-tokens", "32"),
+        *("--make-vocab-size-divisible-by", "4096", "--sparse-balance-config", "segment-tokens=32"),
         *("--sparse-balance-max-segments", segments),
     ).require_success()
     named = "sparse balance: stages do unequal work: with --pipeline-model-parallel-layout 'Et*"
