@@ -20,7 +20,7 @@ MISMATCHES = "digest-mismatches"
 LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
 """Figures in the trainer's log line, which hands them to its writers."""
 COUNTS_IN_LOG_LINE = ("unobserved", "attended_again", "recomputed_otherwise")
-"""The same where they are not zero."""
+"""Figures that are there only where they are not zero."""
 
 
 class ScalarWriter:

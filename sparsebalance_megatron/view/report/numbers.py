@@ -216,7 +216,7 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
 
     def average(name: str, how: Callable[[list[float]], float] = median) -> float | None:
-        """Of a figure over the steps that have it; None where none has."""
+        """The average of a figure over the steps that have it; None where none has."""
         return _average((getattr(step.figures, name) for step in after), how)
 
     coverage, base = (average(name, fmean) for name in ("coverage", "coverage_base"))
