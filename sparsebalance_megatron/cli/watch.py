@@ -73,8 +73,8 @@ _HEADINGS = _ROW.format(
     *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "to go", "of its time")
 )
 _LEGEND = (
-    "base: coverage of base budgets; imbalance: max/mean of what ranks compute; to go: minutes\n"
-    "of its time: # computing, . waiting, and blank the optimizer and all else"
+    "base: coverage of base budgets; imbalance: max/mean of what ranks compute;\n"
+    "to go: minutes; of its time: # computing, . waiting, blank the rest"
 )
 
 

@@ -142,11 +142,6 @@ class CoverageTotals:
         return self.base_sum / (self.count or math.nan)
 
     @property
-    def lost(self) -> float:
-        """Mean coverage of base budgets less the executed one."""
-        return self.base_mean - self.executed_mean
-
-    @property
     def lost_by_token(self) -> float:
         """Mean coverage lost where every token counts alike; NaN where none was counted."""
         return self.lost_tokens / (self.tokens or math.nan)

@@ -62,7 +62,7 @@ class StepFigures:
     coverage_predicted: Figure
     coverage_base: Figure
     coverage_min: Figure
-    coverage_lost_by_token: Figure
+    coverage_gained_by_token: Figure
     coverage_depth_quarter: tuple[Figure, ...]
     unobserved: int
     kept_attention: int
@@ -123,7 +123,7 @@ class StepFigures:
             coverage_predicted=expected.coverage_mean,
             coverage_base=totals.base_mean,
             coverage_min=totals.minimum if totals.count else math.nan,
-            coverage_lost_by_token=totals.lost_by_token,
+            coverage_gained_by_token=-totals.lost_by_token,
             coverage_depth_quarter=tuple(
                 float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters
             ),

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 class RunLog:
     """A log file; its records are made and written on a thread.
 
-    ``NAME.jsonl`` and the older ``NAME.1.jsonl`` together stay within ``max_bytes``: the oldest
+    ``NAME.jsonl`` and the older ``NAME.jsonl.1`` together stay within ``max_bytes``: the oldest
     half is deleted, and the next header says in ``lines_discarded`` how many lines went that way.
     Lines that cannot be queued, made or written cost one warning, and the next line that can be
     says in ``lines_dropped`` how many they were. Nothing here stops a run or holds it up. The
@@ -95,7 +95,6 @@ class LinesHandler(RotatingFileHandler):
     def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
         super().__init__(path, maxBytes=max_bytes // 2, backupCount=1, encoding="utf-8", delay=True)
         self.terminator = ""
-        self.namer = lambda _: str(older_file(path))
         self._path = path
         self._header = header
         self._discarded: int | None = None
@@ -153,19 +152,15 @@ class LinesHandler(RotatingFileHandler):
         if self._discarded is None:
             self._discarded = _discarded_before(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(self._path, "a", encoding="utf-8", opener=_without_waiting)  # noqa: SIM115
-        stream.write("\n" * _is_cut(self._path) + self._header_line())
+        cut = "\n" if _ends_cut_off(self._path) else ""
+        stream = super()._open()
+        stream.write(cut + self._header_line())
         return stream
 
     def _header_line(self) -> str:
         return encode(
             structs.replace(self._header, lines_discarded=self._discarded or UNSET)
         ).decode()
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe without a reader is an error, and not waited for."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o644)
 
 
 class _Discarded(msgspec.Struct):
@@ -182,8 +177,8 @@ def _discarded_before(path: Path) -> int:
     return 0
 
 
-def _is_cut(path: Path) -> bool:
-    """Whether the last line was cut off."""
+def _ends_cut_off(path: Path) -> bool:
+    """Whether a file ends within a line."""
     with suppress(UnreadableFileError, OSError), open_regular(path) as stream:
         stream.seek(-1, os.SEEK_END)
         return stream.read() != b"\n"

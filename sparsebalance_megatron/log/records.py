@@ -238,11 +238,6 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
     def place(self) -> Place:
         return self.data_parallel_rank, self.pipeline_rank
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Those of all chunks, in the order of the rows of budgets."""
-        return tuple(layer for chunk in self.chunk_layers for layer in chunk)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankMicroBatch(MicroBatchPlan):

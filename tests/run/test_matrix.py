@@ -31,7 +31,6 @@ from harness import (
 )
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.log.log_directory import rank_files
 
 pytestmark = pytest.mark.distributed
 
@@ -462,7 +461,7 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
     """Layer -> (blocks, budget) of every sample that ranks logged."""
     found: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for path in rank_files(log_dir):
+    for path in sorted((log_dir / "ranks").iterdir()):
         header, *steps = map(json.loads, path.read_text().splitlines())
         layers = [layer for chunk in header["layers"] for layer in chunk]
         for row in [row for step in steps for row in step["micro_batches"]]:

@@ -11,7 +11,7 @@ import pytest
 from harness import PROGRAMS, TrainingRun, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.timeline import simulated_timeline
+from sparsebalance_megatron.view.report.timeline import predicted_timeline
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +52,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
     )
     assert all(max(map(max, step["segments_RM"])) > 1 for step in four.steps)
     for step in read_run_log(tmp_path / "4").steps:
-        predicted, found = step.predicted, simulated_timeline(step, "predicted")
+        predicted, found = step.predicted, predicted_timeline(step)
         assert found is not None
         assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
         assert (step.segments_RM == step.segments_RM[0]).all()

@@ -21,9 +21,8 @@ from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.run_report import gather
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
-    SIMULATED,
     Timeline,
-    simulated_timeline,
+    predicted_timeline,
 )
 
 pytestmark = pytest.mark.distributed
@@ -165,9 +164,9 @@ def test_the_trace_holds_every_forward_and_backward(directory: Path, tmp_path: P
 def test_the_schedule_that_ran_is_the_one_that_is_simulated(directory: Path) -> None:
     evidence = gather(read_run_log(directory), (STEPS,))
     measured = evidence.timeline("measured", STEPS)
-    simulated = simulated_timeline(evidence.log.steps[-1], "measured")
+    simulated = predicted_timeline(evidence.log.steps[-1])
     assert measured is not None and simulated is not None
-    assert (measured.source, simulated.source) == (MEASURED, SIMULATED)
+    assert measured.source == MEASURED
     for stage in range(STAGES):
         assert operations(measured, stage) == operations(simulated, stage)
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
 from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, StepRecord
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 _RUN_PROCESS = 1
@@ -129,26 +128,17 @@ class Tracer:
         yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
     def _counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
-        """Coverage and imbalance of the step; measured over predicted time of every stage."""
+        """Coverage and imbalance of the step."""
         figures = record.figures
         coverage = {"executed": figures.coverage, "at base budgets": figures.coverage_base}
         imbalances = {"predicted": figures.imbalance_predicted, "measured": figures.imbalance}
-        tracks = [
-            (_RUN_PROCESS, "coverage", coverage),
-            (_RUN_PROCESS, "imbalance of ranks", imbalances),
-        ]
-        predicted_RP, measured_RP = (stage_busy_ms(record.times_2RPVM(side)) for side in SIDES)
-        for place in record.places:
-            if ("measured", place) in self._threads and predicted_RP[place] > 0.0:
-                ratio = round(float(measured_RP[place] / predicted_RP[place]), 4)
-                name = f"measured over predicted, stage {place[1]}"
-                tracks.append((_process("measured", place[0]), name, {"ratio": ratio}))
-        for process, name, values in tracks:
+        tracks = [("coverage", coverage), ("imbalance of ranks", imbalances)]
+        for name, values in tracks:
             known = {
                 key: value for key, value in values.items() if value is not None and isfinite(value)
             }
             if known:
-                at = {"pid": process, "ts": _us(start_ns)}
+                at = {"pid": _RUN_PROCESS, "ts": _us(start_ns)}
                 yield {"name": name, "ph": "C", **at, "args": known}
 
 

@@ -89,12 +89,13 @@ def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
         assert min(ratios) - 1e-9 <= interval[0] <= interval[1] <= max(ratios) + 1e-9
 
 
-def test_coverage_lost_is_weighed_by_tokens() -> None:
-    def covered(tokens: int, lost: float | None) -> StepRecord:
-        figures = {"coverage": 0.7, "coverage_base": 0.6, "coverage_lost_by_token": lost}
+def test_coverage_gained_is_weighed_by_tokens() -> None:
+    def covered(tokens: int, gained: float | None) -> StepRecord:
+        figures = {"coverage": 0.7, "coverage_base": 0.6, "coverage_gained_by_token": gained}
         return step_record(1, tokens=tokens, figures=figures)
 
-    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)])
-    assert found.coverage_gain == pytest.approx(0.1)
-    assert found.coverage_gain_by_token == pytest.approx(-(0.01 * 100 + 0.05 * 300) / 400)
-    assert summarize([covered(5, None)]).coverage_gain_by_token is None
+    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)]).figures
+    assert (found["coverage"], found["coverage_base"]) == pytest.approx((0.7, 0.6))
+    weighed = (0.01 * 100 + 0.05 * 300) / 400
+    assert found["coverage_gained_by_token"] == pytest.approx(weighed)
+    assert summarize([covered(5, None)]).figures["coverage_gained_by_token"] is None
