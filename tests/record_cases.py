@@ -12,7 +12,6 @@ from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.learn.step_figures import StepFigures
-from sparsebalance_megatron.log.recording import run_header
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     STEP_LOG,
@@ -116,14 +115,17 @@ def step_record(iteration: int, /, **changes: Any) -> StepRecord:
 
 def header_of(job: Job) -> RunHeader:
     """The header of a job."""
-    return run_header(
+    return RunHeader(
+        log_format=LOG_FORMAT,
         config={"batching": "latency"},
         cost_source="counted",
         job=job,
         global_batch_size=8,
         seq_length=256,
+        iterations=None,
         grid=(1, 2, 4),
         counts={"documents": 9},
+        sources=(),
         megatron_core="0.19.2",
         torch="2.15.0",
         device="cpu",

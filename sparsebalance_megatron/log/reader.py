@@ -65,12 +65,12 @@ class RunLog:
     @property
     def schedule(self) -> MegatronSchedule:
         """The pipeline schedule that the run planned with; Megatron's default without a header."""
-        return self.header.pipeline_schedule if self.header else megatron_order
+        return self.header.job.schedule if self.header else megatron_order
 
     @property
     def lockstep_ranks(self) -> int:
         """Ranks that waited for one another in every layer; 1 without a header."""
-        return (self.header.lockstep_ranks or 1) if self.header else 1
+        return self.header.job.lockstep_ranks if self.header else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -20,24 +18,16 @@ from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     CoverageRecord,
-    DataSource,
     RankHeader,
     RankMicroBatch,
     RankStep,
-    RunHeader,
     StepRecord,
 )
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import schedule_name
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 _MS_DIGITS = 4
 _COVERAGE_DIGITS = 5
-_SHAPE = (
-    *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
-    "stage_layers",
-)
-"""Names that a job and a run's header share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,27 +45,6 @@ class FinishedStep:
     figures: StepFigures
     padded_tokens: int
     host_ms: Mapping[str, float]
-
-
-def run_header(
-    *, job: Job, sources: Sequence[Mapping[str, Any]] = (), **settings: Any
-) -> RunHeader:
-    """The first line of the step log.
-
-    Args:
-        sources: the data sets that the run mixes; none where there is but one.
-        settings: other fields of :class:`.records.RunHeader`.
-    """
-    group_size = job.micro_batch_group_size
-    return RunHeader(
-        **{name: getattr(job, name) for name in _SHAPE},
-        log_format=LOG_FORMAT,
-        schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
-        micro_batch_group_size=UNSET if group_size is None else group_size,
-        lockstep_ranks=UNSET if job.lockstep_ranks == 1 else job.lockstep_ranks,
-        sources=tuple(DataSource(**source) for source in sources) or UNSET,
-        **settings,
-    )
 
 
 def step_record(step: FinishedStep) -> StepRecord:

@@ -20,7 +20,7 @@ from sparsebalance_megatron.json_file import what_is_wrong
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, MeasuredTimes, Span
 from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
 Count = Annotated[int, Meta(ge=0, le=2**40)]
@@ -66,51 +66,36 @@ class Header(Record, frozen=True, kw_only=True):
     lines_discarded: Count | UnsetType = UNSET
 
 
-class DataSource(Struct, frozen=True, kw_only=True):
-    """A data set that a run mixes with others."""
-
-    prefix: str
-    weight: float
-    counts: dict[str, Count]
-
-
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     """Software, devices and settings of a run.
 
     ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
     ``seq_length``: tokens of the longest sample. ``iterations``: of the whole run, None where it
     ends otherwise. ``grid``: budgets, in blocks, at which coverage is observed. ``counts``: of the
-    training samples. ``stage_layers``: global, zero-based layers by pipeline stage and chunk.
-    ``sources`` is there only where a run mixes data sets, ``micro_batch_group_size`` only where it
-    is not Megatron's default, and ``lockstep_ranks`` only where several ranks begin every layer
-    together.
+    training samples. ``sources``: the data sets that a run mixes; none where there is but one.
     """
 
     config: dict[str, Any]
+    job: Job
     cost_source: str
-    data_parallel_size: Count
-    pipeline_stages: Count
-    virtual_stages: Count
-    micro_batches: Count
-    layers: Count
     global_batch_size: Count
     seq_length: Count
+    iterations: Count | None
     grid: tuple[Count, ...]
     counts: dict[str, Count]
-    stage_layers: tuple[tuple[tuple[Layer, ...], ...], ...]
-    schedule: str
+    sources: tuple[dict[str, Any], ...]
     megatron_core: str
     torch: str
     device: str
-    micro_batch_group_size: Count | UnsetType = UNSET
-    sources: tuple[DataSource, ...] | UnsetType = UNSET
-    lockstep_ranks: Length | UnsetType = UNSET
-    iterations: Count | None = None
 
-    @property
-    def pipeline_schedule(self) -> MegatronSchedule:
-        """The schedule that the run planned with."""
-        return MegatronSchedule(self.micro_batch_group_size or None)
+    def __post_init__(self) -> None:
+        job = self.job
+        sizes = job.data_parallel_size, job.micro_batches, job.micro_batch_group_size or 1
+        chunks = {len(stage) for stage in job.stage_layers}
+        if min(sizes) < 1 or job.micro_batch_group_size == 0 or len(chunks) != 1 or 0 in chunks:
+            raise ValueError(
+                "job must have ranks, micro-batches, and stages of equally many chunks"
+            )
 
 
 class StepRecord(Record, frozen=True, kw_only=True, tag="step"):

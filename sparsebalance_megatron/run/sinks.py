@@ -21,9 +21,9 @@ from sparsebalance_megatron.log.recording import (
     coverage_record,
     rank_header,
     rank_step,
-    run_header,
     step_record,
 )
+from sparsebalance_megatron.log.records import LOG_FORMAT, RunHeader
 from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -114,7 +114,8 @@ def open_sinks(
             max_bytes=max_bytes,
         )
     if directory is not None and place.world_rank == 0:
-        header = run_header(
+        header = RunHeader(
+            log_format=LOG_FORMAT,
             config=asdict(inputs.config),
             cost_source=inputs.cost.source,
             job=inputs.job,
@@ -126,10 +127,10 @@ def open_sinks(
             megatron_core=megatron_version(),
             torch=str(torch.__version__),
             device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-            sources=[
+            sources=tuple(
                 {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
                 for each in inputs.train.sources
-            ],
+            ),
         )
         step_log = RunLog(step_log_path(directory), header, max_bytes=max_bytes)
     # Where Megatron has one on this rank: at --log-interval.

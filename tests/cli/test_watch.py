@@ -68,7 +68,7 @@ def test_ranks_in_lockstep_are_told_once_and_the_slowest_is_found_by_own_times(
                 "times_2RPVM": passed.tolist(),
                 "waiting_2RPVM": (passed - own).tolist(),
             }
-    header |= {"lockstep_ranks": 2}
+    header["job"]["lockstep_ranks"] = 2
     path = tmp_path / "steps.jsonl"
     write_lines(path, [header, *others[:-1]])
     monkeypatch.setattr(watch.time, "sleep", lambda _: write_lines(path, [header, *others]))

@@ -55,9 +55,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     read = read_run_log(tmp_path)
     assert read.problems == ()
     assert read.header == header
-    sizes = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
-    assert [HEADER[size] for size in sizes] == [2, 2, 2, 2, 8]
-    assert HEADER["schedule"] == "interleaved"
     assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
     assert read.coverage is not None and read.coverage.iteration == 2
 
@@ -193,7 +190,6 @@ def test_a_header_says_which_ranks_wait_for_one_another(
 ) -> None:
     job = replace(JOB, data_parallel_size=4, lockstep_ranks=lockstep_ranks)
     header = json.loads(encode(header_of(job)))
-    assert ("lockstep_ranks" in header) == (lockstep_ranks > 1)
     assert read_run_log(write(tmp_path, header, record(1))).lockstep_ranks == lockstep_ranks
     assert read_run_log(write(tmp_path, record(1))).lockstep_ranks == 1
 

@@ -70,7 +70,7 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     assert run.output.count(notice) == 1
 
     header = json.loads((log_dir / "steps.jsonl").read_text().splitlines()[0])
-    assert header["lockstep_ranks"] == 2
+    assert header["job"]["lockstep_ranks"] == 2
     for step in run.steps:
         predicted = step["predicted"]
         ms_2RM = np.sum(predicted["times_2RPVM"], axis=(2, 3))

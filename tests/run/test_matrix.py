@@ -438,7 +438,9 @@ def test_layout_trains_to_the_losses_of_one_rank(
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
     """Steps have fewer micro-batches than the batch sizes make, and all of them are measured."""
-    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["micro_batches"]
+    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["job"][
+        "micro_batches"
+    ]
     counts = {measured_ms(step).shape[-1] for step in run.steps}
     assert min(counts) < most >= max(counts)
     for step in run.steps:

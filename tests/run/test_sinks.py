@@ -51,8 +51,8 @@ def test_step_log_is_whole(directory: Path) -> None:
     assert log.problems == ()
     assert [step.iteration for step in log.steps] == [1, 2, 3, 4]
     (header,) = read_records(directory / "steps.jsonl", "run")
-    assert header["stage_layers"] == [LAYERS[0], LAYERS[1]]
-    assert (header["schedule"], header["device"]) == ("interleaved", "cpu")
+    assert header["job"]["stage_layers"] == [LAYERS[0], LAYERS[1]]
+    assert (header["iterations"], header["device"]) == (STEPS, "cpu")
     (coverage,) = read_records(directory / "steps.jsonl", "coverage")
     assert coverage["iteration"] == 2
     layers = coverage["curves_LUK"]

@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES, StepRecord
+from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
     compare,
     paired,
     settled,
-    split_time,
     summarize,
 )
 from sparsebalance_megatron.view.report.pictures import (
@@ -95,8 +92,7 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
     """The iteration asked for, or else a typical one that was measured.
 
-    Typical: after the warm-up, nearest to the means of step time and of the share of waiting, of
-    both runs.
+    Typical: of the median time, after the warm-up, of the steps that both runs took.
 
     Raises:
         ReportError: if the log does not hold the iteration asked for.
@@ -109,25 +105,15 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
                 f"{known[0]} to {known[-1]}; choose one of them"
             )
         return asked
-    steps = [(step,) for step in settled(log.steps)]
-    for candidates in (paired(log, baseline) if baseline else [], steps):
-        traits = {each[-1].iteration: _traits(each) for each in candidates}
-        typical = {iteration: values for iteration, values in traits.items() if values}
-        if typical:
-            found = np.array(list(typical.values()))
-            means = np.maximum(found.mean(axis=0), 1e-9)
-            distance = np.abs(found / means - 1.0).sum(axis=1)
-            return list(typical)[int(distance.argmin())]
-    return next((step for (step,) in reversed(steps) if step.complete), log.steps[-1]).iteration
-
-
-def _traits(sides: Sequence[StepRecord]) -> list[float]:
-    """Time and share of waiting of the step, of every run; empty where one is not known."""
-    splits = [split_time([step]) if step.complete else None for step in sides]
-    known = [split for split in splits if split is not None and split.step_ms > 0.0]
-    if len(known) < len(sides):
-        return []
-    return [value for split in known for value in (split.step_ms, split.waiting_ms / split.step_ms)]
+    pairs = paired(log, baseline) if baseline else []
+    candidates = [new for _, new in pairs] or [*settled(log.steps)]
+    timed = [step for step in candidates if step.complete and step.iteration_ms is not None]
+    if not timed:
+        return next(
+            (step for step in reversed(candidates) if step.complete), log.steps[-1]
+        ).iteration
+    timed.sort(key=lambda step: step.iteration_ms or 0.0)
+    return timed[len(timed) // 2].iteration
 
 
 @dataclass(frozen=True, kw_only=True)

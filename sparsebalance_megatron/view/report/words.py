@@ -18,10 +18,8 @@ from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
 
-_SIZES = (
-    *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
-    *("megatron_core", "torch", "device", "cost_source"),
-)
+_OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
+_SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
 _MOST_WORST_STEPS = 5
 _WORST_HEADINGS = (
     *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
@@ -137,7 +135,8 @@ def run_facts(header: RunHeader | None) -> str:
     """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
-    known = {name: getattr(header, name) for name in _SIZES}
+    known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
+    known |= {name: getattr(header, name) for name in _SOFTWARE}
     config = header.config
     known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())

@@ -29,10 +29,16 @@ from sparsebalance_megatron.log.recording import (
     coverage_record,
     rank_header,
     rank_step,
-    run_header,
     step_record,
 )
-from sparsebalance_megatron.log.records import CoverageRecord, RankStep, Record, RunHeader, encode
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
+    CoverageRecord,
+    RankStep,
+    Record,
+    RunHeader,
+    encode,
+)
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
@@ -143,7 +149,10 @@ class SampleRun:
         ]
 
     def header(self) -> RunHeader:
-        return run_header(
+        return RunHeader(
+            log_format=LOG_FORMAT,
+            iterations=None,
+            sources=(),
             config={
                 "block_size": BLOCK_SIZE,
                 "base_budget": BASE_BUDGET,
