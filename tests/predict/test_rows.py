@@ -11,7 +11,6 @@ import pytest
 from predict.predict_cases import workload
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.predict.lengths import longalign_like
 from sparsebalance_megatron.predict.outcome import Outcome, predict, predict_rows, unhideable_steps
 from sparsebalance_megatron.predict.rows import DENSE, EXACT, GIVEN, OURS, given_row, rows_of
 from sparsebalance_megatron.predict.workload import Workload
@@ -21,7 +20,8 @@ EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
 
 
 def long_tailed(steps: int = 4) -> Workload:
-    lengths = longalign_like(16 * steps, 1).reshape(steps, 16) // 8
+    uniform = np.random.default_rng(1).random((steps, 16))
+    lengths = (1000 - 2000 * np.log1p(-uniform * 0.95)).astype(int)
     return workload(lengths.tolist(), ranks=4, stages=2, config={"base_budget": 16})
 
 
