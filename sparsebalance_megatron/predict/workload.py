@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.arrangement import Placement
-from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -135,14 +135,6 @@ class Workload:
         workload: what was only read off them is no new evidence for them.
         """
         expected, curves = plan.expectation, self.coverage
-        blocks_S = -(-np.array(batch) // self.plan_settings.block_size)
-        base_LS = np.minimum(self.plan_settings.base_L(self.job.layers)[:, None], blocks_S)
-        executed_LS, wanted_LS = (
-            curves.coverage_LS(blocks_S, budgets_LS) for budgets_LS in (plan.budgets_LS, base_LS)
-        )
-        known_LS = ~np.isnan(executed_LS)
-        tokens_LS = np.where(known_LS, batch, 0)
-        executed_LS, wanted_LS = np.nan_to_num(executed_LS), np.nan_to_num(wanted_LS)
         return StepMeasurement(
             times_2RPVM=expected.times_2RPVM,
             schedule_ms=np.repeat(
@@ -151,20 +143,8 @@ class Workload:
             coverage=CoverageTotals(
                 sums_LUK=np.zeros_like(curves.mean_LUK),
                 counts_LU=np.zeros(curves.observed_LU.shape),
-                counts_L=known_LS.sum(axis=1).astype(float),
-                executed_L=executed_LS.sum(axis=1),
-                executed_sum=float(executed_LS.sum()),
-                base_sum=float(wanted_LS.sum()),
-                count=float(known_LS.sum()),
-                minimum=expected.coverage_min or 0.0,
-                tokens=float(tokens_LS.sum()),
-                lost_tokens=float(((wanted_LS - executed_LS) * tokens_LS).sum()),
-                lengths_3U=np.array(
-                    [
-                        np.bincount(length_bucket(blocks_S), of_LS.sum(axis=0), curves.buckets)
-                        for of_LS in (executed_LS, wanted_LS, known_LS)
-                    ]
-                ),
+                counts_L=np.zeros(self.job.layers),
+                executed_L=np.zeros(self.job.layers),
             ),
             lm_loss=math.nan,
             tokens=sum(batch),
