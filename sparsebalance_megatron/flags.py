@@ -138,7 +138,7 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: naming the file, the option and the remedy; or an option on the command line
             that has no effect beside the mode.
     """
-    mode, words = _value_of(MODE_FLAG, argv), _words_of(FILE_FLAG, argv)
+    mode, words = value_of(MODE_FLAG, argv), _words_of(FILE_FLAG, argv)
     # A wrong mode on the command line is argparse's to refuse.
     found: dict[str, Any] = dict(MODES.get(mode or "", {}))
     files = [word for word in words if "=" not in word]
@@ -251,7 +251,19 @@ def _words_of(flag: str, argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+def in_mode(mode: str, argv: Sequence[str]) -> list[str]:
+    """The words of a command line in a mode, without flags that have no effect beside it."""
+    ineffective = {MODE_FLAG, *map(flag_name, _WITHOUT_EFFECT.get(mode, ()))}
+    words, dropped = [], False
+    for word in argv:
+        if word.startswith("--"):
+            dropped = word.partition("=")[0] in ineffective
+        if not dropped:
+            words.append(word)
+    return [*words, MODE_FLAG, mode]
+
+
+def value_of(flag: str, argv: Sequence[str]) -> str | None:
     """The last value of a flag, as ``--flag value`` or ``--flag=value``."""
     found = None
     for word, after in zip(argv, [*argv[1:], None], strict=False):

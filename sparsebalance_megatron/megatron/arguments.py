@@ -12,7 +12,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -138,6 +138,10 @@ def _cut_long_errors(parser: ArgumentParser) -> None:
     parser.error = lambda message: error(one_line(message))  # type: ignore[method-assign]
 
 
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(one_line(message))
+
+
 def _make_help_printable(parser: ArgumentParser) -> None:
     """Double percent signs that argparse cannot format: megatron-core 0.19 has a bare one."""
     formatter = parser._get_formatter()
@@ -188,13 +192,17 @@ def arguments_without_ranks(
         warnings.simplefilter("ignore")
         from megatron.training.arguments import parse_args, validate_args
         from megatron.training.checkpointing import load_args_from_checkpoint
-        from megatron.training.global_vars import set_global_variables
+        from megatron.training.global_vars import set_global_variables, unset_global_variables
         from megatron.training.training import get_optimizer_param_scheduler
 
+    # A process may look at several command lines, one after the other.
+    unset_global_variables()
     add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report)
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
-        check_typed_flags(add_flags(parser), argv)
+        parser = add_flags(parser)
+        parser.error = _refuse  # type: ignore[method-assign]
+        check_typed_flags(parser, argv)
         return parser
 
     args: Namespace = parse_args(add_and_check_flags)

@@ -19,7 +19,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import check_sharded_parameters, whole_parts
+from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
@@ -331,9 +331,12 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
     if get("use_torch_fsdp2"):
-        flags = "--pipeline-model-parallel-size", "--expert-model-parallel-size"
-        sizes = (get(each[2:].replace("-", "_"), 1) for each in flags)
-        check_sharded_parameters(*sizes, flags=flags)
+        for flag in ("--pipeline-model-parallel-size", "--expert-model-parallel-size"):
+            if (size := get(flag[2:].replace("-", "_"), 1)) > 1:
+                raise ConfigError(
+                    f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
+                    f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
+                )
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths, coverage and costs to the plan of one step; pure, so every rank computes the same.
 
+Forms of a step, by how they start and what is searched::
+
     starts (.search)                        in one piece                  in segments (.segments)
     order of arrival, balanced by tokens,   searched places and orders    cut, ordered, traded
     balanced by latency                     (.search)

@@ -9,8 +9,7 @@ from step_cases import measured_as_planned, planned_step, slowed_down
 
 from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.plan.metrics import rank_busy_ms
-from sparsebalance_megatron.run.run import logged_figures
-from sparsebalance_megatron.run.training_hooks import MegatronLoop
+from sparsebalance_megatron.run.run import add_figures, logged_figures
 
 
 def test_figures_of_a_step_with_a_slow_stage() -> None:
@@ -31,7 +30,7 @@ def test_figures_of_a_step_with_a_slow_stage() -> None:
 
 def test_every_report_gets_the_figures_beside_its_own() -> None:
     reports = [{"lm loss": torch.tensor(2.0)}, {"lm loss": torch.tensor(3.0)}]
-    MegatronLoop(torch.device("cpu")).step_ended(reports, {"a": 1.0, "b": 0.5})
+    add_figures(reports, {"a": 1.0, "b": 0.5}, torch.device("cpu"))
     assert [{name: value.item() for name, value in each.items()} for each in reports] == [
         {"lm loss": 2.0, "a": 1.0, "b": 0.5},
         {"lm loss": 3.0, "a": 1.0, "b": 0.5},

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 from plan.plan_cases import flat
+from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.measurement import (
     CoverageTotals,
@@ -46,11 +48,10 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.predict.models import MODELS, counted_cost
 from sparsebalance_megatron.predict.workload import prior_coverage
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
-COST = counted_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)
+COST = CostModel.analytic(SHAPE, BLOCK_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)

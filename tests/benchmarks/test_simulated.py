@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated.peers import verl_placement
 
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
-from sparsebalance_megatron.predict.peers import verl_placement
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([1, 4]))
