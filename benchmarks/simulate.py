@@ -21,14 +21,13 @@ from simulated.setups import LENGTHS, SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.predict.outcome import Outcome, predict
-from sparsebalance_megatron.predict.rows import DENSE, OURS, rows_of
+from sparsebalance_megatron.predict.rows import DENSE, EXACT, OURS, rows_of
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table
 
 MOST_SEGMENTS = 8
 SELECTIONS = (DEFAULT_SELECTION, "previous-block")
 """The default, and one whose lists a block of queries shares: counted at their own rates."""
-SEGMENTS = f"{OURS}, segments"
 _NUMBERS = (
     *("makespan_ms", "speedup", "bound_ratio", "coverage_mean", "work_ratio", "bubble_share"),
     "plan_ms",
@@ -87,13 +86,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
-    """All rows in one piece; the default in segments, where there are stages and no lockstep."""
+    """All rows in one piece, and two in segments, where there are stages and no lockstep."""
     job = workload.job
     whole = replace(workload, plan_settings=replace(workload.plan_settings, max_segments=1))
     ways = {name: row.of(whole) for name, row in rows_of(whole, every=every).items()}
     cuts = workload.plan_settings.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
-        ways[SEGMENTS] = workload
+        rows = rows_of(workload)
+        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}
     if job.lockstep_ranks > 1:
         ways |= peers_of(whole)
     outcomes: dict[str, Outcome] = {}

@@ -84,8 +84,8 @@ HANDLES = {
 }
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
-    *("advise", "convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
-    *("sensitivity", "simulate", "summary", "trace", "watch"),
+    *("convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
+    *("sensitivity", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}

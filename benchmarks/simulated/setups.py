@@ -117,8 +117,8 @@ class Setup:
 
 
 SETUPS: Mapping[str, Setup] = {
-    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16, steps=96),
-    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16, steps=96),
+    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16, steps=48),
+    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16, steps=48),
     "scale-1024": Setup(("longalign",), 64, 4, 4, 1, 512),
     "scale-10240": Setup(("longalign",), 640, 4, 4, 1, 20480, steps=8),
     "packed": Setup(("prolong",), 8, 4, 1, 4, 512),

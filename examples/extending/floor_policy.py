@@ -37,5 +37,6 @@ job = HostJob(
 batches = batches_of(longalign_like(64, seed=0), 16, steps=4, place="LongAlign-like lengths")
 workload = Workload.of(job, SparseBalanceConfig(), batches)
 rows = {"fixed": Row({"tuning": "off"}, ""), "floor": Row({"tuning": "floor"}, "")}
-for name, outcome in predict_rows(workload, rows).items():
+outcomes = predict_rows(workload, rows)
+for name, outcome in outcomes.items():
     print(f"{name}: {outcome.speedup:.2f} times as fast, coverage {outcome.coverage_mean:.3f}")

@@ -49,6 +49,7 @@ _MOST_GPUS, _MOST_STEPS, _MOST_ROWS = 10**6, 10**4, 1000
 _DATA = frozenset(
     {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path"}
 )
+_MODEL = frozenset({"--num-layers", "--use-checkpoint-args"})
 _ASKED_FOR: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--micro-batch-size": ((), "1"),
     "--train-iters": (("--train-samples",), "1000"),
@@ -139,11 +140,16 @@ class _Job:
 
     def __init__(self, arguments: Namespace) -> None:
         self._arguments = arguments
+        given = _names(arguments.passed_on)
+        if arguments.model is None and given.isdisjoint(_MODEL):
+            raise WorkloadError(
+                "no model: give --model DIR, or after -- the flags of a model, such as --num-layers"
+            )
         lengths = None if arguments.lengths is None else read_lengths(arguments.lengths)
         self._lengths, self.order = lengths, "as filed" if lengths is not None else "of training"
         if arguments.lengths_from is not None:
             self.order = f"generated like {arguments.lengths_from}"
-        elif lengths is None and _DATA.isdisjoint(_names(arguments.passed_on)):
+        elif lengths is None and given.isdisjoint(_DATA):
             raise WorkloadError(
                 "no lengths: give --lengths FILE, --lengths-from NAME, or after -- the --data-path "
                 "of training"
@@ -152,13 +158,15 @@ class _Job:
         from sparsebalance_megatron.megatron.datasets import quiet_imports
         from sparsebalance_megatron.run.dry_run import runs_on_cpu
 
-        given = arguments.passed_on
-        device = value_of(flag_name("device"), given) or SparseBalanceConfig.device
+        words, enabled = arguments.passed_on, flag_name("enabled")
+        device = value_of(flag_name("device"), words) or SparseBalanceConfig.device
         self._on_cpu = runs_on_cpu(device)
         with quiet_imports():
+            from sparsebalance_megatron.run.described_job import described_job
+
+            self._described_job = described_job
             own = () if arguments.model is None else _model_words(arguments.model)
-        enabled = flag_name("enabled")
-        self.flags = [*own, *given, *([] if enabled in given else [enabled])]
+        self.flags = [*own, *words, *([] if enabled in given else [enabled])]
 
     def workload(self, more: Sequence[str] = ()) -> Workload:
         """The job with more flags.
@@ -166,13 +174,11 @@ class _Job:
         Raises:
             ValueError: of this package: the flags, or their data, make no job.
         """
-        from sparsebalance_megatron.run.described_job import described_job
-
         arguments, lengths = self._arguments, self._lengths
         longest = MAX_TOKENS if arguments.lengths_from else None
         longest = longest if lengths is None else int(lengths.max())
         flags = _completed([*self.flags, *more], longest)
-        job = described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
+        job = self._described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
         if arguments.lengths_from is not None:
             samples = arguments.steps * job.settings.batch_sizes.size_of(0)
             lengths = GENERATORS[arguments.lengths_from](samples, job.settings.seed)

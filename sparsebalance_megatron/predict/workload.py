@@ -197,7 +197,6 @@ class Workload:
                 base_sum=float(wanted_LS.sum()),
                 count=float(known_LS.sum()),
                 minimum=expected.coverage_min or 0.0,
-                grown=0.0,
                 tokens=float(tokens_LS.sum()),
                 lost_tokens=float(((wanted_LS - executed_LS) * tokens_LS).sum()),
                 lengths_3U=np.array(

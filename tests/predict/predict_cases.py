@@ -27,7 +27,7 @@ SHAPE = ModelShape(
 )
 """Qwen2.5-0.5B."""
 EXPERTS = replace(SHAPE, experts=ExpertShape(experts=128, top_k=8, ffn_hidden_size=768))
-"""The same with the experts of Qwen3-30B-A3B."""
+"""Qwen2.5-0.5B with the experts of Qwen3-30B-A3B."""
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
 
 
