@@ -19,17 +19,17 @@ from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import FinishedStep
-from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.log.scalars import COUNTS_IN_LOG_LINE, LOG_LINE, PREFIX
 from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import (
     PlanMismatchError,
@@ -227,7 +227,7 @@ class Run:
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
-            measured, executed_and_grown_O2 = self._reducer.reduce(
+            measured, executed_O = self._reducer.reduce(
                 segments_M=self._schedule(planned).segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
@@ -243,9 +243,10 @@ class Run:
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
             token_counts = self._token_counts(planned.plan)
-            figures = step_figures(planned.plan.expectation, measured, token_counts)
+            figures = StepFigures.of(planned, measured)
+            logged = logged_figures(figures, token_counts)
             if self._ends_steps:
-                add_figures(self._reports, figures, self._device)
+                add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
         host_ms = self._host_time.take_ms()
         if self.sinks is not None:
@@ -257,12 +258,13 @@ class Run:
                     else (self._step_ended_s - previous_s) * 1e3,
                     planned=planned,
                     measured=measured,
+                    figures=figures,
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
                 )
-                self.sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
+                self.sinks.write(finished, times, observed.pieces, executed_O)
         self.begin_step()
-        return figures
+        return logged
 
     def _schedule(self, planned: PlannedStep) -> SegmentedSchedule:
         """Segments of this rank's micro-batches, in the order in which they run."""
@@ -290,25 +292,12 @@ class Run:
             )
 
 
-def step_figures(
-    expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
-) -> dict[str, float]:
+def logged_figures(figures: StepFigures, token_counts: Mapping[str, int]) -> dict[str, float]:
     """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
-    busy_R = rank_busy_ms(measured.own_2RPVM)
-    predicted_R = rank_busy_ms(expectation.times_2RPVM)
-    counts = dict(token_counts) | {
-        "unobserved": measured.coverage.unobserved,
-        "attended-again": measured.recompute.again,
-        "recomputed-otherwise": measured.recompute.otherwise,
-    }
-    values = {
-        "imbalance": imbalance(busy_R),
-        "predicted-to-measured": predicted_R.max() / busy_R.max(),
-        "coverage": measured.coverage.executed_mean,
-        "tuned-samples": expectation.samples_cut + expectation.samples_raised,
-    }
+    values = {name: getattr(figures, name) for name in LOG_LINE}
+    counts = {name: getattr(figures, name) for name in COUNTS_IN_LOG_LINE} | dict(token_counts)
     values |= {name: count for name, count in counts.items() if count}
-    return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+    return {f"{PREFIX}/{name.replace('_', '-')}": float(of) for name, of in values.items()}
 
 
 def add_figures(

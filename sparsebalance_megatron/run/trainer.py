@@ -230,7 +230,7 @@ class TrainerRun:
             agreement=packing.agreement,
             token_counts=self._token_counts,
         )
-        run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device, resumed=resumed)
+        run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)
         return run
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:

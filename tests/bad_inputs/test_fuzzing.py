@@ -33,7 +33,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.run import trainer
 
@@ -133,9 +133,9 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
 
     def resume(raw: bytes) -> None:
         path.write_bytes(raw)
-        log = JsonLinesFile(path)
-        log.begin(rank_header(), resumed=True)
-        log.append(rank_step())
+        log = RunLog(path, rank_header())
+        log.append(rank_step)
+        log.close()
         lines = path.read_bytes().splitlines()
         assert json.loads(lines[-1])["iteration"] == 1
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from step_cases import measured_as_planned, planned_step, slowed_down
 
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.plan.metrics import rank_busy_ms
-from sparsebalance_megatron.run.run import add_figures, step_figures
+from sparsebalance_megatron.run.run import add_figures, logged_figures
 
 
 def test_figures_of_a_step_with_a_slow_stage() -> None:
@@ -17,8 +18,8 @@ def test_figures_of_a_step_with_a_slow_stage() -> None:
     measured = slowed_down(measured_as_planned(planned), 0, 0, 3.0)
     busy_R = rank_busy_ms(measured.times_2RPVM)
     expected_R = rank_busy_ms(expectation.times_2RPVM)
-    figures = step_figures(expectation, measured, {"padded-tokens": 5, "dropped-tokens": 0})
-    assert figures == {
+    figures = StepFigures.of(planned, measured)
+    assert logged_figures(figures, {"padded-tokens": 5, "dropped-tokens": 0}) == {
         "sparse-balance/imbalance": pytest.approx(max(busy_R) * 2 / sum(busy_R)),
         "sparse-balance/predicted-to-measured": pytest.approx(max(expected_R) / max(busy_R)),
         "sparse-balance/coverage": pytest.approx(0.45),
