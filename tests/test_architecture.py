@@ -64,7 +64,9 @@ IMPORT_RULES = {
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),
-    "log": ImportRule(outside=("msgspec", "numpy"), inside=("cost", "learn", "log", "plan")),
+    "log": ImportRule(
+        outside=("filelock", "msgspec", "numpy"), inside=("cost", "learn", "log", "plan")
+    ),
     "profile": ImportRule(
         outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),

@@ -72,8 +72,10 @@ HANDLES = {
     },
     "TrainerRun": {
         "end_step": [],
+        "evaluation_data_iterator": ["index", "consumed_samples", "vp_stage"],
         "layer_spec": ["spec", "vp_stage"],
         "load_state_dict": ["state"],
+        "start": ["consumed_samples", "iteration"],
         "state_dict": [],
         "train_data_iterator": ["consumed_samples", "vp_stage"],
         "wrap_forward_step": ["forward_step"],

@@ -42,6 +42,7 @@ class RunSettings:
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`token_multiple`.
+        train_iters: None where the run ends otherwise.
     """
 
     host_job: HostJob
@@ -67,6 +68,7 @@ class RunSettings:
     sharded_parameters: bool = False
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
+    train_iters: int | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -169,6 +171,7 @@ class RunSettings:
             shards_parameters=_shards_parameters(args),
             split=args.split or "100,0,0",
             seed=args.seed,
+            train_iters=args.train_iters,
             data_path=tuple(args.data_path or ()),
             data_args_path=args.data_args_path,
             train_data_path=tuple(args.train_data_path or ()),

@@ -269,7 +269,6 @@ def _micro_batches(
         for rank, in_rank in enumerate(arrangement.samples)
     ]
     samples = [sample for rank in placed for micro_batch in rank for sample in micro_batch]
-    pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
@@ -287,7 +286,6 @@ def _micro_batches(
                     rank=rank,
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
-                    pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
                     segment_starts_blocks=(
                         arrangement.segment_starts_blocks[rank][position]
                         if arrangement.segment_starts_blocks

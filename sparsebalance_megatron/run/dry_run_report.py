@@ -54,7 +54,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
         inputs = read_inputs(settings, config, job.device_type)
     if on_cpu:
         what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
-        check_kernels(*what, keep=False)
+        check_kernels(*what)
     else:
         unchecked.append("attention kernels")
     scheduler = inputs.scheduler()

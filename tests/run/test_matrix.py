@@ -31,7 +31,6 @@ from harness import (
 )
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.log.log_directory import rank_files
 
 pytestmark = pytest.mark.distributed
 
@@ -417,8 +416,8 @@ def test_layout_trains_to_the_losses_of_one_rank(
             assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
         return
     for step, other in zip(run.steps, expected.steps, strict=True):
-        mean = other["coverage"]["mean"]
-        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
+        mean = other["figures"]["coverage"]
+        assert step["figures"]["coverage"] == pytest.approx(mean, rel=model.tolerance)
     logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
     rows = [row for log in logs for row in log[0]["micro_batches"]]
     read = dict(
@@ -434,12 +433,14 @@ def test_layout_trains_to_the_losses_of_one_rank(
         )
     else:
         _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
-        assert any(step["cp_sizes"] for step in run.steps) == ("wide" in name)
+        assert any(max(map(max, step["cp_sizes_RM"])) > 1 for step in run.steps) == ("wide" in name)
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
     """Steps have fewer micro-batches than the batch sizes make, and all of them are measured."""
-    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["micro_batches"]
+    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["job"][
+        "micro_batches"
+    ]
     counts = {measured_ms(step).shape[-1] for step in run.steps}
     assert min(counts) < most >= max(counts)
     for step in run.steps:
@@ -451,7 +452,7 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
     the log has times of what ran."""
     for step in run.steps:
         assert (measured_ms(step) > 0.0).all()
-    segments_RM = [step["segments"] for step in run.steps]
+    segments_RM = [step["segments_RM"] for step in run.steps]
     assert max(map(max, segments_RM[0])) > 1
     unequal = any(len(set(map(sum, each_RM))) > 1 for each_RM in segments_RM)
     assert unequal == (len(segments_RM[0]) > lockstep_ranks)
@@ -462,11 +463,11 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
     """Layer -> (blocks, budget) of every sample that ranks logged."""
     found: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for path in rank_files(log_dir):
+    for path in sorted((log_dir / "ranks").iterdir()):
         header, *steps = map(json.loads, path.read_text().splitlines())
         layers = [layer for chunk in header["layers"] for layer in chunk]
         for row in [row for step in steps for row in step["micro_batches"]]:
-            for layer, budgets in zip(layers, row["budgets"], strict=True):
+            for layer, budgets in zip(layers, row["budgets_LS"], strict=True):
                 for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
                     found[layer].add((-(-tokens // 16), budget))
     return found

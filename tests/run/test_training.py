@@ -39,10 +39,11 @@ def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
 ) -> None:
     """After the first step (hooks go in with its first forward) every time is known."""
     ranks, extra = LAYOUTS[layout]
-    run = _train(ranks, documents, "latency", "makespan", *extra.split(), log_dir=tmp_path)
+    run = _train(ranks, documents, "latency", "raise", *extra.split(), log_dir=tmp_path)
     for step in run.steps[1:]:
         assert (measured_ms(step) > 0).all()
-        assert step["coverage"]["mean"] >= step["coverage"]["base_mean"] - 0.1
+        figures = step["figures"]
+        assert figures["coverage"] >= figures["coverage_base"] - 1e-6
     moved = [
         step["predicted"]["samples_cut"] + step["predicted"]["samples_raised"] for step in run.steps
     ]
@@ -60,7 +61,7 @@ def test_anchor_tuning_trains_and_reaches_the_log_line_and_tensorboard(
         assert f"| sparse-balance/{name}: " in run.output
         assert len(events.Scalars(f"sparse-balance/{name}")) == 4
     logged = [scalar.value for scalar in events.Scalars("sparse-balance/coverage")]
-    assert logged == pytest.approx([step["coverage"]["mean"] for step in run.steps], rel=1e-6)
+    assert logged == pytest.approx([step["figures"]["coverage"] for step in run.steps], rel=1e-6)
 
 
 def test_evaluation_between_steps_leaves_training_as_it_was(
@@ -68,8 +69,8 @@ def test_evaluation_between_steps_leaves_training_as_it_was(
 ) -> None:
     """Evaluation has plans of its own, and Megatron takes the hooks out around it."""
     extra = ("--split", "80,10,10", "--eval-iters", "2", "--eval-interval", "2")
-    with_evaluation = _train(2, documents, "latency", "makespan", *extra, log_dir=tmp_path / "with")
-    without = _train(2, documents, "latency", "makespan", *extra[:2], log_dir=tmp_path / "without")
+    with_evaluation = _train(2, documents, "latency", "raise", *extra, log_dir=tmp_path / "with")
+    without = _train(2, documents, "latency", "raise", *extra[:2], log_dir=tmp_path / "without")
     assert "validation loss at iteration 2" in with_evaluation.output
     assert with_evaluation.logged("lm_loss") == without.logged("lm_loss")
     assert (measured_ms(with_evaluation.steps[-1])[0] > 0).all()

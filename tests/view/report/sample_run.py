@@ -25,15 +25,22 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
     rank_header,
     rank_step,
-    run_header,
     step_record,
 )
-from sparsebalance_megatron.log.records import CoverageRecord, RankStep, Record, RunHeader, encode
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
+    CoverageRecord,
+    RankStep,
+    Record,
+    RunHeader,
+    encode,
+)
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
@@ -143,7 +150,10 @@ class SampleRun:
         ]
 
     def header(self) -> RunHeader:
-        return run_header(
+        return RunHeader(
+            log_format=LOG_FORMAT,
+            iterations=None,
+            sources=(),
             config={
                 "block_size": BLOCK_SIZE,
                 "base_budget": BASE_BUDGET,
@@ -169,36 +179,37 @@ class SampleRun:
         noise = np.exp(generator.normal(0.0, self.noise, expected.times_2RPVM.shape))
         times_2RPVM = expected.times_2RPVM * noise + 0.05
         schedule_ms = [max(event.end_ms for event in ran) for ran in simulate(flat(times_2RPVM))]
-        unknown = np.zeros((self.layers, 1))
+        unknown, ones_L = np.zeros((self.layers, 1)), np.ones(self.layers)
+        mean = expected.coverage_mean or 0.0
         coverage = CoverageTotals(
             sums_LUK=unknown[..., None],
             counts_LU=unknown,
-            counts_L=unknown[:, 0],
-            executed_L=unknown[:, 0],
-            executed_sum=expected.coverage_mean or 0.0,
-            base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
-            count=1.0,
+            counts_L=ones_L,
+            executed_L=mean * ones_L,
+            base_sum=self.layers * min(1.0, mean + 0.02),
             minimum=expected.coverage_min or 0.0,
-            grown=0.0,
+        )
+        planned = PlannedStep(
+            plan=plan,
+            samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
+            scales=StageScales.ones(self.stages, self.virtual_stages),
+            plan_ms=3.0,
+            wait_ms=0.5,
+        )
+        measured = StepMeasurement(
+            times_2RPVM=times_2RPVM,
+            schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
+            coverage=coverage,
+            lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
+            tokens=sum(each.tokens for each in plan.micro_batches),
+            differing_ranks=(),
         )
         return FinishedStep(
             iteration=iteration,
             iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
-            planned=PlannedStep(
-                plan=plan,
-                samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
-                scales=StageScales.ones(self.stages, self.virtual_stages),
-                plan_ms=3.0,
-                wait_ms=0.5,
-            ),
-            measured=StepMeasurement(
-                times_2RPVM=times_2RPVM,
-                schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
-                coverage=coverage,
-                lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
-                tokens=sum(each.tokens for each in plan.micro_batches),
-                differing_ranks=(),
-            ),
+            planned=planned,
+            measured=measured,
+            figures=StepFigures.of(planned, measured),
             padded_tokens=0,
             host_ms={"plan": 0.5},
         )
@@ -229,7 +240,7 @@ class SampleRun:
                 ),
             ),
             pieces=pieces,
-            executed_and_grown_O2=np.stack([executed_O, np.zeros_like(executed_O)], axis=1),
+            executed_O=executed_O,
         )
 
     def coverage_record(self, iteration: int) -> CoverageRecord:
