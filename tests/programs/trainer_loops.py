@@ -10,7 +10,6 @@ four share them; one rank is what both are compared with.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from small_gpt import (  # noqa: E402
     balance_config,
     error_of,
     gpt,
+    module_at,
     pipeline,
     schedule,
     thd_params,
@@ -110,7 +110,7 @@ class Trainer:
         with pipeline(stages):
             self.train(dense, stages, batching="latency", **DENSE)
             self.train(tuned, stages, log=log, **TUNED)
-            log = f"{log}-resumed"
+            log += "-resumed"
             checkpoint = self.train(resumed, stages, log=log, steps=2, **TUNED)
             self.train(resumed, stages, log=log, steps=2, checkpoint=checkpoint, **TUNED)
         return {
@@ -234,24 +234,22 @@ class Trainer:
         found = {name: error_of(mistake) for name, mistake in mistakes.items()}
         return {"figures": figures, "mistakes": found}
 
-    def half_a_step_on_one_rank(self) -> str:
-        """What the other rank says."""
+    def told_of_half_a_step_elsewhere(self) -> str:
         with pipeline(1):
             loop = BareTrainer(self)
-            loop.schedule()
-            if dist.get_rank() == 1:
-                loop.run.run.seen.pop()
-            said: list[Any] = [None, None]
-            dist.all_gather_object(said, error_of(loop.run.end_step))
+            loop.schedule(loop.run.micro_batches // (1 + dist.get_rank()))
+            said = [error_of(loop.run.end_step)]
+            dist.broadcast_object_list(said, src=0)
             return said[0]
 
     def results(self) -> dict[str, Any]:
         if dist.get_world_size() == 1:
             with pipeline(1):
                 return {"bare": self.bare(), "plain": self.plain_losses()}
-        result = {"dp2": self.twice(1), "pp2": self.twice(2)}
-        return result | {
-            "one rank only": self.half_a_step_on_one_rank(),
+        return {
+            "dp2": self.twice(1),
+            "pp2": self.twice(2),
+            "one rank only": self.told_of_half_a_step_elsewhere(),
             "shared": self.shared(),
             "positions": self.positions(),
             "segments": self.segments(),
@@ -583,16 +581,8 @@ def as_placed(ended: Any) -> Any:
 
 
 def _by_layer(planned: Any) -> list[list[int]]:
-    rank = parallel_state.get_data_parallel_rank()
-    micro_batches = planned.plan.for_rank(rank).micro_batches
-    return [layer.tolist() for micro_batch in micro_batches for layer in micro_batch.budgets_LS]
-
-
-def module_at(name: str, path: str) -> Any:
-    specification = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    own = planned.plan.for_rank(parallel_state.get_data_parallel_rank())
+    return [layer.tolist() for each in own.micro_batches for layer in each.budgets_LS]
 
 
 def main(kind: str, path: str, output: str, *data_prefix: str) -> None:
