@@ -28,7 +28,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.even_stages import even_stages
-from sparsebalance_megatron.predict.workload import Workload, memory_model, prior_coverage
+from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 
 _LONGEST_VALUE = 80
@@ -36,10 +36,11 @@ _LONGEST_VALUE = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """What plans of a run follow from, besides its samples.
+class Inputs:
+    """Inputs of a run, alike on all ranks.
 
     Attributes:
+        valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
     """
@@ -47,6 +48,9 @@ class JobInputs:
     config: SparseBalanceConfig
     settings: RunSettings
     plan_settings: PlanSettings
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
 
@@ -54,43 +58,6 @@ class JobInputs:
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of the first step."""
-        return self.settings.batch_sizes.size_of(0)
-
-    def workload_of(self, batches: tuple[tuple[int, ...], ...]) -> Workload:
-        """Global batches of samples of these lengths, with the prior of coverage."""
-        settings = self.settings
-        return Workload(
-            batches=batches,
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=prior_coverage(self.job.layers, self.grid[-1]),
-            memory=memory_model(
-                settings.host_job,
-                self.config,
-                tied_embeddings=settings.tied_embeddings,
-                sequence_parallel=settings.sequence_parallel,
-                distributed_optimizer=settings.distributed_optimizer,
-                sharded_parameters=settings.sharded_parameters,
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(JobInputs):
-    """Inputs of a run, alike on all ranks.
-
-    Attributes:
-        valid, test: None where the run does not evaluate on them.
-    """
-
-    train: SampleIndex
-    valid: SampleIndex | None
-    test: SampleIndex | None
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
@@ -120,7 +87,8 @@ class Inputs(JobInputs):
 
     def workload(self, steps: int) -> Workload:
         """The first training steps: what later steps may be like."""
-        return self.workload_of(first_batches(self.train, self.global_batch_size, steps))
+        batches = first_batches(self.train, self.settings.batch_sizes.size_of(0), steps)
+        return workload_of(self.settings, self.config, self.cost, batches)
 
     def scheduler(self) -> Scheduler:
         """Make the scheduler of a run that has observed nothing yet."""
@@ -172,33 +140,37 @@ def first_batches(index: SampleIndex, size: int, steps: int) -> tuple[tuple[int,
     )
 
 
-def read_job_inputs(
+def workload_of(
     settings: RunSettings,
     config: SparseBalanceConfig,
-    device_type: str,
-    lengths_tokens: np.ndarray,
-) -> JobInputs:
-    """Read the cost table, which must be of ``device_type``, and lay out the job.
+    cost: CostModel,
+    batches: tuple[tuple[int, ...], ...],
+) -> Workload:
+    """Global batches of samples of these lengths on a run's job."""
+    return Workload.of(
+        settings.host_job,
+        config,
+        batches,
+        cost=cost,
+        micro_batch_size=settings.micro_batch_size,
+        tied_embeddings=settings.tied_embeddings,
+        sequence_parallel=settings.sequence_parallel,
+        distributed_optimizer=settings.distributed_optimizer,
+        sharded_parameters=settings.sharded_parameters,
+    )
 
-    Args:
-        lengths_tokens: of all training samples.
-    """
-    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
+
+def read_costs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
+    """Read the cost table, which must be of ``device_type``, or count."""
     job = settings.host_job
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
-    return JobInputs(
-        config=config,
-        settings=settings,
-        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
-        grid=job.coverage(config).grid,
-        cost=job.cost_model(config, run),
-    )
+    return job.cost_model(config, run)
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
-    """Read the index of samples, and what plans follow from besides; see read_job_inputs."""
+    """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -234,8 +206,18 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
-    of_job = read_job_inputs(settings, config, device_type, lengths_tokens)
-    return Inputs(**vars(of_job), train=train, valid=valid, test=test)
+    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
+    job = settings.host_job
+    return Inputs(
+        config=config,
+        settings=settings,
+        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
+        train=train,
+        valid=valid,
+        test=test,
+        grid=job.coverage(config).grid,
+        cost=read_costs(settings, config, device_type),
+    )
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:
