@@ -37,7 +37,8 @@ MODES: Mapping[str, Mapping[str, str]] = {
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
 _WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "exact": frozenset(
-        {"base_budget", "layer_budgets", "sensitivity", "selection", "first_blocks", "router"}
+        {"base_budget", "dense_up_to", "layer_budgets", "sensitivity", "selection", "router"}
+        | {"first_blocks"}
         | {"tuning", "anchor", "coverage_threshold", "coverage_target", "coverage_slack"}
         | {"coverage_mean_over", "coverage_decay", "eval_attention"}
     )
@@ -65,6 +66,7 @@ _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir"
 _SOMETIMES_NEEDED = (
     *(
         "coverage_threshold",
+        "dense_up_to",
         "layer_budgets",
         "sensitivity",
         "selection",
@@ -200,6 +202,8 @@ def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
                 raise ConfigError(f"{place}: {key}: {_NO_INTEGER}")
             try:
                 # What is one of several names is refused with all of them.
+                if known[name].type is str and type(value) is int:
+                    value = str(value)
                 if get_origin(known[name].type) is not Literal:
                     value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})

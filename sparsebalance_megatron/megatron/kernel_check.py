@@ -50,8 +50,9 @@ def check_kernels(
     if device.type == "cpu":
         block_size = min(block_size, _LARGEST_BLOCK_ON_CPU)
     selections = [config.selection]
-    if has_dense_layers(config.layer_budgets):
-        # Lists by block of queries and KV head, as dense layers have them.
+    if has_dense_layers(config.layer_budgets) or config.dense_up_to_tokens:
+        # Lists by block of queries and KV head, as dense layers have them, and slices of documents
+        # that are attended to densely.
         selections.append("previous-block")
     return "; ".join(
         ensure_checked(

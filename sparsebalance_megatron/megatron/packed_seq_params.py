@@ -27,7 +27,7 @@ from sparsebalance_megatron.megatron.kept_attention import KeptAttention, Recomp
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 STEPS_PER_FULL_OBSERVATION = 8
-"""In every such step documents are routed that need no lists."""
+"""In every such step documents are routed that are attended to densely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
     ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
-    their budgets cover them. ``executed_S``, ``base_S``: at the executed
+    they are attended to densely. ``executed_S``, ``base_S``: at the executed
     and at the base budget. ``grown_S``: whether the guard raised the planned budget.
     """
 
@@ -73,8 +73,7 @@ class LocalMicroBatch:
         pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
-        budgets_on_host_LS: the same budgets; None where layers shall not tell from them which
-            documents are covered.
+        budgets_on_host_LS: the same budgets; None where no document is attended to densely.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
@@ -98,18 +97,21 @@ class LocalMicroBatch:
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
-    def covered_documents(self, layer: int, base_budget: int) -> int:
-        """Number of first documents of which a layer reads everything, by planned and base budget.
+    @property
+    def observes_all(self) -> bool:
+        """Whether documents that are attended to densely are routed, too: what smaller budgets
+        would cover is learnt from them."""
+        return self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
 
-        They need no lists. None are in a slice of a sequence, and in steps that observe all: what
-        smaller budgets would cover is learnt from those.
-        """
-        budgets_LS = self.budgets_on_host_LS
-        observes_all = self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
-        if budgets_LS is None or self.sequence is not None or observes_all:
+    def dense_documents(self, layer: int, dense_blocks: int) -> int:
+        """Number of first documents, padding left out, of which a layer reads everything: of up to
+        ``dense_blocks``, within their budgets."""
+        if self.budgets_on_host_LS is None:
             return 0
-        covered_S = self.layout.grid.blocks_S <= np.minimum(budgets_LS[layer], base_budget)
-        return len(covered_S) if covered_S.all() else int(covered_S.argmin())
+        most_S = np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
+        dense_S = self.layout.grid.blocks_S <= most_S
+        dense_S = dense_S[: len(dense_S) - self.padding_documents]
+        return len(dense_S) if dense_S.all() else int(dense_S.argmin())
 
     def without(self, documents: int) -> LocalMicroBatch:
         """The micro-batch of all but the first documents, with observations of its own."""
@@ -239,7 +241,7 @@ def local_micro_batches(
                 pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
                 padding_documents=padding,
                 sample_tokens=plan.tokens,
-                budgets_on_host_LS=on_host_LS if sequence is None else None,
+                budgets_on_host_LS=on_host_LS[:, :begun],
                 inputs=None if inputs is None else inputs[number],
             )
         )

@@ -104,9 +104,12 @@ class StepProblem:
         budgets = budget_policy(plan_settings)
         later = inputs.later_lengths_tokens if budgets.looks_ahead(plan_settings) else ()
         lengths_tokens = *inputs.lengths_tokens, *later
-        dense_L = plan_settings.dense_L(job.layers)
-        costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_L)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
+        dense_LS = plan_settings.dense_LS(job.layers, lengths_tokens)
+        if pinned_LS is not None:
+            blocks_S = -(-np.array(lengths_tokens) // plan_settings.block_size)
+            dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
+        costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_LS)
         horizon = budget_problem(plan_settings, costs, coverage, pinned_LS, inputs.coverage_deficit)
         return cls(
             lengths_tokens=inputs.lengths_tokens,

@@ -50,8 +50,7 @@ class Variant(NamedTuple):
             )
             plan_settings = replace(plan_settings, max_tokens_per_micro_batch=cap_tokens)
         if self.dense:
-            plan_settings = replace(plan_settings, layer_budgets=f"dense:0-{job.layers - 1}")
-            workload = replace(workload, cost=workload.cost.with_dense_attention)
+            plan_settings = replace(plan_settings, layer_budgets="dense:all")
         if not self.waits_in_layers:
             job = replace(job, lockstep_ranks=1)
         return replace(workload, job=job, plan_settings=plan_settings, placed_by=self.placed_by)

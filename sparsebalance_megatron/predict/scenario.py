@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.experts import RANKS_PER_NODE
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
@@ -85,6 +86,7 @@ class Scenario:
                 "--max-segments": config.max_segments,
             },
         )
+        config = with_dense_length(config, cost, self.longest_tokens)
         return Workload(
             batches=batches,
             job=job,

@@ -125,8 +125,9 @@ class Workload:
         """Predicted ms of every sample at its base budgets, on all chunks."""
         job, layers = self.job, self.job.layers
         scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-        costs = step_costs(batch, job, self.cost, scales, self.plan_settings.dense_L(layers))
-        base_LS = np.minimum(self.plan_settings.base_L(layers)[:, None], costs.blocks_S)
+        dense_LS = self.plan_settings.dense_LS(layers, batch)
+        costs = step_costs(batch, job, self.cost, scales, dense_LS)
+        base_LS = self.plan_settings.base_LS(layers, batch)
         return list(costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist())
 
     def _as_predicted(self, batch: Sequence[int], plan: StepPlan) -> StepMeasurement:
@@ -137,7 +138,7 @@ class Workload:
         """
         expected, curves = plan.expectation, self.coverage
         blocks_S = -(-np.array(batch) // self.plan_settings.block_size)
-        base_LS = np.minimum(self.plan_settings.base_L(self.job.layers)[:, None], blocks_S)
+        base_LS = self.plan_settings.base_LS(self.job.layers, batch)
         executed_LS, wanted_LS = (
             curves.coverage_LS(blocks_S, budgets_LS) for budgets_LS in (plan.budgets_LS, base_LS)
         )

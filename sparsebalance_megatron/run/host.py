@@ -85,7 +85,7 @@ class HostRun(RunHandle):
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        super().__init__(config, self.planner.coverage.grid, transformer_config)
+        super().__init__(self.planner.config, self.planner.coverage.grid, transformer_config)
         self._device = device
         self._boundaries = LayoutCache()
         self._plans = _AttachedPlans(self.planner)
@@ -332,7 +332,9 @@ class HostRun(RunHandle):
         """Take over a state between steps; see :meth:`.HostPlanner.load_state_dict`."""
         if self._run.seen:
             raise IntegrationError("load_state_dict: call it before a step's first micro-batch")
-        return self.planner.load_state_dict(state)
+        notes = self.planner.load_state_dict(state)
+        self._options.config = self.planner.config
+        return notes
 
 
 def begin_host_run(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import dense_length_line, with_dense_length
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
@@ -44,6 +45,8 @@ class Inputs:
         valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
+        dense_by_costs: whether costs decide up to which length documents are dense, unless a
+            checkpoint has.
     """
 
     config: SparseBalanceConfig
@@ -54,11 +57,26 @@ class Inputs:
     test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
+    dense_by_costs: bool = False
 
     @property
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
+
+    def dense_length(self) -> str:
+        """A line on which documents are attended to densely."""
+        return dense_length_line(self.config, self.cost, self.settings.seq_length)
+
+    def with_kept_dense_length(self, tokens: int | None) -> Inputs:
+        """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
+        if tokens is None or not self.dense_by_costs:
+            return self
+        return replace(
+            self,
+            config=replace(self.config, dense_up_to=str(tokens)),
+            plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
+        )
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
@@ -205,6 +223,9 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
+    cost = job.cost_model(config, run)
+    dense_by_costs = config.dense_up_to == "auto"
+    config = with_dense_length(config, cost, job.max_sample_tokens)
     return Inputs(
         config=config,
         settings=settings,
@@ -213,7 +234,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         valid=valid,
         test=test,
         grid=job.coverage(config).grid,
-        cost=job.cost_model(config, run),
+        cost=cost,
+        dense_by_costs=dense_by_costs,
     )
 
 

@@ -131,7 +131,7 @@ class Session:
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
-        for line in (*untrained, *uneven):
+        for line in (inputs.dense_length(), *untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         if notice := lockstep_notice(inputs.job.lockstep_ranks):
             print_rank_0(f"sparse balance: {notice}")
@@ -227,6 +227,8 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of an earlier run, on every rank the same, before iterators exist."""
         self._loaded_state = state
+        if self._run is None:
+            self.inputs = self.inputs.with_kept_dense_length(state.get("dense_up_to_tokens"))
         if self._run is not None:
             _take_over(state, self._scheduler, self._record)
 

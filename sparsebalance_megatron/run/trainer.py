@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import check_dense_length
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
@@ -161,6 +162,7 @@ class TrainerRun(RunHandle):
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._saved_samples = int(state["consumed_samples"])
         self._session.load_state_dict(state)
+        self._options.config = self._session.inputs.config
 
 
 def begin_run(
@@ -201,6 +203,7 @@ def begin_run(
     """
     device = device or torch.device(torch.cuda.current_device())
     config = checked_config(config, transformer_config, device, longest_tokens=seq_length)
+    check_dense_length(config, seq_length)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,

@@ -321,7 +321,7 @@ def tuned_budgets(
 ) -> TunedBudgets:
     """Budgets as plans hold them, with what tuning did to every sample."""
     allowed = problem.allowed
-    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S & ~problem.costs.dense_L[:, None]
+    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S & ~problem.costs.dense_LS
     base_L1 = problem.plan_settings.base_L(len(tuned_LS))[:, None]
     return TunedBudgets(
         budgets_LS=np.where(same_LS, base_L1, tuned_LS).astype(np.int32),

@@ -60,9 +60,9 @@ def feasible_range(
     floor_LS = least_feasible_budget(
         coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
     )[:, size_S]
-    floor_LS = np.where(costs.dense_L[:, None], base_LS, floor_LS)
+    floor_LS = np.where(costs.dense_LS, base_LS, floor_LS)
     observed_LS = coverage.observed_LS(costs.blocks_S)
-    top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
+    top_LS = np.where(observed_LS & ~costs.dense_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
 
 
@@ -70,7 +70,7 @@ def base_budgets_LS(
     costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
 ) -> np.ndarray:
     """Base budgets, no more than a sample has blocks."""
-    return np.minimum(plan_settings.base_L(coverage.layers)[:, None], costs.blocks_S)
+    return plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class BudgetProblem:
     def stuck_S(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Whether all layers that have a choice lie at their floors, [S]."""
         low_LS = (budgets_LS == self.allowed.floor_LS) & (budgets_LS < self.allowed.top_LS)
-        return np.asarray((low_LS | self.costs.dense_L[:, None]).all(axis=0) & low_LS.any(axis=0))
+        return np.asarray((low_LS | self.costs.dense_LS).all(axis=0) & low_LS.any(axis=0))
 
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
