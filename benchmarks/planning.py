@@ -24,7 +24,6 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
@@ -106,9 +105,9 @@ def measure(
         plan_settings = replace(_policy(samples), **changes)
         cpu_ms: list[float] = []
         while len(cpu_ms) < 3 or (sum(cpu_ms) < 100.0 * repeats and len(cpu_ms) < repeats):
-            lengths = longalign_like(samples * horizon_steps(samples), len(cpu_ms)).tolist()
+            lengths = longalign_like(samples, len(cpu_ms)).tolist()
             started = time.process_time()
-            _plan(lengths[:samples], job, plan_settings, coverage, lengths[samples:])
+            _plan(lengths, job, plan_settings, coverage)
             cpu_ms.append((time.process_time() - started) * 1e3)
         low, middle, high = np.quantile(cpu_ms[1:], (0.25, 0.5, 0.75))
         row[way] = {
@@ -128,9 +127,7 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
         for seed in range(seeds):
             lengths = np.random.default_rng(seed).integers(2048, longest + 1, samples)
             largest = max(largest, lengths.max() / lengths.mean())
-            # The bound is over all budgets that the threshold allows.
-            plan_settings = replace(_policy(samples), coverage_target="threshold")
-            plan = _plan(lengths.tolist(), job, plan_settings, coverage, [])
+            plan = _plan(lengths.tolist(), job, _policy(samples), coverage)
             ratios.append(plan.expectation.makespan_ms / plan.expectation.lower_bound_ms)
         yield {
             "ranks": ranks,
@@ -152,7 +149,6 @@ def _plan(
     job: Job,
     plan_settings: PlanSettings,
     coverage: CoverageCurves,
-    later_lengths: list[int],
 ) -> StepPlan:
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
@@ -161,7 +157,6 @@ def _plan(
         cost=COST,
         scales=StageScales.ones(STAGES),
         coverage=coverage,
-        later_lengths_tokens=tuple(later_lengths),
     )
     return plan_step(0, inputs)
 

@@ -73,7 +73,7 @@ SPARSE_BALANCE_ARGS=(
     --sparse-balance-block-size 128
     --sparse-balance-base-budget 8
     --sparse-balance-batching makespan
-    --sparse-balance-tuning waiting
+    --sparse-balance-tuning raise
     --sparse-balance-log-dir "${RUN}/log"
 )
 

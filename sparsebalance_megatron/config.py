@@ -18,17 +18,14 @@ from sparsebalance_megatron.layer_budgets import (
 from sparsebalance_megatron.selector_registry import check_name, default_first_blocks, flag_help
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
-Tuning = Literal["off", "anchor", "waiting", "makespan"]
-Anchor = Literal["mean", "min", "max"]
+Tuning = Literal["off", "anchor", "raise"]
 Overlong = Literal["split", "truncate", "drop"]
 MissingLossMask = Literal["refuse", "train"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
-CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
-CoverageMeanOver = Literal["samples", "tokens", "length-buckets"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
@@ -42,7 +39,6 @@ DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
 _MOST_DIGITS = 9
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
     "gigabytes_per_second": (
         lambda bandwidth: 1e-3 <= bandwidth <= 1e5,
         "must be 0.001 to 100000 GB/s",
@@ -57,7 +53,6 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "first_blocks": (lambda blocks: 0 <= blocks <= 16, "must be 0 to 16 blocks"),
     "coverage_threshold": (lambda share: 0.0 <= share < 1.0, "must lie in [0, 1)"),
-    "coverage_decay": (lambda weight: 0.0 <= weight < 1.0, "must lie in [0, 1)"),
     "plan_ms": (lambda ms: 0.0 <= ms <= 10_000.0, "must be finite, from 0 to 10000 ms"),
     "log_megabytes": (lambda size: 1 <= size <= 10**6, "must be 1 to 1000000 MB"),
     "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
@@ -158,33 +153,14 @@ class SparseBalanceConfig:
     """When a step is planned: while the one before it runs, or when it begins (on-demand). Choose
     on-demand to plan with the newest measurements; every step then waits for its plan."""
 
-    tuning: Tuning = "waiting"
-    """How budgets follow the predicted times: not at all, towards an anchor latency (the paper),
-    cut where the step waits and raised where it would idle (waiting), or to the shortest step that
-    coverage allows (makespan). Choose makespan for speed, off to balance without changing
-    attention."""
-
-    anchor: Anchor = "mean"
-    """Latency of a step's micro-batches that anchor tuning moves each of them towards. Choose min
-    for speed, max for coverage."""
+    tuning: Tuning = "raise"
+    """How budgets follow the predicted times: not at all, towards the mean latency of a step's
+    micro-batches (anchor, the paper), or raised where ranks would idle, never below the base
+    budget. Choose off to keep attention as it is."""
 
     coverage_threshold: float = 0.1
-    """Router score coverage that a sample may lose against the base budget, in every layer (the
-    paper's p). Lower it for coverage, raise it for speed."""
-
-    coverage_target: CoverageTarget = "base"
-    """Mean coverage that is held, by tuning waiting over a step's samples, by makespan over the
-    next ones' too: that of base budgets, or none (threshold). Choose threshold for the fastest
-    step."""
-
-    coverage_slack: float = 0.0
-    """How far mean coverage may be below coverage target base (0.002 is 0.2 points). Raise it where
-    steps with one long sample wait for coverage."""
-
-    coverage_mean_over: CoverageMeanOver = "samples"
-    """What coverage target base takes the mean over: samples, tokens, or samples of about a length,
-    each length by itself (length-buckets). Choose tokens where long samples must not lose coverage
-    to short ones, length-buckets where no length may to another."""
+    """Router score coverage that a sample may lose against the base budget, in every layer, under
+    tuning anchor (the paper's p). Lower it for coverage, raise it for speed."""
 
     max_tokens_per_micro_batch: int | None = None
     """Most tokens of a micro-batch on one rank; default: micro-batch size x sequence length /
@@ -234,10 +210,6 @@ class SparseBalanceConfig:
     calibration: Calibration = "measured"
     """Which predicted times measured ones correct: those of stages and of single slow devices,
     those of stages, or none. Turn it off to make plans repeat exactly."""
-
-    coverage_decay: float = 0.9
-    """Weight of the past in the moving average of coverage curves. Lower it where many samples are
-    guarded in every step."""
 
     device: Device = "auto"
     """Where the model runs; auto takes the CPU only where no CUDA device is visible. Choose cpu to

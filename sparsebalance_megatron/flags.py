@@ -31,16 +31,13 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "placement": {"tuning": "off"},
     "paper": {"batching": "latency", "tuning": "anchor"},
     "baseline": {"batching": "arrival", "tuning": "off"},
-    "shortest": {"tuning": "makespan"},
-    "fast": {"tuning": "makespan", "coverage_target": "threshold"},
 }
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
 _WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "exact": frozenset(
-        {"base_budget", "dense_up_to", "layer_budgets", "sensitivity", "selection", "router"}
-        | {"first_blocks"}
-        | {"tuning", "anchor", "coverage_threshold", "coverage_target", "coverage_slack"}
-        | {"coverage_mean_over", "coverage_decay", "eval_attention"}
+        {"base_budget", "layer_budgets", "sensitivity", "selection", "router"}
+        | {"dense_up_to", "first_blocks"}
+        | {"tuning", "coverage_threshold", "eval_attention"}
     )
 }
 """Mode -> fields that would have no effect beside it, and are refused."""
@@ -49,10 +46,9 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
     MODE_FLAG: (
         ", ".join(f"`{mode}`" for mode in MODES),
         "What plans do, in one word: balance dense attention, which changes nothing that is learnt "
-        "(exact), balance, and cut budgets only where the step waits (default), "
+        "(exact), balance sparse attention and raise budgets where ranks would idle (default), "
         "balance at fixed budgets (placement), the paper's rule (paper), fixed budgets in order of "
-        "arrival (baseline), the shortest step at held mean coverage (shortest) or without holding "
-        "it (fast). Single flags win over it.",
+        "arrival (baseline). Single flags win over it.",
     ),
     FILE_FLAG: (
         "`FILE`",

@@ -66,7 +66,6 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
     plan_settings = PlanSettings(
         batching="arrival",
         tuning="off",
-        anchor="mean",
         coverage_threshold=0.1,
         base_budget=4,
         block_size=BLOCK_SIZE,

@@ -67,10 +67,11 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
 def test_values_keep_their_types(tmp_path: Path) -> None:
     path = written(
         tmp_path / "options.toml",
-        'plan-ms = 3\nlayer-budgets = "16:2-3 dense:0"\ncoverage-slack = 0.01\nlog-dir = "runs"\n',
+        'plan-ms = 3\nlayer-budgets = "16:2-3 dense:0"\n'
+        'coverage-threshold = 0.01\nlog-dir = "runs"\n',
     )
     config = config_of("--sparse-balance-config", path)
-    assert (config.plan_ms, config.coverage_slack, config.log_dir) == (3.0, 0.01, "runs")
+    assert (config.plan_ms, config.coverage_threshold, config.log_dir) == (3.0, 0.01, "runs")
     assert config.layer_budgets == SparseBalanceConfig(layer_budgets="dense:0 16:2-3").layer_budgets
 
 

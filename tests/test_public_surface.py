@@ -56,7 +56,7 @@ HANDLES = {
         "load_state_dict": ["state"],
         "plan": [
             *("lengths_tokens", "micro_batches", "placement", "pinned_LS"),
-            *("later_lengths_tokens", "step"),
+            "step",
         ],
         "state_dict": [],
     },

@@ -98,7 +98,6 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
             shared.plan_settings,
             batching=variant.batching,
             tuning=variant.tuning,
-            coverage_target=variant.coverage_target,
             max_context_parallel=shared.plan_settings.max_context_parallel if variant.wide else 1,
             max_segments=shared.plan_settings.max_segments if variant.segments else 1,
         )

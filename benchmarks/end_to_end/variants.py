@@ -19,7 +19,6 @@ class Variant:
     label: str
     batching: str
     tuning: str
-    coverage_target: str = "threshold"
     calibration: str | None = None
     """None: as the flags say."""
     dense: bool = False
@@ -57,14 +56,12 @@ VARIANTS = (
         label="ours, the shortest step at base coverage",
         batching="makespan",
         tuning="makespan",
-        coverage_target="base",
     ),
     Variant(
         name=OURS,
         label="ours (the default)",
         batching="makespan",
-        tuning="waiting",
-        coverage_target="base",
+        tuning="raise",
     ),
 )
 """What a run compares unless told otherwise."""
@@ -73,24 +70,21 @@ EQUAL_DEVICES = Variant(
     name="ours-equal-devices",
     label="ours, devices taken for equal",
     batching="makespan",
-    tuning="waiting",
-    coverage_target="base",
+    tuning="raise",
     calibration="stages",
 )
 WIDE = Variant(
     name=OURS_WIDE,
     label="ours, rows on several ranks",
     batching="makespan",
-    tuning="waiting",
-    coverage_target="base",
+    tuning="raise",
     wide=True,
 )
 SEGMENTS = Variant(
     name=OURS_SEGMENTS,
     label="ours, micro-batches in segments",
     batching="makespan",
-    tuning="waiting",
-    coverage_target="base",
+    tuning="raise",
     segments=True,
 )
 ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE, SEGMENTS)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Tuning
+from sparsebalance_megatron.config import Batching, Tuning
 
-DENSE, FIXED, PAPER, SHORTEST, OURS = "dense", "fixed", "paper", "shortest", "ours"
+DENSE, FIXED, PAPER, OURS = "dense", "fixed", "paper", "ours"
 RANDOM = "random"
 """Arms that a table cannot do without."""
 REPEATED = "fixed-repeated-1", "fixed-repeated-2"
@@ -44,9 +44,7 @@ class Arm:
     selection: str = "token-query-head"
     batching: Batching = "makespan"
     tuning: Tuning = "off"
-    anchor: Anchor = "mean"
     coverage_threshold: float = 0.1
-    coverage_mean_over: CoverageMeanOver = "samples"
     budget_share: float = 1.0
     dense_from: float = math.inf
     dense_last_layers: int = 0
@@ -75,9 +73,8 @@ class Arm:
         dense = f"dense:{layers - self.dense_last_layers}-{layers - 1}"
         return [
             *(f"{prefix}-selection", self.selection, f"{prefix}-batching", self.batching),
-            *(f"{prefix}-tuning", self.tuning, f"{prefix}-anchor", self.anchor),
+            *(f"{prefix}-tuning", self.tuning),
             *(f"{prefix}-coverage-threshold", str(self.coverage_threshold)),
-            *(f"{prefix}-coverage-mean-over", self.coverage_mean_over),
             *(f"{prefix}-base-budget", str(self.base_budget(study_budget))),
             *((f"{prefix}-layer-budgets", dense) if self.dense_last_layers else ()),
         ]
@@ -85,7 +82,7 @@ class Arm:
 
 def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
     """A fixed budget, and three ways to change it, with one selection."""
-    shortest = f"{SHORTEST}{suffix}"
+    ours = f"{OURS}{suffix}"
     return (
         Arm(name=f"{FIXED}{suffix}", title=f"{remark}fixed budget", selection=selection),
         Arm(
@@ -96,16 +93,16 @@ def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
             tuning="anchor",
         ),
         Arm(
-            name=shortest,
-            title=f"{remark}the shortest step, p = 0.1",
+            name=ours,
+            title=f"{remark}ours: raise what would idle",
             selection=selection,
-            tuning="makespan",
+            tuning="raise",
         ),
         Arm(
             name=f"{RANDOM}{suffix}",
-            title=f"{remark}random: the budgets of shortest, to other samples of the step",
+            title=f"{remark}random: the budgets of ours, to other samples of the step",
             selection=selection,
-            replays=shortest,
+            replays=ours,
         ),
     )
 
@@ -141,18 +138,6 @@ ARMS: Mapping[str, Arm] = {
             title="fixed budget, columns and diagonals of the last queries (MTraining)",
             selection="vertical-slash-last-queries",
         ),
-        Arm(
-            name="shortest-p0.3",
-            title="shortest, p = 0.3",
-            tuning="makespan",
-            coverage_threshold=0.3,
-        ),
-        Arm(
-            name="shortest-token-mean",
-            title="shortest, coverage held as a mean over tokens",
-            tuning="makespan",
-            coverage_mean_over="tokens",
-        ),
         Arm(name="fixed-again", title="fixed budget, order of arrival", batching="arrival"),
         *(
             Arm(
@@ -167,43 +152,6 @@ ARMS: Mapping[str, Arm] = {
             name="fixed-equal-speed",
             title="fixed budget with the planned step time of ours",
             equal_speed=True,
-        ),
-        Arm(
-            name="shortest-tokens-p0.2",
-            title="shortest, mean over tokens, p = 0.2",
-            tuning="makespan",
-            coverage_threshold=0.2,
-            coverage_mean_over="tokens",
-        ),
-        Arm(
-            name="shortest-buckets",
-            title="shortest, coverage held in every length bucket",
-            tuning="makespan",
-            coverage_mean_over="length-buckets",
-        ),
-        Arm(
-            name=OURS,
-            title="ours: cut only what the step waits for",
-            tuning="waiting",
-        ),
-        Arm(
-            name="raise-only",
-            title="shortest, p = 0: only what costs no time",
-            tuning="makespan",
-            coverage_threshold=0.0,
-        ),
-        Arm(
-            name="shortest-by-length",
-            title="for every length, the mean budget that shortest gave it",
-            replays=SHORTEST,
-            replay="by-length",
-        ),
-        Arm(name="shortest-cuts", title="only what shortest cuts", replays=SHORTEST, replay="cuts"),
-        Arm(
-            name="shortest-raises",
-            title="only what shortest raises",
-            replays=SHORTEST,
-            replay="raises",
         ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
         Arm(

@@ -30,7 +30,7 @@ from typing import Any
 
 from end_to_end.command import machine
 
-from quality.arms import ARMS, DENSE, FIXED, RANDOM, SHORTEST, in_order
+from quality.arms import ARMS, DENSE, FIXED, OURS, RANDOM, in_order
 from quality.converted import compare
 from quality.launch import QualityError, budgets_file, execute, prepared_data
 from quality.page import rewrite
@@ -38,7 +38,7 @@ from quality.results import assemble, beside, load, save, seeds_of, write_json
 from quality.run_spec import RunSpec
 from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
 
-PROBED = (DENSE, FIXED, SHORTEST, RANDOM)
+PROBED = (DENSE, FIXED, OURS, RANDOM)
 """Arms whose models are asked how much attention mass a budget keeps."""
 QUICK_ARMS, QUICK_STEPS, QUICK_SHARE = (DENSE, FIXED), 380, 0.2
 WELL_ABOVE_CHANCE = 4.0

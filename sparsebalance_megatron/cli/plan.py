@@ -63,9 +63,6 @@ def add_flags(parser: ArgumentParser) -> None:
             choices=get_args(choices),
             help="plan this way only, beside the baseline; default: every way",
         )
-    parser.add_argument(
-        "--anchor", choices=("mean", "min", "max"), default="mean", help="of anchor tuning"
-    )
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
     add_prediction_flags(parser)
 
@@ -92,7 +89,6 @@ def run(arguments: Namespace) -> int:
         layout,
         ranks=dp,
         global_batch=batch,
-        anchor=arguments.anchor,
         plan_ms=arguments.plan_ms,
         max_segments=arguments.max_segments,
         segment_tokens=arguments.segment_tokens,
@@ -115,7 +111,7 @@ def _rows(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]:
     """The chosen combination beside the baseline, or everything."""
     if arguments.batching is None and arguments.tuning is None:
         return rows_of(workload)
-    chosen = Variant(arguments.batching or "makespan", arguments.tuning or "waiting")
+    chosen = Variant(arguments.batching or "makespan", arguments.tuning or "raise")
     return {BASELINE: ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
 
 

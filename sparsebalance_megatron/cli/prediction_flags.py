@@ -16,7 +16,6 @@ from sparsebalance_megatron.config import (
     DEFAULT_SELECTION,
     RANGES,
     CountedDevice,
-    CoverageMeanOver,
     SparseBalanceConfig,
     check_range,
 )
@@ -144,12 +143,6 @@ def _add_planning_flags(parser: _ActionsContainer) -> None:
         default=SparseBalanceConfig.coverage_threshold,
         metavar="P",
         help="coverage that a sample may lose",
-    )
-    parser.add_argument(
-        "--coverage-mean-over",
-        choices=get_args(CoverageMeanOver),
-        default=SparseBalanceConfig.coverage_mean_over,
-        help="what mean coverage is held over",
     )
     parser.add_argument(
         "--max-tokens-per-micro-batch",
@@ -465,7 +458,6 @@ def scenario_of(
         base_budget=choice.base_budget,
         layer_budgets=layer_budgets_of(arguments, costs.model.layers),
         coverage_threshold=arguments.coverage_threshold,
-        coverage_mean_over=arguments.coverage_mean_over,
         selection=arguments.selection,
         counted_device=arguments.counted_device,
         gigabytes_per_second=arguments.gigabytes_per_second,

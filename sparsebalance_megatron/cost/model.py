@@ -57,8 +57,9 @@ class CostModel:
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature; zeros for experts of a model without any."""
-        nothing = (0.0,) * len(FEATURES) if part is Part.EXPERTS else None
-        return np.array(self._of(direction).get(part, nothing), dtype=np.float64)
+        rows = self._of(direction)
+        has_none = part is Part.EXPERTS and part not in rows
+        return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
 
     def with_recompute(
         self, *, full: bool, attention_only: bool, attention_kept: bool = False

@@ -105,7 +105,7 @@ class HostJob:
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""
         blocks = -(-self.padded(self.max_sample_tokens) // config.block_size)
-        return CoverageCurves(self.layout.layers, blocks, config.coverage_decay)
+        return CoverageCurves(self.layout.layers, blocks)
 
 
 class HostPlanner:
@@ -151,11 +151,8 @@ class HostPlanner:
             plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
             cost=cost,
             coverage=self.coverage,
-            global_batch_size=job.global_batch_size,
             calibrate=config.calibration,
             selection=config.selection_rule,
-            # The samples of later steps are not known, so the next step makes up for a deficit.
-            horizon_steps=1,
             clock=clock,
         )
         self.steps = 0
@@ -172,7 +169,6 @@ class HostPlanner:
         micro_batches: int | None = None,
         placement: Placement | None = None,
         pinned_LS: np.ndarray | None = None,
-        later_lengths_tokens: Sequence[int] = (),
         step: int | None = None,
     ) -> PlannedStep:
         """Plan one step.
@@ -188,15 +184,12 @@ class HostPlanner:
             pinned_LS: budgets that samples keep, such as ``StepPlan.budgets_LS`` of a plan that
                 they were in before; a column of zeros leaves a sample's to the plan. Pinned budgets
                 are executed as they are, without a guard.
-            later_lengths_tokens: of the samples after these, where the host knows them: coverage is
-                then bought where it costs least among all of them.
             step: named in messages; None is :attr:`steps`.
 
         Raises:
             PlanError: no plan exists, naming the sample or the number that does not fit.
         """
         lengths = self._padded_lengths(lengths_tokens)
-        later = self._padded_lengths(later_lengths_tokens)
         if placement is not None:
             micro_batches = micro_batches or max(map(len, placement), default=0)
         known = self._planner.knowledge()
@@ -214,7 +207,6 @@ class HostPlanner:
                     lengths,
                     replace(self.job.layout, micro_batches=count),
                     known,
-                    later_lengths_tokens=later,
                     placement=placement,
                     pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
                     plan_settings=plan_settings,

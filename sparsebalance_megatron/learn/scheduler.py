@@ -25,8 +25,6 @@ from sparsebalance_megatron.learn.step_planner import (
     StepPlanner,
     check_version,
 )
-from sparsebalance_megatron.plan.budgets.policy import budget_policy
-from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -143,24 +141,10 @@ class Scheduler:
         self._ahead.clear()
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
-        samples, plan_settings = self._samples_between(step, step + 1), self._planner.plan_settings
-        last_step = step
-        if budget_policy(plan_settings).looks_ahead(plan_settings):
-            last_step += horizon_steps(self._batch_sizes.size_of(step)) - 1
-        later = self._samples_between(step + 1, last_step + 1)
-        return self._planner.plan(
-            step,
-            self._index.lengths_of(samples).tolist(),
-            self._job_of(step),
-            known,
-            samples=samples,
-            later_lengths_tokens=self._index.lengths_of(later).tolist() if len(later) else (),
-        )
-
-    def _samples_between(self, step: int, end_step: int) -> np.ndarray:
-        """Sample numbers of consecutive steps, in order of arrival."""
-        first, end = map(self._batch_sizes.first_sample, (step, end_step))
-        return self._index.global_batch(first, end - first) if end > first else np.empty(0, int)
+        first, size = self._batch_sizes.first_sample(step), self._batch_sizes.size_of(step)
+        samples = self._index.global_batch(first, size)
+        lengths_tokens = self._index.lengths_of(samples).tolist()
+        return self._planner.plan(step, lengths_tokens, self._job_of(step), known, samples=samples)
 
     def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
@@ -261,7 +245,6 @@ def evaluation_scheduler(
         plan_settings=replace(plan_settings, tuning="off", max_segments=1, plans_positions=False),
         cost=cost,
         coverage=coverage,
-        global_batch_size=global_batch_size,
         calibrate="off",
         clock=clock,
     )

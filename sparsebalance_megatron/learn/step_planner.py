@@ -22,11 +22,10 @@ from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
-from sparsebalance_megatron.learn.coverage_account import CoverageAccount
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
-from sparsebalance_megatron.plan.coverage import CoverageCurves, mean_of_bucket
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -45,14 +44,12 @@ class Knowledge:
 
     coverage: CoverageCurves
     scales: StageScales
-    coverage_deficit: np.ndarray
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types. Device speeds are left out: a restart may run on other devices."""
         return {
             "coverage": self.coverage.state_dict(),
             "scales_2PV": self.scales.scales_2PV.tolist(),
-            "coverage_deficit": self.coverage_deficit.tolist(),
         }
 
     def restored(self, state: Mapping[str, Any]) -> Knowledge:
@@ -62,7 +59,6 @@ class Knowledge:
         return Knowledge(
             coverage=coverage,
             scales=StageScales.of(np.array(state["scales_2PV"])),
-            coverage_deficit=np.atleast_1d(state["coverage_deficit"]),
         )
 
 
@@ -72,11 +68,8 @@ class StepPlanner:
     Args:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
         coverage: the curves that learn.
-        global_batch_size: samples of a step; of the largest where they differ.
         calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
-        horizon_steps: over which a coverage deficit is made up for; None is as many as plans look
-            ahead.
         clock: seconds, for the time that planning takes.
     """
 
@@ -87,24 +80,15 @@ class StepPlanner:
         plan_settings: PlanSettings,
         cost: CostModel,
         coverage: CoverageCurves,
-        global_batch_size: int,
         calibrate: CalibrationChoice,
         clock: Callable[[], float],
         selection: str = DEFAULT_SELECTION,
-        horizon_steps: int | None = None,
     ) -> None:
         self.plan_settings = plan_settings
         self.coverage = coverage
         self.clock = clock
         self._cost = cost
         self._selection = selection
-        self._account = CoverageAccount(
-            global_batch_size,
-            plan_settings.coverage_mean_over,
-            plan_settings.coverage_slack,
-            horizon_steps,
-            mean_of_bucket(plan_settings, coverage.buckets),
-        )
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
         self._calibrate = calibrate
@@ -115,7 +99,6 @@ class StepPlanner:
         return Knowledge(
             coverage=copy.deepcopy(self.coverage),
             scales=replace(self._calibration.snapshot(), slowness_RP=self._device_speed.snapshot()),
-            coverage_deficit=self._account.snapshot(),
         )
 
     def plan(
@@ -126,7 +109,6 @@ class StepPlanner:
         known: Knowledge,
         *,
         samples: np.ndarray | None = None,
-        later_lengths_tokens: Sequence[int] = (),
         placement: Placement | None = None,
         pinned_LS: np.ndarray | None = None,
         plan_settings: PlanSettings | None = None,
@@ -137,7 +119,7 @@ class StepPlanner:
             step: named in messages, and part of the plan's digest.
             lengths_tokens: of the step's samples, in order of arrival.
             samples: their training samples; None numbers them from 0.
-            later_lengths_tokens, placement, pinned_LS: see :class:`.PlanInputs`.
+            placement, pinned_LS: see :class:`.PlanInputs`.
             plan_settings: of this step; None is that of the run.
 
         Raises:
@@ -151,8 +133,6 @@ class StepPlanner:
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,
-            coverage_deficit=known.coverage_deficit,
-            later_lengths_tokens=tuple(later_lengths_tokens),
             placement=placement,
             pinned_LS=pinned_LS,
         )
@@ -165,7 +145,6 @@ class StepPlanner:
 
     def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step that this planner planned, or another that knew the same."""
-        self._account.update(planned, measured)
         # Dense layers rank no blocks, so that they have no curves.
         counts_LU = np.where(self._dense_L[:, None], 0, measured.coverage.counts_LU)
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
@@ -177,11 +156,7 @@ class StepPlanner:
     @property
     def _saved(self) -> dict[str, Any]:
         """State for a checkpoint; no device speeds, because a restart may run on other devices."""
-        return {
-            "coverage_balance": self._account,
-            "coverage": self.coverage,
-            "calibration": self._calibration,
-        }
+        return {"coverage": self.coverage, "calibration": self._calibration}
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths, in plain Python types."""
@@ -206,9 +181,11 @@ class StepPlanner:
         """
         check_version(state)
         afresh = []
+        if "coverage_balance" in state:
+            afresh.append("the account of coverage goes: budgets only rise above base budgets")
         measured_with = state.get("selection", self._selection)
         for name, learner in self._saved.items():
-            if name != "calibration" and measured_with != self._selection:
+            if name == "coverage" and measured_with != self._selection:
                 afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
                 continue
             try:

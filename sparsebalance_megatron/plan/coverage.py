@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import PlanError
 
+_DECAY = 0.9
+"""Weight of the past in the moving average of coverage."""
 _EXACT_UNTIL_BLOCKS = 8
 _GROWTH = 1.25
 
@@ -39,17 +40,6 @@ def length_bucket(blocks: np.ndarray | int) -> np.ndarray:
     return np.frexp(np.asarray(blocks, dtype=np.float64))[1] - 1
 
 
-def mean_of_bucket(plan_settings: PlanSettings, buckets: int) -> np.ndarray:
-    """[U] which of the means that are held the samples of each length bucket belong to.
-
-    All to one, or below two base budgets to the first and from there each bucket to its own:
-    samples within a base budget can only lose coverage, so they share one with longer ones.
-    """
-    if plan_settings.coverage_mean_over != "length-buckets":
-        return np.zeros(buckets, dtype=np.int64)
-    return np.maximum(np.arange(buckets) - length_bucket(plan_settings.base_budget), 0)
-
-
 class CoverageCurves:
     """Mean coverage C(k) of every (layer, length bucket), an exponential average over steps.
 
@@ -57,7 +47,7 @@ class CoverageCurves:
     does not mark hold zeros and no information.
     """
 
-    def __init__(self, layers: int, max_blocks: int, decay: float) -> None:
+    def __init__(self, layers: int, max_blocks: int, decay: float = _DECAY) -> None:
         self.grid = budget_grid(max_blocks)
         self.decay = decay
         self.buckets = int(length_bucket(max_blocks)) + 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.candidate import Candidate
 from sparsebalance_megatron.plan.lockstep_times import own_times
 from sparsebalance_megatron.plan.metrics import imbalance
@@ -19,9 +20,9 @@ from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
-def expectation(plan: Candidate) -> Expectation:
-    """Times, balance and coverage of a plan."""
-    problem, arrangement, tuned = plan.problem, plan.arrangement, plan.tuned
+def expectation(plan: Candidate, tuned: TunedBudgets) -> Expectation:
+    """Times, balance and coverage of a plan with these budgets."""
+    problem, arrangement = plan.problem, plan.arrangement
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
     if arrangement.segment_starts_blocks:

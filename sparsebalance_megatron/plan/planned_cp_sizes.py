@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches whose cp_sizes are planned: where they run, and their budgets.
+"""Micro-batches whose cp_sizes are planned, and where they run.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, C chunks; a leading 2: forward and
 backward.
@@ -15,7 +15,7 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
-from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
+from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
@@ -37,12 +37,10 @@ _STOP_RATIO_TO_BOUND = 1.005
 def best_cp_sizes(
     problem: StepProblem, equal: Arrangement | None, batching: Batching = "makespan"
 ) -> Candidate:
-    """The best of planned cp_sizes and of micro-batches of equal cp_size, with tuned budgets.
+    """The best of planned cp_sizes and of micro-batches of equal cp_size.
 
-    The cp_sizes are searched at budgets between those expected and the least allowed, since
-    micro-batches that the step waits for end below what is expected of all. Equal cp_sizes are
-    tuned only where they may win. No others are searched where equal cp_sizes are near the lower
-    bound of all cp_sizes at the expected budgets; a search ends near that bound.
+    No others are searched where equal cp_sizes are near the lower bound of all cp_sizes at the
+    expected budgets; a search ends near that bound.
 
     Args:
         equal: the best placement of equal cp_sizes; None where there is none.
@@ -51,23 +49,18 @@ def best_cp_sizes(
     Raises:
         PlanError: no placement of the samples exists.
     """
-    costs = problem.costs
-    if equal is not None and _is_near_bound(problem, equal):
-        return Candidate.of(problem, equal, batching=batching)
-    search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
+    whole = None if equal is None else Candidate.of(problem, equal, batching)
+    if equal is not None and whole is not None and _is_near_bound(problem, equal):
+        return whole
     try:
-        found = searched_cp_sizes(problem, search_2SC, problem.plan_settings.max_context_parallel)
+        found = searched_cp_sizes(
+            problem, problem.expected_2SC, problem.plan_settings.max_context_parallel
+        )
     except PlanError:
-        if equal is None:
+        if whole is None:
             raise
-        return Candidate.of(problem, equal, batching=batching)
-    planned = Candidate.of(problem, found)
-    if equal is None:
-        return planned
-    # No budgets of the equal cp_sizes are faster than their floors.
-    if step_ms(problem, equal, problem.budgets.allowed.floor_LS) > planned.makespan_ms:
-        return planned
-    return shortest(Candidate.of(problem, equal, batching=batching), planned)
+        return whole
+    return shortest(whole, Candidate.of(problem, found))
 
 
 def searched_cp_sizes(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of ranks that wait for one another in every layer: rows, where they run, their budgets.
+"""Plans of ranks that wait for one another in every layer: rows, and where they run.
 
 A lockstep group takes, per operation, what its slowest member takes, so it is one rank of the
 pipeline whose micro-batches are rows (:mod:`.search.rows`).
@@ -9,8 +9,7 @@ pipeline whose micro-batches are rows (:mod:`.search.rows`).
    prediction. The numbers of positions whose sums of heights are least go on.
 2. *Groups.* Rows are placed on groups, ordered and traded between them by the search that places
    samples on ranks (:mod:`.search.annealing`): a row is a sample there, and a group a rank.
-3. *Budgets.* Of these and of the placements that know nothing of rows, those with the shortest
-   steps at the expected budgets are tuned; the shortest step wins.
+3. *Choice.* Of these and of the placements that know nothing of rows, the shortest step wins.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, M micro-batches, C
 chunks, X rows, W members of a group; a leading 2: forward and backward.
@@ -24,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
+from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.search.annealing import searched
 from sparsebalance_megatron.plan.search.balance import balanced
@@ -35,10 +34,6 @@ from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _MAX_NUMBERS_OF_POSITIONS = 3
 """Numbers of positions whose rows are improved and placed, beside that of the job."""
-_MAX_TUNED = 2
-"""Placements whose budgets are tuned."""
-_MAX_TUNING_REVERSAL = 1.10
-"""Tuning changes which of two placements is faster only within this ratio of their times."""
 
 
 def best_rows(problem: StepProblem, blind: Iterable[Placement]) -> Candidate | None:
@@ -48,31 +43,15 @@ def best_rows(problem: StepProblem, blind: Iterable[Placement]) -> Candidate | N
         problem: of ranks that share no micro-batch.
         blind: placements for ranks that wait for nobody, which compete in their lockstep order.
     """
-    placed = [
-        (of_positions, _placed(of_positions, rows))
+    found = [
+        Candidate.of(of_positions, _placed(of_positions, rows))
         for of_positions, rows in _candidate_rows(problem)
     ]
     for placement in blind:
         where = Arrangement.of_groups(placement)
-        placed.append((problem, in_lockstep_order(where, problem.costs, problem.expected_2SC)))
-    if not placed:
-        return None
-    found = sorted(
-        ((step_ms(each, where, each.expected_LS), each, where) for each, where in placed),
-        key=lambda each: each[0],
-    )
-    limit_ms = _MAX_TUNING_REVERSAL * found[0][0]
-    chosen = [each for each in found[:_MAX_TUNED] if each[0] <= limit_ms]
-    best = shortest(*(Candidate.of(each, where) for _, each, where in chosen))
-    # A step that may have fewer positions is never longer than one with all of them.
-    full = next((each for each in found if each[1] is problem), None)
-    if full is None or any(each is full for each in chosen):
-        return best
-    _, _, where = full
-    # No tuned budgets take less than the least allowed.
-    if step_ms(problem, where, problem.budgets.allowed.floor_LS) >= best.makespan_ms:
-        return best
-    return shortest(best, Candidate.of(problem, where))
+        where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
+        found.append(Candidate.of(problem, where))
+    return shortest(*found) if found else None
 
 
 def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:

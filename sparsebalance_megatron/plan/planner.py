@@ -9,8 +9,8 @@
     rows of equal height, where ranks       rows on groups                cut alike in a row
     wait in every layer                     (.planned_rows)
 
-Each of these is placed at expected budgets, has its budgets tuned (:mod:`.budgets`) and becomes a
-:class:`.Candidate`. The shortest candidate is the plan.
+Each of these is placed at expected budgets and becomes a :class:`.Candidate`. The shortest one has
+its budgets tuned (:mod:`.budgets`) and is the plan.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks.
 """
@@ -23,8 +23,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
-from sparsebalance_megatron.plan.candidate import Candidate, shortest, step_ms
+from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
@@ -49,9 +48,8 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
     Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
-    latter improved by search, by simulated makespan at the budgets expected after tuning;
-    ``StepPlan.batching`` names the winner. Where the tuned plan is slower than order of arrival at
-    base budgets, order of arrival is tuned too. ``arrival``, ``length`` and ``latency`` mean just
+    latter improved by search, by simulated makespan at the expected budgets;
+    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just
     that, except that a balanced packing which the token cap defeats gives way to arrival order
     where that fits.
 
@@ -69,12 +67,13 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    best = _in_lockstep(problem) if problem.plans_rows else _or_arrival(_apart(problem))
+    best = _in_lockstep(problem) if problem.plans_rows else _apart(problem)
+    tuned = best.problem.tuned(best.arrangement)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        micro_batches=_micro_batches(best.problem, best.arrangement, best.tuned.budgets_LS),
-        expectation=expectation(best),
+        micro_batches=_micro_batches(best.problem, best.arrangement, tuned.budgets_LS),
+        expectation=expectation(best, tuned),
         batching=best.batching,
     )
     cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch
@@ -102,9 +101,7 @@ def _in_lockstep(problem: StepProblem) -> Candidate:
     found = []
     if rows := best_rows(problem.of_groups, blind.values()):
         where = Arrangement.of_groups(rows.arrangement.samples, cp_size)
-        found.append(
-            Candidate.of(problem.with_positions(rows.problem.job.micro_batches), where, rows.tuned)
-        )
+        found.append(Candidate.of(problem.with_positions(rows.problem.job.micro_batches), where))
     if problem.plans_cp_sizes or not found:
         where = _apart(problem.in_one_piece).arrangement
         where = in_lockstep_order(where, problem.costs, problem.expected_2SC)
@@ -119,9 +116,8 @@ def _apart(problem: StepProblem) -> Candidate:
     """The shortest step of ranks that wait for nobody in a layer.
 
     1. The best placement of micro-batches of equal cp_size, in one piece, at the expected budgets.
-    2. Where segments may be planned, a placement in segments. It wins at once where it is shorter
-       than a bound on all steps in one piece, whose budgets then need no tuning.
-    3. The first one tuned, or planned cp_sizes where those are shorter, or these in segments.
+    2. Where segments may be planned, a placement in segments.
+    3. The first one, or planned cp_sizes where those are shorter, or these in segments.
     """
     if problem.placement is not None:
         return _as_placed(problem, problem.placement)
@@ -134,16 +130,11 @@ def _apart(problem: StepProblem) -> Candidate:
         return _cut_if_shorter(best_cp_sizes(problem, None), None, None)
     cuts = problem.plans_segments and problem.job.lockstep_ranks == 1
     cut = segments_of_ranks(problem, placement) if cuts else None
-    if cut is not None and not problem.plans_cp_sizes:
-        floor_2SC = problem.costs.sample_ms(problem.budgets.allowed.floor_LS)
-        bound_ms = step_bounds(floor_2SC, problem.costs).bound_ms
-        if cut.makespan_ms < LEAST_GAIN * bound_ms * float(problem.costs.slowness_RP.min()):
-            return cut
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
     if problem.plans_cp_sizes:
         whole = best_cp_sizes(problem, equal, batching)
     else:
-        whole = Candidate.of(problem, equal, problem.of_groups.tuned(placement), batching)
+        whole = Candidate.of(problem, equal, batching)
     return _cut_if_shorter(whole, cut, equal)
 
 
@@ -159,32 +150,6 @@ def _cut_if_shorter(
     found = [cut, shared]
     shorter = [each for each in found if each is not None and each.makespan_ms < limit_ms]
     return shortest(*shorter or [whole])
-
-
-def _or_arrival(plan: Candidate) -> Candidate:
-    """The plan, or order of arrival where that takes less for as much of the wanted coverage.
-
-    The placement was chosen at the budgets expected after tuning, and tuning may have ended
-    elsewhere.
-    """
-    problem, pricing, budgets = plan.problem, plan.problem.pricing, plan.problem.budgets
-    if (
-        pricing is None
-        or problem.placement is not None
-        or problem.plan_settings.batching != "makespan"
-    ):
-        return plan
-    try:
-        placement = _placement("arrival", problem.of_groups)
-    except PlanError:
-        return plan
-    where = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    if step_ms(problem, where, budgets.allowed.base_LS) >= plan.makespan_ms:
-        return plan
-    arrived = Candidate.of(problem, where, problem.of_groups.tuned(placement), "arrival")
-    wanted = min(pricing.wanted_coverage, budgets.covered(plan.tuned.budgets_LS))
-    shorter = arrived.makespan_ms < plan.makespan_ms
-    return arrived if shorter and budgets.covers(arrived.tuned.budgets_LS, wanted) else plan
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
@@ -206,7 +171,7 @@ def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
     where = Arrangement.of_groups(placement, job.context_parallel_size)
-    return Candidate.of(problem, where, problem.of_groups.tuned(placement), "arrival")
+    return Candidate.of(problem, where, "arrival")
 
 
 def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import (
-    Anchor,
     Batching,
     ContextParallel,
-    CoverageMeanOver,
-    CoverageTarget,
     SparseBalanceConfig,
     Tuning,
 )
@@ -37,15 +34,11 @@ class PlanSettings:
 
     batching: Batching
     tuning: Tuning
-    anchor: Anchor
     coverage_threshold: float
     base_budget: int
     block_size: int
     max_tokens_per_micro_batch: int
     plan_ms: float | None = None
-    coverage_target: CoverageTarget = "threshold"
-    coverage_mean_over: CoverageMeanOver = "samples"
-    coverage_slack: float = 0.0
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
     max_segments: int = 1
@@ -104,11 +97,7 @@ class PlanSettings:
         return cls(
             batching=config.batching,
             tuning=config.tuning,
-            anchor=config.anchor,
             coverage_threshold=config.coverage_threshold,
-            coverage_target=config.coverage_target,
-            coverage_slack=config.coverage_slack,
-            coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
             layer_budgets=config.layer_budgets,
             dense_up_to_tokens=config.dense_up_to_tokens,

@@ -22,7 +22,6 @@ from sparsebalance_megatron.plan.budgets.policy import (
     budget_problem,
     tune,
 )
-from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
@@ -38,18 +37,10 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 class PlanInputs:
     """Everything that a plan depends on.
 
-    ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales`` and
-    ``coverage_deficit``: what has been learnt. ``later_lengths_tokens``: of the samples of the
-    horizon's later steps. ``placement``: where a host has placed the samples, [rank][position];
-    None lets the plan place them. ``pinned_LS``: budgets that are given, in whole columns; 0 lets
-    the plan choose.
-
-    With the coverage target ``base``, coverage summed over this step's samples and the later ones
-    exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
-    below it by as much if that is negative. A sample counts 1 there, or its tokens if the policy's
-    mean is over tokens; where lengths hold means of their own, it is so for each, with a deficit
-    each. This step's share follows from one price for all (:mod:`.budgets.price`), and is paid as
-    far as these samples and the later ones together have the time at base budgets.
+    ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales``: what
+    has been learnt. ``placement``: where a host has placed the samples, [rank][position]; None lets
+    the plan place them. ``pinned_LS``: budgets that are given, in whole columns; 0 lets the plan
+    choose.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -58,8 +49,6 @@ class PlanInputs:
     cost: CostModel
     scales: StageScales
     coverage: CoverageCurves
-    coverage_deficit: np.ndarray | float = 0.0
-    later_lengths_tokens: tuple[int, ...] = ()
     placement: Placement | None = None
     pinned_LS: np.ndarray | None = None
 
@@ -68,13 +57,12 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch
-    that one rank of the job runs alone. ``placement``: None where the plan is to place the samples.
+    ``cap_tokens``: of a micro-batch that one rank of the job runs alone. ``placement``: None where
+    the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]
     budgets: BudgetProblem
-    pricing: Pricing | None
     cap_tokens: int
     placement: Placement | None = None
 
@@ -100,21 +88,16 @@ class StepProblem:
             )
         if coverage.layers != job.layers:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
-        own = slice(len(inputs.lengths_tokens))
-        budgets = budget_policy(plan_settings)
-        later = inputs.later_lengths_tokens if budgets.looks_ahead(plan_settings) else ()
-        lengths_tokens = *inputs.lengths_tokens, *later
-        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
-        dense_LS = plan_settings.dense_LS(job.layers, lengths_tokens)
+        lengths = inputs.lengths_tokens
+        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(lengths))
+        dense_LS = plan_settings.dense_LS(job.layers, lengths)
         if pinned_LS is not None:
-            blocks_S = -(-np.array(lengths_tokens) // plan_settings.block_size)
+            blocks_S = -(-np.array(lengths) // plan_settings.block_size)
             dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
-        costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_LS)
-        horizon = budget_problem(plan_settings, costs, coverage, pinned_LS, inputs.coverage_deficit)
+        costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
-            budgets=horizon.of(own),
-            pricing=budgets.pricing(horizon, own, inputs.coverage_deficit),
+            budgets=budget_problem(plan_settings, costs, coverage, pinned_LS),
             cap_tokens=plan_settings.max_tokens_per_micro_batch,
             placement=inputs.placement,
         )
@@ -200,14 +183,16 @@ class StepProblem:
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
-        """Budgets to place by, those expected after tuning."""
-        expected_LS = self.budget_policy.expected_LS(self.budgets, self.pricing)
-        if not self.budget_policy.places_twice:
-            return expected_LS
+        """Budgets to place by: base budgets, or what tuning makes of a first placement by them."""
+        base_LS = self.budgets.allowed.base_LS
+        if not self.budget_policy.by_latency:
+            return base_LS
+        if self.of_groups is not self:
+            return self.of_groups.expected_LS
         try:
-            return self.tuned(self.balanced_by(expected_LS)).budgets_LS
+            return self.tuned(Arrangement.of_groups(self.balanced_by(base_LS))).budgets_LS
         except PlanError:
-            return expected_LS
+            return base_LS
 
     @cached_property
     def expected_2SC(self) -> np.ndarray:
@@ -225,13 +210,12 @@ class StepProblem:
             self.costs.slowness_R,
         )
 
-    def tuned(self, placement: Placement) -> TunedBudgets:
+    def tuned(self, where: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return self.tuned_where(Arrangement.of_groups(placement))
-
-    def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
-        """Budgets of the placed samples."""
-        return tune(self.budgets, arrangement, self.pricing)
+        cp_size = self.job.context_parallel_size
+        if cp_size > 1 and (where.cp_sizes_RM == cp_size).all():
+            return tune(self.of_groups.budgets, Arrangement.of_groups(where.samples[::cp_size]))
+        return tune(self.budgets, where)
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""
@@ -244,10 +228,7 @@ class StepProblem:
         return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
 
 
-def _pinned(
-    pinned_LS: np.ndarray | None, layers: int, samples: int, later: int
-) -> np.ndarray | None:
-    """Pinned budgets of the whole horizon; later samples have none."""
+def _pinned(pinned_LS: np.ndarray | None, layers: int, samples: int) -> np.ndarray | None:
     if pinned_LS is None or not pinned_LS.any():
         return None
     if pinned_LS.shape != (layers, samples):
@@ -257,4 +238,4 @@ def _pinned(
         )
     if ((pinned_LS > 0).any(axis=0) != (pinned_LS > 0).all(axis=0)).any() or pinned_LS.min() < 0:
         raise PlanError("pinned budgets: a sample's must be at least 1 in every layer, or 0 in all")
-    return np.pad(pinned_LS, ((0, 0), (0, later)))
+    return pinned_LS

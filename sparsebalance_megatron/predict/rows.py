@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from sparsebalance_megatron.config import Batching, ContextParallel, CoverageTarget, Tuning
+from sparsebalance_megatron.config import Batching, ContextParallel, Tuning
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.predict.peers import verl_placement
 from sparsebalance_megatron.predict.workload import Balancer, Workload
@@ -24,7 +24,6 @@ class Variant(NamedTuple):
 
     batching: Batching
     tuning: Tuning
-    coverage_target: CoverageTarget = "threshold"
     context_parallel: ContextParallel | None = None
     segments: bool = False
     dense: bool = False
@@ -39,7 +38,6 @@ class Variant(NamedTuple):
             workload.plan_settings,
             batching=self.batching,
             tuning=self.tuning,
-            coverage_target=self.coverage_target,
             context_parallel=self.context_parallel or "static",
             max_context_parallel=workload.plan_settings.max_context_parallel if dynamic else 1,
             max_segments=workload.plan_settings.max_segments if self.segments else 1,
@@ -71,23 +69,22 @@ ROWS: Mapping[str, Variant] = {
     "+LBB": Variant("length", "off"),
     "LBB+DST": Variant("length", "anchor"),
     "SAB+DST": Variant("latency", "anchor"),
-    OURS: Variant("makespan", "waiting", "base"),
+    OURS: Variant("makespan", "raise"),
     "ours, fixed budgets": Variant("makespan", "off"),
-    "ours, shortest": Variant("makespan", "makespan", "base"),
 }
 """The rows of the paper's ablation table, then this package's."""
 
 SHARED_ROWS: Mapping[str, Variant] = {
-    "baseline-cp": Variant("arrival", "off", "threshold", "static"),
-    "ours-static-cp": Variant("makespan", "waiting", "base", "static"),
-    "ours-dynamic-cp": Variant("makespan", "waiting", "base", "dynamic"),
+    "baseline-cp": Variant("arrival", "off", "static"),
+    "ours-static-cp": Variant("makespan", "raise", "static"),
+    "ours-dynamic-cp": Variant("makespan", "raise", "dynamic"),
 }
 """Rows whose micro-batches several ranks share: not planned, planned with the context-parallel size
 for all, and with a planned cp_size for each."""
 
 SEGMENTED_ROWS: Mapping[str, Variant] = {
-    "ours-segments": Variant("makespan", "waiting", "base", segments=True),
-    "ours-segments-cp": Variant("makespan", "waiting", "base", "dynamic", segments=True),
+    "ours-segments": Variant("makespan", "raise", segments=True),
+    "ours-segments-cp": Variant("makespan", "raise", "dynamic", segments=True),
 }
 """Rows whose micro-batches may pass the pipeline in segments; in the second, ranks may share some
 of them."""
@@ -104,9 +101,8 @@ ROWS_LEGEND: Mapping[str, str] = {
     "+DST": "budgets tuned towards an anchor latency (the paper)",
     "+SAB": "samples placed by latency (the paper)",
     "+LBB": "samples placed by length",
-    "ours": "samples placed by makespan, budgets cut where the step waits: the default",
+    "ours": "samples placed by makespan, budgets raised where ranks would idle: the default",
     "ours, fixed budgets": "placement by makespan, fixed budgets",
-    "ours, shortest": "ours, as short as budgets of the same mean coverage allow",
     "-cp": "ranks share micro-batches: all alike (static), or as planned (dynamic)",
     "ours-segments": "micro-batches pass the pipeline in pieces",
     "verl": "fixed budgets, placed and ordered as verl does (its rule, at these predicted times)",

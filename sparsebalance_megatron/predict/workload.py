@@ -96,7 +96,6 @@ class Workload:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=copy.deepcopy(self.coverage),
-            global_batch_size=batch_size,
             calibrate="off",
             clock=clock,
         )

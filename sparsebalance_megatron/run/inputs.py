@@ -146,7 +146,6 @@ class Inputs:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=self.settings.host_job.coverage(config),
-            global_batch_size=sizes.largest,
             calibrate=config.calibration,
             selection=config.selection_rule,
             clock=time.perf_counter,

@@ -17,7 +17,7 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "block_size": (0, 3, 96, 2**21, 2**63, 1.5),
     "base_budget": (0, 2**31),
     "first_blocks": (17,),
-    **dict.fromkeys(("coverage_threshold", "coverage_decay", "coverage_slack"), (1.0, INFINITY)),
+    "coverage_threshold": (1.0, INFINITY),
     "plan_ms": (INFINITY, 1e9),
     **dict.fromkeys(("log_megabytes", "dry_run"), (10**9,)),
     "max_tokens_per_micro_batch": (0,),
@@ -35,10 +35,10 @@ REFUSED = [
     *((name, value) for name, values in BEYOND.items() for value in values),
 ]
 ACCEPTED: tuple[dict[str, Any], ...] = (
-    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 2}, {"coverage_decay": 0.0}),
+    *({"coverage_threshold": 0.0}, {"plan_ms": 0.0}, {"block_size": 2}),
     {"base_budget": 2**24},
 )
-"""Odd, and a choice: only raised budgets, no search, slow blocks, no past, dense attention."""
+"""Odd, and a choice: only raised budgets, no search, slow blocks, dense attention."""
 
 
 def test_every_range_has_values_beyond_it() -> None:

@@ -52,7 +52,6 @@ def make_scheduler(
         plan_settings=plan_settings(**{"block_size": BLOCK_TOKENS, "base_budget": 6} | choices),
         cost=cost_model(choices.get("block_size", BLOCK_TOKENS)),
         coverage=CoverageCurves(job.layers, max_blocks, 0.5),
-        global_batch_size=sizes.largest,
         calibrate="measured",
         clock=clock,
     )

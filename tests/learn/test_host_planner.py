@@ -102,7 +102,7 @@ def test_no_fewer_micro_batches_would_do() -> None:
     assert len(plan.for_rank(0).micro_batches) == 3
 
 
-@pytest.mark.parametrize("tuning", ["makespan", "waiting", "anchor", "off"])
+@pytest.mark.parametrize("tuning", ["raise", "anchor", "off"])
 def test_pinned_budgets_are_planned_as_they_are(tuning: Any) -> None:
     made = planner(tuning=tuning)
     first = made.plan(lengths()).plan
@@ -117,7 +117,7 @@ def test_pinned_budgets_are_planned_as_they_are(tuning: Any) -> None:
         assert micro_batch.pinned == tuple(
             bool(not free_S[sample]) for sample in micro_batch.samples
         )
-    if tuning == "makespan":
+    if tuning == "raise":
         assert (plan.budgets_LS[:, free_S] != 8).any()
 
 
@@ -134,13 +134,12 @@ def test_pins_are_in_the_digest_and_change_no_free_sample() -> None:
 @given(
     st.integers(1, 200),
     st.integers(1, 6),
-    st.sampled_from(["anchor", "makespan", "waiting", "off"]),
-    st.sampled_from(["base", "threshold"]),
+    st.sampled_from(["anchor", "raise", "off"]),
     st.sampled_from([0, 1, 3, 200]),
     st.booleans(),
 )
 def test_any_pins_are_kept(
-    base_budget: int, blocks: int, tuning: Any, target: Any, pin: int, every: bool
+    base_budget: int, blocks: int, tuning: Any, pin: int, every: bool
 ) -> None:
     """Also budgets above the blocks of the longest sample, which plans give where base is above."""
     made = planner(
@@ -148,7 +147,6 @@ def test_any_pins_are_kept(
         base_budget=base_budget,
         tuning=tuning,
         batching="latency" if tuning == "anchor" else "makespan",
-        coverage_target=target if tuning in ("makespan", "waiting") else "threshold",
     )
     given_lengths = random_lengths(8, base_budget, longest=blocks * BLOCK)
     pinned_LS = made.plan(given_lengths).plan.budgets_LS if pin == 0 else np.full((2, 8), pin)
@@ -267,13 +265,6 @@ def test_ranks_share_samples_above_the_cap() -> None:
         groups.plan(tokens, placement=(((0,),), ((1, 2),), ((3, 4),), ((5, 6),)))
 
 
-def test_budgets_follow_the_samples_that_come_later() -> None:
-    made = planner(tuning="makespan", coverage_target="base")
-    alone = made.plan(lengths()).plan
-    among = made.plan(lengths(), later_lengths_tokens=[LONGEST] * 48).plan
-    assert (alone.budgets_LS != among.budgets_LS).any()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -354,7 +345,7 @@ def test_ranks_in_lockstep_get_the_number_of_micro_batches_of_the_shortest_step(
     expected = chosen.plan.expectation
     assert expected.makespan_ms <= given_numbers[-1] * (1 + 1e-9)
     # A named number is searched longer.
-    assert expected.makespan_ms <= 1.06 * min(given_numbers)
+    assert expected.makespan_ms <= 1.10 * min(given_numbers)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     fixed = planner(job, positions="fixed", **choices).plan(tokens)
     least = -(-sum(tokens) // (4 * 4 * LONGEST))
@@ -374,7 +365,7 @@ def test_coverage_that_another_selection_measured_starts_afresh() -> None:
     made, other = planner(), planner(observed=False, selection="vertical-slash")
     afresh = other.load_state_dict(made.state_dict())
     reason = "starts afresh: selection token-query-head, first blocks 1 measured it"
-    assert afresh == (f"coverage_balance {reason}", f"coverage {reason}")
+    assert afresh == (f"coverage {reason}",)
     assert not other.coverage.observed_LU.any()
     assert planner(observed=False).load_state_dict(made.state_dict()) == ()
 

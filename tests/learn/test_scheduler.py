@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, JOB, scheduler
+from learn.scheduler_cases import GLOBAL_BATCH, JOB, scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from step_cases import step_measurement
 
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 STEPS = 6
 
@@ -135,13 +132,11 @@ def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Ex
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
-@pytest.mark.parametrize("mean_over", ["samples", "length-buckets"])
 def test_a_restored_scheduler_goes_on_as_if_never_stopped(
-    index: SampleIndex, worker: Executor, planned_ahead: bool, mean_over: str
+    index: SampleIndex, worker: Executor, planned_ahead: bool
 ) -> None:
     def make() -> Scheduler:
-        choices = {"coverage_target": "base", "coverage_mean_over": mean_over}
-        return scheduler(index, worker if planned_ahead else None, **choices)
+        return scheduler(index, worker if planned_ahead else None)
 
     whole = run(make(), range(STEPS))
     for stop in range(1, STEPS):
@@ -151,17 +146,14 @@ def test_a_restored_scheduler_goes_on_as_if_never_stopped(
         assert begun + run(second, range(stop, STEPS)) == whole
 
 
-def test_an_account_of_another_number_of_means_starts_afresh(index: SampleIndex) -> None:
-    """Nothing else does, and the next plan is made anew."""
-    first = scheduler(index, LateExecutor(), coverage_target="base")
+def test_an_account_of_coverage_is_left_behind(index: SampleIndex) -> None:
+    """Checkpoints of before hold one; everything else is taken over."""
+    first = scheduler(index, LateExecutor())
     run(first, range(3))
-    by_length = {"coverage_target": "base", "coverage_mean_over": "length-buckets"}
-    second = scheduler(index, LateExecutor(), **by_length)
-    (afresh,) = second.load_state_dict(first.state_dict())
-    assert afresh.startswith("coverage_balance starts afresh: the checkpoint holds 1 means")
-    assert second.state_dict()["next_plan"] is None
+    second = scheduler(index, LateExecutor())
+    (said,) = second.load_state_dict(first.state_dict() | {"coverage_balance": {"deficit": [0.1]}})
+    assert "account of coverage" in said
     assert second.state_dict()["coverage"] == first.state_dict()["coverage"]
-    assert not any(second.state_dict()["coverage_balance"]["deficit"])
     second.planned(3)
 
 
@@ -183,114 +175,6 @@ def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executo
     on_demand = scheduler(index, None).planned(0)
     assert on_demand.plan_ms == 1000.0
     assert on_demand.wait_ms == 3000.0
-
-
-@pytest.mark.parametrize("planned_ahead", [True, False])
-@pytest.mark.parametrize(
-    ("global_batch_size", "steps_per_horizon", "lost"), [(8, 8, 0.3), (128, 1, 0.02)]
-)
-def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
-    index: SampleIndex,
-    worker: Executor,
-    planned_ahead: bool,
-    global_batch_size: int,
-    steps_per_horizon: int,
-    lost: float,
-) -> None:
-    """Spread over the horizon; where that is one step, half of it, for a second one pays too.
-
-    Nothing enters the account after the first step, so all that follow pay the same on average.
-    Steps that gain coverage without it pay less.
-    """
-    expected = []
-    for short in (0.0, lost):
-        schedule = scheduler(
-            index,
-            worker if planned_ahead else None,
-            global_batch_size=global_batch_size,
-            tuning="makespan",
-            coverage_target="base",
-        )
-        means = []
-        for step in range(3 * STEPS):
-            keep_account(schedule, step, executed=-short if step == 0 else 0.0)
-            means.append(schedule.planned(step).plan.expectation.coverage_mean)
-        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(
-            [short * global_batch_size]
-        )
-        expected.append(np.mean(means[STEPS:]))
-    repaid = lost / max(2, steps_per_horizon)
-    assert repaid / 3 < expected[1] - expected[0] < 2 * repaid
-
-
-@pytest.mark.parametrize("planned_ahead", [True, False])
-def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
-    index: SampleIndex, worker: Executor, planned_ahead: bool
-) -> None:
-    """Two plans may be made before the first is executed: together they spend what there is."""
-    saved = 0.04
-    expected = []
-    for savings in (0.0, saved):
-        schedule = scheduler(
-            index,
-            worker if planned_ahead else None,
-            global_batch_size=128,
-            tuning="makespan",
-            coverage_target="base",
-        )
-        for step in range(STEPS):
-            keep_account(schedule, step, executed=savings if step == 0 else 0.0)
-        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(
-            [-savings * 128]
-        )
-        expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
-    assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
-
-
-def keep_account(schedule: Scheduler, step: int, *, executed: float) -> None:
-    """Run a step whose executed coverage is so much above that of base budgets.
-
-    Every layer and length has another curve: at equal prices budgets would move all at once.
-    """
-    measured = measurement(schedule, 0, step)
-    grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
-    shape = schedule.coverage.observed_LU.shape
-    exponents_LU1 = np.linspace(0.3, 0.9, shape[0] * shape[1]).reshape(*shape, 1)
-    coverage = replace(
-        measured.coverage,
-        sums_LUK=np.minimum(grid / grid[-1], 1.0) ** exponents_LU1,
-        executed_sum=measured.coverage.base_sum + executed,
-    )
-    schedule.plan_following(step)
-    schedule.finish_step(step, replace(measured, coverage=coverage))
-
-
-def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
-    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan depends on what comes later, and on nothing beyond the horizon."""
-    from sparsebalance_megatron.learn import step_planner as module
-
-    asked: list[list[int]] = []
-
-    def recording(step: int, inputs: PlanInputs) -> StepPlan:
-        asked.append(list(inputs.later_lengths_tokens))
-        return plan_step(step, inputs)
-
-    monkeypatch.setattr(module, "plan_step", recording)
-    scheduler(index, None, tuning="makespan", coverage_target="base").planned(3)
-    later = index.lengths_of(index.global_batch(4 * GLOBAL_BATCH, 7 * GLOBAL_BATCH))
-    assert asked == [later.tolist()]
-
-
-def base_mean(schedule: Scheduler, step: int) -> float:
-    """Expected coverage of a step's samples at base budgets."""
-    micro_batches = schedule.planned(step).plan.micro_batches
-    lengths = [n for micro_batch in micro_batches for n in micro_batch.lengths_tokens]
-    blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
-    base_S = np.minimum(schedule._planner.plan_settings.base_budget, blocks_S)
-    base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))
-    return float(schedule.coverage.coverage_LS(blocks_S, base_LS).mean())
 
 
 def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:

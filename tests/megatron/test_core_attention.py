@@ -33,6 +33,8 @@ def attention(
     threshold: float = 0.1,
     layer: int = 1,
     layer_budgets: str | None = None,
+    dense_up_to: str = "0",
+    implementation: str = "auto",
 ):
     config = TransformerConfig(
         num_layers=2,
@@ -46,6 +48,8 @@ def attention(
             block_size=BLOCK,
             base_budget=base_budget,
             layer_budgets=layer_budgets,
+            dense_up_to=dense_up_to,
+            attention=implementation,
             selection="previous-block",
             coverage_threshold=threshold,
         ),
@@ -232,24 +236,27 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
 COVERED_FIRST = (2 * BLOCK, 3 * BLOCK - 5, 7 * BLOCK + 3)
 
 
-def _output_and_gradients(params: BudgetedPackedSeqParams) -> tuple[list[torch.Tensor], list[Any]]:
+def _output_and_gradients(
+    params: BudgetedPackedSeqParams, **how: Any
+) -> tuple[list[torch.Tensor], list[Any]]:
     leaves = [x.clone().requires_grad_() for x in packed_qkv(sum(COVERED_FIRST))]
-    layer, lists = attention(), []
+    layer, lists = attention(**how), []
     select = layer.select
-    layer.select = lambda *how: lists.append(select(*how)) or lists[-1]
+    layer.select = lambda *given: lists.append(select(*given)) or lists[-1]
     out = layer(*leaves, None, packed_seq_params=params)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)], lists
 
 
-def test_covered_documents_need_no_lists() -> None:
+@pytest.mark.parametrize("step", [STEPS_PER_FULL_OBSERVATION, STEPS_PER_FULL_OBSERVATION + 1])
+def test_dense_documents_need_no_lists(step: int) -> None:
     """Base budget 3: results are those of lists to rounding, and other documents' lists are equal;
-    every few steps all are routed, for their curves."""
+    every few steps dense documents are routed, too, for their curves."""
     budgets_LS = np.array([[3, 3, 3], [3, 3, 3]], dtype=np.int32)
-    some, routed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
-    routed.micro_batch.step = STEPS_PER_FULL_OBSERVATION
+    some, listed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
+    some.micro_batch.step = step
     ours, (of_others,) = _output_and_gradients(some)
-    expected, (of_all,) = _output_and_gradients(routed)
+    expected, (of_all,) = _output_and_gradients(listed, implementation="reference")
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5 * float(b.abs().max()), rtol=1e-5)
     first = of_all.query_layout.grid.first_block_S[2]
@@ -257,12 +264,34 @@ def test_covered_documents_need_no_lists() -> None:
     inside = torch.arange(of_others.indices_QCK.shape[2]) < of_others.counts_QC[..., None]
     numbers = of_others.indices_QCK + first
     assert numbers[inside].equal(of_all.indices_QCK[first:][inside].to(numbers.dtype))
-    seen, all_seen = (x.micro_batch.observations[0] for x in (some, routed))
-    assert seen.grid_SK[:2].isnan().all()
-    torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
+    seen, all_seen = (x.micro_batch.observations[0] for x in (some, listed))
+    if step == STEPS_PER_FULL_OBSERVATION:
+        torch.testing.assert_close(seen.grid_SK, all_seen.grid_SK)
+    else:
+        assert seen.grid_SK[:2].isnan().all()
+        torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
     assert seen.executed_S.tolist()[:2] == seen.base_S.tolist()[:2] == [1.0, 1.0]
     torch.testing.assert_close(seen.executed_S[2], all_seen.executed_S[2])
     assert seen.grown_S.equal(all_seen.grown_S)
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_documents_up_to_a_length_are_dense_as_if_the_base_budget_covered_them(
+    carried: bool,
+) -> None:
+    """The last document has 8 blocks; without a carrier budgets are base budgets."""
+    found = []
+    for base_budget, dense_up_to, budgets in ((2, 3 * BLOCK, (2, 3, 2)), (3, 0, (2, 3, 2))):
+        params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
+        if not carried:
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=params.cu_seqlens_q)
+        how = {"base_budget": base_budget, "dense_up_to": str(dense_up_to)}
+        found.append(_output_and_gradients(params, **how))
+    (ours, (lists,)), (expected, (others,)) = found
+    first = sum(COVERED_FIRST[:2])
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a[:first], b[:first], atol=0.0, rtol=0.0)
+    assert lists.query_layout.documents == others.query_layout.documents == 1
 
 
 def test_where_budgets_cover_everything_nothing_is_selected() -> None:
@@ -286,10 +315,8 @@ def test_where_budgets_cover_everything_nothing_is_selected() -> None:
         pytest.param((2, 3, 8), 8, 3, id="all"),
     ],
 )
-def test_covered_are_first_documents_within_planned_and_base_budget(
+def test_dense_are_first_documents_within_planned_and_base_budget(
     budgets: tuple[int, ...], base_budget: int, covered: int
 ) -> None:
     params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
-    assert params.micro_batch.covered_documents(0, base_budget) == covered
-    params.micro_batch.step = 2 * STEPS_PER_FULL_OBSERVATION
-    assert params.micro_batch.covered_documents(0, base_budget) == 0
+    assert params.micro_batch.dense_documents(0, base_budget) == covered

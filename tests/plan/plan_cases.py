@@ -62,7 +62,6 @@ def plan_settings(**changes):
     values = {
         "batching": "makespan",
         "tuning": DEFAULT_TUNING,
-        "anchor": "mean",
         "coverage_threshold": 0.1,
         "base_budget": 8,
         "block_size": 64,

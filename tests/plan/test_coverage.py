@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import plan_settings
 
 from sparsebalance_megatron.plan.coverage import (
     CoverageCurves,
     budget_grid,
     least_feasible_budget,
     length_bucket,
-    mean_of_bucket,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -51,15 +49,6 @@ def test_length_bucket():
     blocks = np.array([1, 2, 3, 4, 7, 8, 511, 512, 2**40 - 1, 2**40])
     expected = [0, 1, 1, 2, 2, 3, 8, 9, 39, 40]
     assert length_bucket(blocks).tolist() == expected
-
-
-def test_each_length_from_two_base_budgets_up_has_a_mean_of_its_own():
-    """Buckets begin at 1, 2, 4, 8, 16, 32 blocks."""
-    for base_budget, means in ((1, [0, 1, 2, 3, 4, 5]), (6, [0, 0, 0, 1, 2, 3]), (64, [0] * 6)):
-        chosen = plan_settings(base_budget=base_budget, coverage_mean_over="length-buckets")
-        assert mean_of_bucket(chosen, 6).tolist() == means
-    for mean_over in ("samples", "tokens"):
-        assert not mean_of_bucket(plan_settings(coverage_mean_over=mean_over), 6).any()
 
 
 def test_first_observation_whole_then_exponential():

@@ -114,7 +114,7 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
 def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     given_ = arguments(
         shape, seed, kind=kind, size=2, c=c,
-        context_parallel="dynamic", max_context_parallel=shape[0], coverage_target="base",
+        context_parallel="dynamic", max_context_parallel=shape[0],
     )  # fmt: skip
     given_["lengths_tokens"] = [max(length, 64 * shape[0]) for length in given_["lengths_tokens"]]
     plan = planned(**given_)
@@ -236,7 +236,7 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
 
 def test_planned_cp_sizes_are_never_slower_than_equal_ones():
     for seed in range(3):
-        given_ = arguments((4, 4, 2, 1), seed, size=1, c=2, coverage_target="base")
+        given_ = arguments((4, 4, 2, 1), seed, size=1, c=2)
         equal = planned(**given_).expectation
         dynamic = replace(
             given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4
@@ -304,7 +304,7 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
     """Samples alike in length, one for every place and many places: nothing is left to gain."""
-    given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
+    given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal")
     dynamic = replace(given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)
     monkeypatch.setattr(planned_cp_sizes, "cp_size_start", unwanted := Mock())

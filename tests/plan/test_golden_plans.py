@@ -24,16 +24,7 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs
 RECORD = Path(__file__).with_name("golden_plans.json")
 PROBLEMS = 200
 BATCHINGS = ("arrival", "length", "latency", "makespan")
-TUNINGS = (
-    ("off", "mean", "threshold"),
-    ("anchor", "mean", "threshold"),
-    ("anchor", "min", "threshold"),
-    ("anchor", "max", "threshold"),
-    ("makespan", "mean", "threshold"),
-    ("makespan", "mean", "base"),
-    ("waiting", "mean", "base"),
-)
-"""Tuning, anchor, coverage target."""
+TUNINGS = ("off", "anchor", "raise")
 LAYOUTS = ((1, 1), (4, 1), (2, 2))
 """Stages and chunks of the three schedules."""
 KINDS = ("spread", "giant", "equal", "spread")
@@ -42,7 +33,7 @@ CHOICES = list(itertools.product(BATCHINGS, TUNINGS, LAYOUTS))
 
 def golden_plan(number: int) -> StepPlan:
     """The plan of one problem: every choice in turn, some with slow devices or unseen coverage."""
-    batching, (tuning, anchor, target), (stages, chunks) = CHOICES[number % len(CHOICES)]
+    batching, tuning, (stages, chunks) = CHOICES[number % len(CHOICES)]
     generator = np.random.default_rng(number)
     ranks = int(generator.choice([1, 2, 4]))
     micro_batches = int(generator.choice([stages, 2 * stages, 3 * stages]))
@@ -55,23 +46,18 @@ def golden_plan(number: int) -> StepPlan:
     slowness_RP = None
     if number % 5 == 0:
         slowness_RP = 1.0 + generator.uniform(0.0, 0.5, (ranks, stages)).round(3)
-    later = random_lengths(32, number + 1000, longest=2**14) if number % 3 else ()
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
         plan_settings=plan_settings(
             batching=batching,
             tuning=tuning,
-            anchor=anchor,
-            coverage_target=target,
             coverage_threshold=(0.1, 0.3, 0.0)[number % 3],
             plan_ms=(20.0, 4.0)[number % 2],
         ),
         cost=cost_model(),
         scales=StageScales.of(scales_2PV, slowness_RP),
         coverage=coverage_curves(job.layers, seed=number, observed=(1.0, 0.7, 0.0)[number % 7 % 3]),
-        coverage_deficit=(0.0, 0.2, -0.2)[number % 3],
-        later_lengths_tokens=tuple(later),
     )
     return plan_step(number, inputs)
 

@@ -19,9 +19,7 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.table import CostTableError
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
 
@@ -42,8 +40,8 @@ def arguments(shape, seed, **changes):
 
 
 @settings(max_examples=30, deadline=None)
-@given(SHAPES, st.integers(0, 999), TUNINGS, st.booleans(), st.booleans())
-def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning, segments, base):
+@given(SHAPES, st.integers(0, 999), TUNINGS, st.booleans())
+def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning, segments):
     generator = np.random.default_rng(seed)
     layers = job_shape(*shape).layers
     base_L = generator.choice([2, 8, 30, DENSE], layers)
@@ -51,7 +49,6 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
         *(shape, seed),
         tuning=tuning,
         layer_budgets=layer_budgets_text(dict(enumerate(base_L.tolist()))),
-        coverage_target="base" if base else "threshold",
         max_segments=4 if segments and shape[3] == 1 else 1,
     )
     plan = planned(**given_)
@@ -77,19 +74,9 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
 
 @pytest.mark.parametrize("tuning", ["anchor", DEFAULT_TUNING])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
-    given_ = arguments((2, 4, 2, 1), 3, tuning=tuning, coverage_target="base")
+    given_ = arguments((2, 4, 2, 1), 3, tuning=tuning)
     named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
     assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
-
-
-def test_costs_of_dense_layers_must_be_known():
-    given_ = arguments((2, 4, 2, 1), 0, layer_budgets="dense:1")
-    cost = given_["cost"]
-    known = {part: row for part, row in cost.forward_ms.items() if part != Part.DENSE_ATTENTION}
-    given_["cost"] = replace(cost, forward_ms=known, backward_ms=known)
-    with pytest.raises(CostTableError, match=r"dense_attention.*--sparse-balance-layer-budgets"):
-        planned(**given_)
-    planned(**given_ | {"plan_settings": plan_settings(layer_budgets="3:1")})
 
 
 def test_layers_that_the_job_does_not_have():

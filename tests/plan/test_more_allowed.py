@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan that is allowed more is never predicted slower: 200 random jobs.
-
-Budgets may fall to the coverage threshold, so coverage sets no other limit to the time.
-"""
+"""A plan that is allowed more is never predicted slower: 200 random jobs."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ def random_inputs(number: int) -> PlanInputs:
         plan_settings=plan_settings(
             tuning=str(draw(["off", DEFAULT_TUNING, DEFAULT_TUNING])),
             coverage_threshold=float(draw([0.0, 0.1, 0.3])),
-            coverage_target=str(draw(["threshold", "threshold", "base"])),
             plan_ms=1.0,
         ),
         cost=costs,

@@ -17,7 +17,7 @@ def planned(lengths, job, **changes):
     return plan(
         lengths_tokens=lengths,
         job=job,
-        plan_settings=plan_settings(**{"tuning": "makespan"} | changes),
+        plan_settings=plan_settings(**changes),
         cost=cost_model(),
         scales=StageScales.ones(job.pipeline_stages),
         coverage=coverage_curves(job.layers),

@@ -28,7 +28,7 @@ def memory_of(job: Job) -> MemoryModel:
 
 def scenario(**changes: Any) -> Scenario:
     """A small model on two ranks of two stages with blocks of 128 tokens."""
-    settings = {"block_size": 128, "base_budget": 8} | changes.pop("config", {})
+    settings = {"block_size": 128, "base_budget": 8, "dense_up_to": "0"} | changes.pop("config", {})
     values: dict[str, Any] = {
         "model": MODELS["qwen2.5-0.5b"],
         "ranks": 2,

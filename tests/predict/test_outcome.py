@@ -12,11 +12,10 @@ from predict.predict_cases import scenario
 
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
-from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.models import MODELS
 from sparsebalance_megatron.predict.outcome import Outcome, break_even_slowness, predict
-from sparsebalance_megatron.predict.rows import ROWS, best_row, dense_row, rows_of
+from sparsebalance_megatron.predict.rows import best_row, dense_row, rows_of
 from sparsebalance_megatron.predict.workload import Workload
 
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
@@ -113,52 +112,6 @@ def test_experts_take_time_and_memory() -> None:
         outcome(model=model, stages=1, sharded_parameters=each) for each in (False, True)
     )
     assert sharded.stages[0].weights_bytes < whole.stages[0].weights_bytes
-
-
-def test_a_mean_over_tokens_is_held_by_true_losses_of_samples() -> None:
-    generator = np.random.default_rng(3)
-    batches = tuple(tuple(generator.integers(300, 8192, 8).tolist()) for _ in range(24))
-    given = workload(batches=batches, config={"coverage_mean_over": "tokens"})
-    sparse = best_row(given).of(given)
-    lost = tokens = 0.0
-    for step, batch in zip(sparse.planned_steps(), batches, strict=True):
-        blocks_S = -(-np.array(batch) // 128)
-        base_LS = np.minimum(sparse.plan_settings.base_L(24)[:, None], blocks_S)
-        drop_LS = sparse.coverage.coverage_LS(blocks_S, base_LS)
-        drop_LS = drop_LS - sparse.coverage.coverage_LS(blocks_S, step.plan.budgets_LS)
-        lost += float((drop_LS * batch).sum())
-        tokens += 24 * sum(batch)
-    assert lost / tokens < 0.003
-
-
-@pytest.mark.parametrize("threshold", [0.1, 0.2])
-def test_every_length_holds_its_own_mean_over_a_run(threshold: float) -> None:
-    """True losses of samples; where one mean is held, long samples lose to short ones."""
-    generator = np.random.default_rng(3)
-    batches = tuple(
-        tuple(np.exp(generator.uniform(np.log(300), np.log(8192), 8)).astype(int).tolist())
-        for _ in range(24)
-    )
-    lost = {}
-    for mean_over in ("samples", "length-buckets"):
-        config = {"coverage_mean_over": mean_over, "coverage_threshold": threshold}
-        given = workload(batches=batches, config=config)
-        sparse = ROWS["ours, shortest"].of(given)
-        blocks_S, lost_S = [], []
-        for step, batch in zip(sparse.planned_steps(), batches, strict=True):
-            blocks_S.append(-(-np.array(batch) // 128))
-            base_LS = np.minimum(sparse.plan_settings.base_L(24)[:, None], blocks_S[-1])
-            covered_LS, at_base_LS = (
-                sparse.coverage.coverage_LS(blocks_S[-1], budgets_LS)
-                for budgets_LS in (step.plan.budgets_LS, base_LS)
-            )
-            lost_S.append((at_base_LS - covered_LS).mean(axis=0))
-        bucket_S = np.maximum(length_bucket(np.concatenate(blocks_S)), 3)
-        lost[mean_over] = [
-            float(np.concatenate(lost_S)[bucket_S == bucket].mean()) for bucket in range(3, 6)
-        ]
-    assert max(lost["length-buckets"]) < 0.003
-    assert max(lost["samples"]) > 0.03
 
 
 def test_a_lockstep_group_takes_its_experts_for_the_mean_of_its_ranks() -> None:

@@ -22,7 +22,9 @@ def outcomes():
 
 
 def small(setup, data, steps=8):
-    return SETUPS[setup].workload(data, steps=steps, seed=1, config=SparseBalanceConfig())
+    return SETUPS[setup].workload(
+        data, steps=steps, seed=1, config=SparseBalanceConfig(dense_up_to="0")
+    )
 
 
 def test_ours_beats_the_papers_rows(outcomes):

@@ -71,9 +71,9 @@ EXPERTS: dict[str, Any] = {
     "expert_model_parallel_size": 2,
 }
 """Two ranks that wait for one another in every layer."""
-SHORTEST: dict[str, Any] = {"tuning": "makespan"}
-"""Budgets move whether steps wait or not."""
-TUNED = SHORTEST | {"coverage_target": "threshold", "coverage_threshold": 0.3}
+RAISED: dict[str, Any] = {"tuning": "raise"}
+TUNED: dict[str, Any] = {"tuning": "anchor", "batching": "latency", "coverage_threshold": 0.3}
+"""Budgets are cut and raised."""
 HOST_SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
 
 
@@ -110,10 +110,10 @@ class Trainer:
         dense, tuned, resumed, log = Losses(), Losses(), Losses(), f"pp{stages}"
         with pipeline(stages):
             self.train(dense, stages, batching="latency", **DENSE)
-            self.train(tuned, stages, log=log, **SHORTEST)
+            self.train(tuned, stages, log=log, **RAISED)
             log = f"{log}-resumed"
-            checkpoint = self.train(resumed, stages, log=log, steps=2, **SHORTEST)
-            self.train(resumed, stages, log=log, steps=2, checkpoint=checkpoint, **SHORTEST)
+            checkpoint = self.train(resumed, stages, log=log, steps=2, **RAISED)
+            self.train(resumed, stages, log=log, steps=2, checkpoint=checkpoint, **RAISED)
         return {
             "dense": dense.values,
             "tuned": tuned.values,

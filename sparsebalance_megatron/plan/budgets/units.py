@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.budgets.fill import Pipelines
+from sparsebalance_megatron.plan.budgets.pipelines import PipelinesInOnePiece, PipelinesInSegments
 from sparsebalance_megatron.plan.budgets.price import (
     LEVELS,
     BudgetSteps,
@@ -42,45 +44,55 @@ _HEIGHTS = 32
 """Heights of a layer that are tried."""
 _MEMBER_LEVELS = slice(0, None, 4)
 """Price levels of the ladder that members of a row may have, of 0 to LEVELS."""
+_LEVELS_OF_SEGMENTS = 32
+"""Price levels of units whose micro-batches pass in segments, of 1 to LEVELS."""
 _LEAST_MS = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """Units of pipelines, and the budgets that their levels mean.
+    """Units of pipelines, and the budgets that their levels mean, [J, C] -> [L, S]."""
 
-    Attributes:
-        costs: of the pipelines, one for each rank or lockstep group.
-        floor_times: of all micro-batches at their floors.
-        growth_JCQ: block pairs, or as much time in block pairs, that each level adds to its floor.
-        budgets_LS: budgets at a level of every unit, [J, C].
-    """
-
-    costs: StepCosts
-    floor_times: OperationTimes
-    growth_JCQ: np.ndarray
+    pipelines: Pipelines
     budgets_LS: Callable[[np.ndarray], np.ndarray]
 
 
-def units_of(problem: BudgetProblem, ladder: Ladder, where: Arrangement) -> Units:
+def units_of(problem: BudgetProblem, where: Arrangement) -> Units:
     """The units of placed samples."""
-    if problem.costs.job.lockstep_ranks > 1:
-        return _row_units(problem, ladder, where)
-    costs, place_S = problem.costs, where.micro_batch_of_S
-    unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+    costs, ladder = problem.costs, Ladder.of(problem)
+    if costs.job.lockstep_ranks > 1:
+        heights = _Heights.over(problem, ladder, where)
+        units = Units(
+            pipelines=heights.pipelines(problem, where),
+            budgets_LS=lambda level_XC: ladder.budgets_LS(heights.levels_LS(level_XC)),
+        )
+    else:
+        units = _micro_batch_units(problem, ladder, where)
+    if not where.segment_starts_blocks:
+        return units
+    shape_JC, stride = units.pipelines.shape_JC, LEVELS // _LEVELS_OF_SEGMENTS
     return Units(
-        costs=costs,
-        floor_times=problem.micro_batch_ms(problem.allowed.floor_LS, where),
-        growth_JCQ=unit_growth_JCQ(costs, ladder, place_S),
-        budgets_LS=lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS]),
+        pipelines=PipelinesInSegments.of(
+            costs,
+            where,
+            [units.budgets_LS(np.full(shape_JC, level)) for level in range(0, LEVELS + 1, stride)],
+        ),
+        budgets_LS=lambda level_JC: units.budgets_LS(stride * level_JC),
     )
 
 
-def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarray) -> np.ndarray:
-    """Block pairs that each unit adds above its floors at price level 0..LEVELS, of whole
-    micro-batches."""
-    return _growth_JXQ(
-        costs, ladder, micro_batch_of_S, costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
+def _micro_batch_units(problem: BudgetProblem, ladder: Ladder, where: Arrangement) -> Units:
+    costs, place_S = problem.costs, where.micro_batch_of_S
+    unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+    layers_CL = costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
+    whole = replace(where, segment_starts_blocks=())
+    return Units(
+        pipelines=PipelinesInOnePiece(
+            costs=costs,
+            floor_times=problem.micro_batch_ms(problem.allowed.floor_LS, whole),
+            growth_JCQ=_growth_JXQ(costs, ladder, place_S, layers_CL),
+        ),
+        budgets_LS=lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS]),
     )
 
 
@@ -114,33 +126,6 @@ def _growth_JXQ(
             pairs_SQ *= share_S[order_S, None]
         growth_JXQ[filled_J, column] = np.add.reduceat(pairs_SQ, first_J)
     return growth_JXQ
-
-
-def _row_units(problem: BudgetProblem, ladder: Ladder, where: Arrangement) -> Units:
-    costs = problem.costs
-    heights = _Heights.over(problem, ladder, where)
-    groups = costs.job.data_parallel_size // costs.job.lockstep_ranks
-    job = replace(costs.job, data_parallel_size=groups, lockstep_ranks=1)
-    of_groups = replace(
-        costs, job=job, layers=None, slowness_RP=np.ones((groups, job.pipeline_stages))
-    )
-    floor = group_times(costs, problem.allowed.floor_LS, where)
-    floor_times = OperationTimes(
-        graph=floor.graph,
-        ms_OR=np.ascontiguousarray(floor.ms_OR[:, :: costs.job.lockstep_ranks]),
-        cp_sizes_RM=unshared(groups, job.micro_batches),
-    )
-    growth_XLQ = heights.ms_XLQ - heights.ms_XLQ[..., :1]
-    growth_XCQ = np.zeros((job.places, costs.chunks, LEVELS + 1))
-    for layer, chunk in enumerate(costs.chunk_of_layer_L.tolist()):
-        growth_XCQ[:, chunk] += growth_XLQ[:, layer]
-    growth_XCQ /= np.maximum(costs.pair_ms_C, _LEAST_MS)[:, None]
-    return Units(
-        costs=of_groups,
-        floor_times=floor_times,
-        growth_JCQ=growth_XCQ,
-        budgets_LS=lambda level_XC: ladder.budgets_LS(heights.levels_LS(level_XC)),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +163,7 @@ class _Heights:
 
         pair_ms_L = layers.pair_2L.sum(axis=0)
         floor_JL = np.zeros((job.places, job.layers))
-        own_2SL = layers.own_2SL(costs.sparse_pairs_LS(ladder.common_LS(0)))
+        own_2SL = layers.own_2SL(costs.sparse_pairs_LS(ladder.budgets_QLZ[0][:, ladder.size_S]))
         np.add.at(floor_JL, place_S, own_2SL.sum(axis=0))
         every_L = np.eye(job.layers, dtype=bool)
         ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS, layers.pair_share_S)
@@ -214,6 +199,29 @@ class _Heights:
             member_S=member_S,
         )
 
+    def pipelines(self, problem: BudgetProblem, where: Arrangement) -> PipelinesInOnePiece:
+        """The pipelines of the rows: a group is a rank there."""
+        costs = problem.costs
+        groups = costs.job.data_parallel_size // costs.job.lockstep_ranks
+        job = replace(costs.job, data_parallel_size=groups, lockstep_ranks=1)
+        floor = group_times(costs, problem.allowed.floor_LS, where)
+        growth_XLQ = self.ms_XLQ - self.ms_XLQ[..., :1]
+        growth_XCQ = np.zeros((job.places, costs.chunks, LEVELS + 1))
+        for layer, chunk in enumerate(costs.chunk_of_layer_L.tolist()):
+            growth_XCQ[:, chunk] += growth_XLQ[:, layer]
+        growth_XCQ /= np.maximum(costs.pair_ms_C, _LEAST_MS)[:, None]
+        return PipelinesInOnePiece(
+            costs=replace(
+                costs, job=job, layers=None, slowness_RP=np.ones((groups, job.pipeline_stages))
+            ),
+            floor_times=OperationTimes(
+                graph=floor.graph,
+                ms_OR=np.ascontiguousarray(floor.ms_OR[:, :: costs.job.lockstep_ranks]),
+                cp_sizes_RM=unshared(groups, job.micro_batches),
+            ),
+            growth_JCQ=growth_XCQ,
+        )
+
     def levels_LS(self, level_XC: np.ndarray) -> np.ndarray:
         """Ladder levels of every layer of every sample, at price levels of units."""
         layer_L = np.arange(len(self.chunk_of_layer_L))
@@ -240,11 +248,10 @@ def _last_within(ms_XLWQ: np.ndarray, limits_XLI: np.ndarray) -> np.ndarray:
 
 
 def _coverage_JLQ(problem: BudgetProblem, ladder: Ladder, place_S: np.ndarray) -> np.ndarray:
-    """Coverage by weight, summed over the samples of micro-batches whose curves are known."""
+    """Coverage, summed over the samples of micro-batches whose curves are known."""
     order_S = np.argsort(place_S, kind="stable")
     filled_J, first_J = np.unique(place_S[order_S], return_index=True)
     covered_SLQ = ladder.coverage_ZLQ[..., _MEMBER_LEVELS][ladder.size_S[order_S]]
-    covered_SLQ *= problem.weight_S[order_S, None, None]
     covered_JLQ = np.zeros((problem.costs.job.places, *covered_SLQ.shape[1:]))
     covered_JLQ[filled_J] = np.add.reduceat(covered_SLQ, first_J)
     return covered_JLQ

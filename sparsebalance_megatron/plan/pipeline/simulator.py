@@ -70,7 +70,21 @@ def longest_through_ms(times: OperationTimes) -> np.ndarray:
     if stages == 1 and times.lockstep_ranks == 1 and not members.share:
         work_R111 = _work_of_one_stage_R(times)[:, None, None, None]
         return np.broadcast_to(work_R111, (len(work_R111), 1, chunks, micro_batches))
-    tail = graph.durations_OX(members.in_order(groups.ms_OR))
+    through_OR = operations_through_ms(groups)
+    if times.lockstep_ranks > 1:
+        through_OR, slowest_OR = (
+            np.repeat(each, times.lockstep_ranks, axis=1) for each in (through_OR, groups.ms_OR)
+        )
+        through_OR -= slowest_OR - times.ms_OR
+    forwards = len(through_OR) // 2
+    both_OR = np.maximum(through_OR[:forwards], through_OR[forwards:])
+    return both_OR.T.reshape(-1, stages, chunks, micro_batches)
+
+
+def operations_through_ms(times: OperationTimes) -> np.ndarray:
+    """Longest chain through each operation, [O, R], of ranks that wait for nobody in a layer."""
+    graph, members = times.graph, times.members
+    tail = graph.durations_OX(members.in_order(times.ms_OR))
     finish = graph.finish_OX(tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)
     for wave in reversed(graph.waves):
@@ -85,15 +99,7 @@ def longest_through_ms(times: OperationTimes) -> np.ndarray:
         through_tail += after
     through = np.empty_like(finish)
     through[graph.run_O] = finish + rest
-    through_OR = members.back_in_order(through)
-    if times.lockstep_ranks > 1:
-        through_OR, slowest_OR = (
-            np.repeat(each, times.lockstep_ranks, axis=1) for each in (through_OR, groups.ms_OR)
-        )
-        through_OR -= slowest_OR - times.ms_OR
-    forwards = len(through_OR) // 2
-    both_OR = np.maximum(through_OR[:forwards], through_OR[forwards:])
-    return both_OR.T.reshape(-1, stages, chunks, micro_batches)
+    return members.back_in_order(through)
 
 
 def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches in segments: where they run, how they are cut, and their budgets.
+"""Micro-batches in segments: where they run, and how they are cut, at the expected budgets.
 
-1. *Budgets to cut by.* Ranks alone: between those expected and the least allowed, since ranks that
-   the step waits for end below what is expected of all. Lockstep groups: those tuned in one piece,
-   and those tuned as if all layers lay on one stage. Tuning for a pipeline lets rise whatever does
-   not lie on its longest chain. Cut finely, a pipeline has hardly any room, and takes about what
-   its rows take one after another.
-2. *Places and cuts* (:mod:`.search`). Ranks alone: from samples balanced by work. Lockstep groups:
-   from the rows that are planned. Ranks that share micro-batches: from cp_sizes searched as if all
-   layers lay on one stage, where ranks alone have unequal work.
-3. *Budgets for the cuts* of ranks alone, and of those that share (:mod:`.stage_levels`).
+Ranks alone start from samples balanced by work. Lockstep groups start from the rows that are
+planned. Ranks that share micro-batches start from cp_sizes searched as if all layers lay on one
+stage, where ranks alone have unequal work: cut finely, a pipeline takes about what its
+micro-batches take one after another. Then :mod:`.search` places, orders and cuts.
 
 Segments are used where the step takes less than ``LEAST_GAIN`` of its time in one piece.
 
@@ -25,7 +20,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.budgets.policy import tuned_budgets
 from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
@@ -33,7 +27,6 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.planned_cp_sizes import searched_cp_sizes
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.segments.segmented_times import rows_of
-from sparsebalance_megatron.plan.segments.stage_levels import balanced_over_stages
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEAST_GAIN = 0.99
@@ -53,7 +46,7 @@ def segments_of_ranks(problem: StepProblem, one_piece: Placement) -> Candidate |
         tokens.
     """
     try:
-        start = problem.balanced_by(_search_LS(problem))
+        start = problem.balanced_by(problem.expected_LS)
     except PlanError:
         start = one_piece
     return _in_segments(problem, Arrangement.of_groups(start), _most_tokens(problem, one_piece))
@@ -75,7 +68,7 @@ def segments_of_shared(
     if cut is not None and _imbalance_of_ranks(cut) < _EQUAL_RANKS:
         return None
     of_sums, most_tokens = _on_one_stage(problem), _most_rank_tokens(problem, one_piece)
-    sample_2SC = of_sums.costs.sample_ms(_search_LS(problem))
+    sample_2SC = of_sums.costs.sample_ms(problem.expected_LS)
     limit, found = problem.plan_settings.max_context_parallel, []
     while limit > 1:
         try:
@@ -91,7 +84,7 @@ def segments_of_shared(
 def _imbalance_of_ranks(cut: Candidate) -> float:
     """The largest over the mean of the ranks' work, where they share nothing."""
     costs, rank_of_S = cut.problem.costs, cut.arrangement.micro_batch_of_S
-    work_S = costs.sample_ms(cut.tuned.budgets_LS).sum(axis=(0, 2))
+    work_S = cut.problem.expected_2SC.sum(axis=(0, 2))
     return imbalance(np.bincount(rank_of_S // costs.job.micro_batches, work_S))
 
 
@@ -106,42 +99,19 @@ def _most_rank_tokens(problem: StepProblem, where: Arrangement) -> int:
     return int(windows.sum(axis=2).max())
 
 
-def _search_LS(problem: StepProblem) -> np.ndarray:
-    """Budgets by which ranks that wait for nobody in a layer are cut."""
-    return (problem.expected_LS + problem.budgets.allowed.floor_LS) // 2
-
-
 def _in_segments(problem: StepProblem, start: Arrangement, most_tokens: int) -> Candidate | None:
-    search = SegmentSearch(problem, _search_LS(problem))
-    arrangement, search_ms = search.best(start, most_tokens)
+    arrangement, search_ms = SegmentSearch(problem, problem.expected_LS).best(start, most_tokens)
     if not arrangement.is_cut or not np.isfinite(search_ms):
         return None
-    tuned_LS, ms_R = balanced_over_stages(problem, arrangement)
-    slowest = np.repeat(ms_R == ms_R.max(), problem.job.micro_batches)
-    stuck_S = problem.budgets.stuck_S(tuned_LS) & slowest[arrangement.micro_batch_of_S]
-    return Candidate.of(problem, arrangement, tuned_budgets(problem.budgets, tuned_LS, stuck_S))
+    return Candidate.of(problem, arrangement)
 
 
 def segments_of_groups(whole: Candidate) -> Candidate:
     """A step of lockstep groups in segments, or as it is where that takes no longer."""
-    problem, best = whole.problem, whole
+    problem, start = whole.problem, whole.arrangement
+    cut = _in_segments(problem, start, _most_tokens(problem, start.samples))
     limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
-    wanted = problem.budgets.covered(whole.tuned.budgets_LS)
-    choices = [whole.tuned]
-    if problem.pricing is not None:
-        wanted = min(wanted, problem.pricing.wanted_coverage)
-        of_sums = _on_one_stage(problem).tuned_where(whole.arrangement)
-        if problem.budgets.covers(of_sums.budgets_LS, wanted):
-            choices.append(of_sums)
-    samples = whole.arrangement.samples
-    for tuned in choices:
-        search = SegmentSearch(problem, tuned.budgets_LS)
-        arrangement, _ = search.best(whole.arrangement, _most_tokens(problem, samples))
-        if arrangement.is_cut:
-            cut = Candidate.of(problem, arrangement, tuned)
-            if cut.makespan_ms < limit_ms:
-                best, limit_ms = cut, cut.makespan_ms
-    return best
+    return cut if cut is not None and cut.makespan_ms < limit_ms else whole
 
 
 def _most_tokens(problem: StepProblem, placement: Placement) -> int:

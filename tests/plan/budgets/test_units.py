@@ -20,7 +20,7 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
-from sparsebalance_megatron.plan.budgets.price import LEVELS, price
+from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -47,7 +47,7 @@ class Case:
             np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
         ]
         self.where = placed(micro_batch_of_S, self.job)
-        self.units = units_of(self.problem, price(self.problem).ladder, self.where)
+        self.units = units_of(self.problem, self.where)
         self.rows = self.job.places // lockstep_ranks
         self.level_XC = generator.integers(0, LEVELS + 1, (self.rows, self.costs.chunks))
 
@@ -70,8 +70,8 @@ def test_budgets_are_within_their_limits_and_rise_with_the_level(seed, shape, ob
         if before_LS is not None:
             assert (budgets_LS >= before_LS).all()
         before_LS = budgets_LS
-    assert (case.units.growth_JCQ[..., 0] == 0.0).all()
-    assert (np.diff(case.units.growth_JCQ) >= 0.0).all()
+    assert (case.units.pipelines.growth_JCQ[..., 0] == 0.0).all()
+    assert (np.diff(case.units.pipelines.growth_JCQ) >= 0.0).all()
 
 
 @given(SEEDS, SHAPES, st.sampled_from([2, 4]))
@@ -79,8 +79,8 @@ def test_a_level_takes_what_its_units_say(seed, shape, lockstep_ranks):
     """The time of a row is that at its floors and the growth of its level, in block pairs."""
     case = Case(seed, shape, min(lockstep_ranks, shape[0]))
     units, level_XC = case.units, case.level_XC
-    growth_XC = np.take_along_axis(units.growth_JCQ, level_XC[..., None], axis=2)[..., 0]
-    floor = units.floor_times.by_micro_batch_2RPVM.sum(axis=0)
+    growth_XC = np.take_along_axis(units.pipelines.growth_JCQ, level_XC[..., None], axis=2)[..., 0]
+    floor = units.pipelines.floor_times.by_micro_batch_2RPVM.sum(axis=0)
     floor_XC = np.moveaxis(floor, -1, 1).reshape(case.rows, -1)
     found_XC = case.row_ms_XC(units.budgets_LS(level_XC))
     expected_XC = floor_XC + growth_XC * case.costs.pair_ms_C

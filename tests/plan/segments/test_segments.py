@@ -119,7 +119,7 @@ def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=
         "plan_settings": plan_settings(
             max_segments=max_segments,
             segment_tokens=segment_tokens,
-            **{"coverage_target": "base", **changes},
+            **changes,
         ),
     }
 
@@ -154,22 +154,20 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
         segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
         ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
         np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
-    base = planned(
-        **given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off", max_segments=1)}
-    )
-    mean, base_mean = (each.expectation.coverage_mean for each in (plan, base))
-    assert mean >= base_mean - 1e-9
+    base = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")})
+    assert expected.coverage_mean >= base.expectation.coverage_mean - 1e-9
+    assert expected.makespan_ms <= base.expectation.makespan_ms * (1 + 1e-8)
     if kind in ("equal", "tiny"):
         assert expected.times_2RPVM.shape == (2, 2, STAGES, 1, 4)
 
 
 def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
-    given_ = inputs(lengths, tuning="makespan")
+    given_ = inputs(lengths)
     plan = planned(**given_)
     whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
-    assert long.segments == 8
+    assert long.segments >= 7
     assert plan.expectation.makespan_ms < 0.7 * whole.expectation.makespan_ms
     assert plan.digest() != whole.digest()
 

@@ -238,7 +238,7 @@ def test_plans_of_both_hold_what_plans_hold(seed, kind, ranks, segment_tokens):
 def test_two_long_samples_on_four_ranks_are_shared_and_cut():
     lengths = [2**17, 2**17 - 5000, *[3000] * 14]
     segments = SegmentCost(operation_ms=(0.01, 0.02))
-    given_ = inputs(lengths, ranks=4, segments=segments, tuning="makespan")
+    given_ = inputs(lengths, ranks=4, segments=segments)
     plan = planned(**given_)
     long = [each for each in plan.micro_batches if max(each.lengths_tokens) > 2**16]
     assert all(each.cp_size > 1 and each.segments > 1 for each in long)

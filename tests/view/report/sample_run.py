@@ -58,7 +58,7 @@ class SampleRun:
     layers: int = 8
     steps: int = 10
     batching: str = "makespan"
-    tuning: str = "makespan"
+    tuning: str = "raise"
     noise: float = 0.04
     with_ranks: bool = True
 
@@ -93,7 +93,6 @@ class SampleRun:
             base_budget=BASE_BUDGET,
             batching=self.batching,
             tuning=self.tuning,
-            coverage_target="threshold",
             plan_ms=0.5,
         )
         inputs = PlanInputs(
