@@ -382,8 +382,7 @@ class BudgetedCoreAttention(MegatronModule):
             return True
         if context.sequence is None or self._options.config.attention == "tokens":
             return False
-        documents = context.dense_documents(self._layer_index, self._dense_blocks)
-        return documents == context.layout.documents - context.padding_documents
+        return context.is_dense(self._layer_index, self._dense_blocks)
 
     def guard_and_observe(
         self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch

@@ -73,7 +73,9 @@ class LocalMicroBatch:
         pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
-        budgets_on_host_LS: the same budgets; None where no document is attended to densely.
+        budgets_on_host_LS: budgets of all documents of the micro-batch; None where none is attended
+            to densely.
+        blocks_S: of these documents; None where they are those of the layout.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
@@ -93,6 +95,7 @@ class LocalMicroBatch:
     padding_documents: int = 0
     sample_tokens: int | None = None
     budgets_on_host_LS: np.ndarray | None = None
+    blocks_S: np.ndarray | None = None
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
@@ -106,12 +109,20 @@ class LocalMicroBatch:
     def dense_documents(self, layer: int, dense_blocks: int) -> int:
         """Number of first documents, padding left out, of which a layer reads everything: of up to
         ``dense_blocks``, within their budgets."""
-        if self.budgets_on_host_LS is None:
-            return 0
-        most_S = np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
-        dense_S = self.layout.grid.blocks_S <= most_S
-        dense_S = dense_S[: len(dense_S) - self.padding_documents]
+        dense_S = self._dense_S(layer, dense_blocks)
         return len(dense_S) if dense_S.all() else int(dense_S.argmin())
+
+    def is_dense(self, layer: int, dense_blocks: int) -> bool:
+        """Whether a layer reads everything of all documents, those of later segments included."""
+        dense_S = self._dense_S(layer, dense_blocks)
+        return len(dense_S) > 0 and bool(dense_S.all())
+
+    def _dense_S(self, layer: int, dense_blocks: int) -> np.ndarray:
+        if self.budgets_on_host_LS is None:
+            return np.zeros(0, dtype=bool)
+        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
+        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
+        return np.asarray(dense_S[: len(dense_S) - self.padding_documents])
 
     def without(self, documents: int) -> LocalMicroBatch:
         """The micro-batch of all but the first documents, with observations of its own."""
@@ -241,7 +252,8 @@ def local_micro_batches(
                 pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
                 padding_documents=padding,
                 sample_tokens=plan.tokens,
-                budgets_on_host_LS=on_host_LS[:, :begun],
+                budgets_on_host_LS=on_host_LS,
+                blocks_S=-(-np.diff(cu_seqlens) // block_size),
                 inputs=None if inputs is None else inputs[number],
             )
         )

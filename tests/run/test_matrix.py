@@ -93,6 +93,7 @@ class Model(NamedTuple):
     data: str = "any"
 
 
+DENSE_UP_TO = "--sparse-balance-dense-up-to"
 EXACT = ("--sparse-balance-mode", "exact")
 LLAMA = (*MODEL_FLAGS, "--use-rope-scaling")
 LLAMA_YARN = (*without(MODEL_FLAGS, "--position-embedding-type"), *YARN.split())
@@ -122,6 +123,7 @@ MODELS = {
     "layers": Model(
         (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
     ),
+    "lengths": Model((*LLAMA, DENSE_UP_TO, "128"), weights="llama"),
     "exact": Model((*LLAMA, *EXACT), "makespan", "llama"),
     "exact experts": Model(
         *((*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0", *EXACT), "makespan"),
@@ -178,6 +180,7 @@ LAYOUTS = {
     ),
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
+    "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 2, PIPELINE),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
@@ -220,6 +223,7 @@ SHARED_ROWS = {
     "context-layers-ring": Layout(
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
     ),
+    "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
@@ -263,6 +267,7 @@ CUTS = {
     ),
     "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
     "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
+    "segments-lengths": ("lengths", 2, ""),
     "segments-exact": ("exact", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
@@ -505,8 +510,13 @@ def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
     data = ("--data-path", *prefixes, "--ckpt-format", "torch_dist")
     placed = ("--sparse-balance-batching", batching)
     if EXACT[0] in MODELS[model].flags:
-        return (*without(BALANCE_FLAGS, "--sparse-balance-base-budget"), *data, *placed)
-    return (*BALANCE_FLAGS, *data, *placed, "--sparse-balance-tuning", "off")
+        return (
+            *without(BALANCE_FLAGS, "--sparse-balance-base-budget", DENSE_UP_TO),
+            *data,
+            *placed,
+        )
+    given = without(BALANCE_FLAGS, *{DENSE_UP_TO}.intersection(MODELS[model].flags))
+    return (*given, *data, *placed, "--sparse-balance-tuning", "off")
 
 
 def on_two_cores(calls: list) -> list:
