@@ -6,7 +6,7 @@
 
 Per case: forward, backward and both, as median and spread in ms, and TFLOP/s counted on the query,
 key pairs that the selection lets be read (4 D operations a pair forward, 10 D backward); the router
-(scores, coverage, guard, selection), as chosen and in torch, and the index of the backward pass;
+(scores, coverage, selection), as chosen and in torch, and the index of the backward pass;
 how far the kernels' output lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where
 they are installed. Memory is filled with NaN before a contender runs, and its results must be
 finite. The second-level cache is overwritten before every timed call. ``--tune`` instead times the
@@ -53,7 +53,6 @@ from kernel_contenders import (
 )
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import guard_budgets
 from sparsebalance_megatron.attention.kernels.triton import (
     key_block_kernel,
     query_block_kernel,
@@ -337,7 +336,7 @@ def _timed(
 def _router(
     case: Case, inputs: list[Tensor], layout: PackedLayout, bench: Bench, router: Router
 ) -> dict[str, float]:
-    """What a layer does before its attention: scores, coverage, guard, selection."""
+    """What a layer does before its attention: scores, coverage, selection."""
     budgets_S = torch.tensor(case.budgets, device=bench.device)
     selector = selector_named(case.selection, router)
 
@@ -349,10 +348,8 @@ def _router(
             max_budget=case.budget,
             observe=True,
         )
-        guarded_S, _ = guard_budgets(
-            selector.coverage(ranking), budgets_S, base_budget=case.budget, threshold=0.1
-        )
-        selector.select(ranking, guarded_S)
+        selector.coverage(ranking)
+        selector.select(ranking, budgets_S)
 
     return _summary(bench.times_ms({"router": route})["router"])
 

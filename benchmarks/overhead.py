@@ -13,7 +13,7 @@ measures from outside everything that the plugin does where training waits for i
 
 The sum is held against the iteration, per step, for the rank that pays most. Beside it stand what
 runs in the background (planning the next step, writing logs), what the attention modules spend on
-observing coverage and guarding it, and the plugin's own account (``host_ms`` of the step log).
+observing coverage, and the plugin's own account (``host_ms`` of the step log).
 A comparison of whole iterations with and without would not show the cost: iterations vary by more.
 
     python benchmarks/overhead.py --json benchmarks/results/overhead.json
@@ -56,7 +56,7 @@ QUICK_FLAGS = (
     *("--seq-length", "256", "--max-position-embeddings", "256", "--lr-warmup-iters", "0"),
 )
 PARTS = ("forward_step", "end_step", "timers")
-ASIDE = ("waited_for_ranks", "observe_and_guard")
+ASIDE = ("waited_for_ranks", "observe_coverage")
 
 
 def main() -> None:
@@ -190,7 +190,7 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.log.log_file import BackgroundLog
+        from sparsebalance_megatron.log.log_file import LinesHandler
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.hooks import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.forward_step import ForwardStep
@@ -200,10 +200,10 @@ class Instruments:
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)
         self._wrap(StepReducer, "_sum", self._meet_first)
-        self._wrap(BackgroundLog, "_work", self._work)
+        self._wrap(LinesHandler, "emit", self._work)
         for owner, name, part in (
             (Run, "add_loss", "forward_step"),
-            (BudgetedCoreAttention, "guard_and_observe", "observe_and_guard"),
+            (BudgetedCoreAttention, "observe", "observe_coverage"),
             (RecordingTimers, "__call__", "timers"),
             (_RecordingTimer, "start", "timers"),
             (_RecordingTimer, "stop", "timers"),

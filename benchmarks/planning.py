@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from simulated.setups import LAYERS, SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
@@ -31,11 +33,10 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.predict.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.predict.models import MODELS, counted_cost
 
-LAYERS, STAGES = 36, 4
+STAGES = 4
 BLOCK_SIZE = SparseBalanceConfig().block_size
-COST = counted_cost(MODELS["qwen2.5-3b"], block_size=BLOCK_SIZE)
+COST = CostModel.analytic(SHAPE, BLOCK_SIZE)
 GOALS_MS = {(16, 4, 4): 10.0, (64, 8, 8): 20.0, (16384, 1024, 16): 1000.0}
 """(samples, ranks, micro-batches) to CPU ms."""
 SAMPLES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Supervised fine-tuning of Qwen2.5-7B on long conversations on a cluster: DP 16 and TP 4 with sequence
-# parallelism on eight nodes of eight GPUs, which `advise --tp 1 2 4 --pp 1 2 4 --cp 1 2 4` finds for
-# LongAlign-like lengths on H100s. docs/CLUSTER.md goes through it step by step.
+# parallelism on eight nodes of eight GPUs. docs/CLUSTER.md goes through it step by step.
 #
 #   examples/cluster_7b_sft.sh prepare   once: conversations to .bin and .idx files
 #   examples/cluster_7b_sft.sh convert   once: Hugging Face weights to a Megatron checkpoint
-#   examples/cluster_7b_sft.sh advise    once: settings for these conversations, without a GPU
+#   examples/cluster_7b_sft.sh plan      once: what these conversations would take, without a GPU
 #   examples/cluster_7b_sft.sh profile   once, on a GPU as in training: the cost table
-#   examples/cluster_7b_sft.sh baseline  train with fixed budgets in order of arrival, to compare
+#   examples/cluster_7b_sft.sh baseline  train with dense attention in order of arrival, to compare
 #   examples/cluster_7b_sft.sh           train, on every node with NODE_RANK and MASTER_ADDR
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:

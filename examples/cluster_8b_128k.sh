@@ -6,9 +6,9 @@
 #
 #   examples/cluster_8b_128k.sh prepare   once: two sources to .bin and .idx files
 #   examples/cluster_8b_128k.sh convert   once: Hugging Face weights to a Megatron checkpoint
-#   examples/cluster_8b_128k.sh advise    once: settings for this blend, without a GPU
+#   examples/cluster_8b_128k.sh plan      once: what this blend would take, without a GPU
 #   examples/cluster_8b_128k.sh profile   once, on a GPU as in training: the cost table
-#   examples/cluster_8b_128k.sh baseline  train with fixed budgets in order of arrival, to compare
+#   examples/cluster_8b_128k.sh baseline  train with dense attention in order of arrival, to compare
 #   examples/cluster_8b_128k.sh           train, on every node with NODE_RANK and MASTER_ADDR
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
@@ -18,8 +18,7 @@
 #
 # Rows lie on 1 to 8 ranks as the plan decides (docs/CONTEXT_PARALLEL.md). Every variable below can
 # be set from outside; BLEND is what --data-path takes, one prefix or weights with prefixes. The layout
-# was chosen to show context parallelism: for LongAlign-like lengths `advise` predicts TP 8 without it to
-# be faster, where it counts no messages between tensor-parallel ranks. Memory and speed of this
+# was chosen to show context parallelism; `plan --vary` compares others. Memory and speed of this
 # script were not measured; a dry run counts the memory and does not try it.
 
 # shellcheck source=examples/common.sh
@@ -71,7 +70,7 @@ DATA_ARGS=(
 )
 SPARSE_BALANCE_ARGS=(
     --sparse-balance-base-budget 64
-    --sparse-balance-context-parallel dynamic
+    --sparse-balance-config context-parallel=dynamic
     --sparse-balance-overlong split
 )
 
@@ -80,13 +79,6 @@ prepare() {
         --output-prefix "${DATA}/long"
     sparse-balance prepare-data --input "${SHORT_DOCUMENTS}" --tokenizer "${MODEL}" \
         --output-prefix "${DATA}/short"
-}
-
-advise() {
-    sparse-balance advise --data-path "${BLEND[@]}" --model "${MODEL}" --seq-length "${SEQ_LENGTH}" \
-        --gpus "$((NNODES * GPUS_PER_NODE))" --tp "${TP}" --pp "${PP}" --recompute full \
-        --context-parallel-sizes 1 2 "${CP}" --micro-batches 8 16 32 \
-        --global-batch "${GLOBAL_BATCH_SIZE}" "$@"
 }
 
 run_example "$@"

@@ -6,9 +6,9 @@
 #
 #   examples/cluster_qwen3_30b_a3b_sft.sh prepare   once: conversations to .bin and .idx files
 #   examples/cluster_qwen3_30b_a3b_sft.sh convert   once: Hugging Face weights to a checkpoint
-#   examples/cluster_qwen3_30b_a3b_sft.sh advise    once: settings for these conversations
+#   examples/cluster_qwen3_30b_a3b_sft.sh plan      once: what these conversations would take
 #   examples/cluster_qwen3_30b_a3b_sft.sh profile   once, on GPUs as in training: the cost table
-#   examples/cluster_qwen3_30b_a3b_sft.sh baseline  fixed budgets in order of arrival, to compare
+#   examples/cluster_qwen3_30b_a3b_sft.sh baseline  dense attention in order of arrival, to compare
 #   examples/cluster_qwen3_30b_a3b_sft.sh           train, on every node with NODE_RANK, MASTER_ADDR
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
@@ -16,9 +16,8 @@
 #   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/cluster_qwen3_30b_a3b_sft.sh --sparse-balance-dry-run 64
 #
-# Every variable below can be set from outside. Loss is on the assistant's turns only. `advise --tp 1 2 4
-# --pp 1 2 4 --ep 8 16` finds the layout for LongAlign-like lengths on H100s, but for TP 1, which is
-# predicted 4 % faster in 72 of 80 GiB; memory and speed were not measured.
+# Every variable below can be set from outside. Loss is on the assistant's turns only. Memory and
+# speed of this script were not measured; a dry run counts the memory and does not try it.
 
 # shellcheck source=examples/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -32,7 +31,6 @@ SEQ_LENGTH="${SEQ_LENGTH:-32768}" # longest conversation; above 40,960 with YaRN
 TRAIN_ITERS="${TRAIN_ITERS:-469}" # 3 epochs of 10,000 conversations
 
 MODEL="${MODEL:-Qwen3-30B-A3B}" # a local copy of the model: config.json, safetensors, tokenizer
-ADVISED_MODEL=qwen3-30b-a3b              # a preset: the experts that a token takes
 MODEL_ARGS=(
     --num-layers 48
     --hidden-size 2048

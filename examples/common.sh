@@ -4,8 +4,7 @@
 # and `run_example ARGUMENTS...` runs one step of a script, or training.
 #
 # A script sets NNODES, TP, PP, GLOBAL_BATCH_SIZE, SEQ_LENGTH and TRAIN_ITERS, the arrays named below
-# that end in _ARGS, and the function `prepare`; where it starts from MODEL, a local copy of a Hugging
-# Face model, also the function `advise`.
+# that end in _ARGS, and the function `prepare`.
 
 set -euo pipefail
 
@@ -71,22 +70,33 @@ run_example() {
         --sparse-balance-log-dir "${LOG}"
         "${SPARSE_BALANCE_ARGS[@]}"
     )
-    [[ -z "${COST_TABLE}" ]] || flags+=(--sparse-balance-cost-table "${COST_TABLE}")
+    local table=()
+    [[ -z "${COST_TABLE}" ]] || table=(--sparse-balance-cost-table "${COST_TABLE}")
     case "${1:-}" in
         prepare) prepare ;;
         convert)
             sparse-balance convert from-hf "${MODEL:?this script has no MODEL to convert}" \
                 --output "${WEIGHTS}"
             ;;
-        advise) advise "${@:2}" ;;
-        profile) sparse-balance profile --check -o "${COST_TABLE}" "${@:2}" -- "${flags[@]}" ;;
+        plan)
+            # Until there is a table, costs are counted.
+            [[ -f "${COST_TABLE}" ]] || table=()
+            sparse-balance plan --gpus "$((NNODES * GPUS_PER_NODE))" "${@:2}" -- \
+                "${flags[@]}" "${table[@]}"
+            ;;
+        profile)
+            sparse-balance profile --check -o "${COST_TABLE}" "${@:2}" -- \
+                "${flags[@]}" --sparse-balance-layer-budgets dense:all
+            ;;
         baseline)
-            train "${flags[@]}" --sparse-balance-batching arrival --sparse-balance-tuning off \
+            # Mode exact refuses flags of sparse attention, of which these runs have some.
+            train "${flags[@]}" "${table[@]}" --sparse-balance-layer-budgets dense:all \
+                --sparse-balance-batching arrival --sparse-balance-tuning off \
                 --sparse-balance-log-dir "${LOG}_baseline" \
                 --tensorboard-dir "${RUN}/tensorboard_baseline" \
                 --load "${RUN}/checkpoints_baseline" --save "${RUN}/checkpoints_baseline" "${@:2}"
             ;;
-        *) train "${flags[@]}" "$@" ;;
+        *) train "${flags[@]}" "${table[@]}" "$@" ;;
     esac
 }
 
@@ -119,11 +129,4 @@ prepare() {
     # The chat template closes the last turn; no end-of-document token is added.
     sparse-balance prepare-data --input "${CONVERSATIONS}" --tokenizer "${MODEL}" \
         --no-append-eod --output-prefix "${DATA}"
-}
-
-advise() {
-    sparse-balance advise --data-path "${DATA}" --seq-length "${SEQ_LENGTH}" \
-        --model "${ADVISED_MODEL:-${MODEL:?advise needs one}}" \
-        --gpus "$((NNODES * GPUS_PER_NODE))" --tp "${TP}" --pp "${PP}" --recompute full \
-        --global-batch "${GLOBAL_BATCH_SIZE}" "$@"
 }

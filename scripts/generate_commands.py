@@ -13,10 +13,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sparsebalance_megatron import cli  # noqa: E402
-from sparsebalance_megatron.cli.prediction_flags import (  # noqa: E402
-    EVERY_PREDICTION,
-    add_prediction_flags,
-)
 
 PAGE = ROOT / "docs" / "COMMANDS.md"
 
@@ -31,15 +27,7 @@ What follows `--` goes to Megatron's parser.
 def page() -> str:
     """The whole document."""
     sections = "".join(_section(*each) for each in cli.COMMANDS.items())
-    return f"{_HEAD}{sections}\n{_shared()}"
-
-
-def _shared() -> str:
-    """Flags of every prediction, which their commands' own sections leave out."""
-    parser = argparse.ArgumentParser(prog="sparse-balance")
-    add_prediction_flags(parser)
-    rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(parser, shared=True))
-    return f"## Flags of every prediction\n\n| Argument | Meaning |\n|---|---|\n{rows}"
+    return f"{_HEAD}{sections}"
 
 
 def _section(name: str, line: str) -> str:
@@ -47,22 +35,16 @@ def _section(name: str, line: str) -> str:
     module = f"sparsebalance_megatron.cli.{name.replace('-', '_')}"
     importlib.import_module(module).add_flags(parser)
     rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(parser))
-    titles = {group.title for group in parser._action_groups}
-    more = " It also takes the [shared flags](#flags-of-every-prediction)."
-    text = f"{line[0].upper()}{line[1:]}.{more * (EVERY_PREDICTION in titles)}"
+    text = f"{line[0].upper()}{line[1:]}."
     table = f"\n| Argument | Meaning |\n|---|---|\n{rows}" * bool(rows)
     return f"\n## {name}\n\n{text}\n{table}"
 
 
-def _rows(
-    parser: argparse.ArgumentParser, before: str = "", *, shared: bool = False
-) -> Iterator[tuple[str, str]]:
+def _rows(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[str, str]]:
     """(argument, meaning) of a parser; those of subcommands after the subcommand's name."""
     formatter = parser._get_formatter()
-    groups = [group for group in parser._action_groups if group.title == EVERY_PREDICTION]
-    of_all = [action for group in groups for action in group._group_actions]
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction) or (action in of_all) != shared:
+        if isinstance(action, argparse._HelpAction):
             continue
         if isinstance(action, argparse._SubParsersAction):
             for name, child in action.choices.items():

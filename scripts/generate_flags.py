@@ -19,8 +19,9 @@ _HEAD = """\
 # Flags
 
 `--help` and `sparse-balance flags` show the same (made by `python scripts/generate_flags.py`).
-When to change which: [TUNING.md](TUNING.md). The command line wins over the file of
-`--sparse-balance-config`, the file over `--sparse-balance-mode`.
+When to change which: [TUNING.md](TUNING.md). Flags win over options on the command line
+(`--sparse-balance-config exchange=ring`), these over its file, and that over
+`--sparse-balance-mode`.
 """
 _TABLE = """
 ## {title}

@@ -86,13 +86,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/attention/sequence/test_slice.py",
         "tests/attention/sequence/test_exchange.py",
     ),
-    "attention/select/columns": ("tests/attention/select/test_vertical_slash.py",),
+    "attention/select/ranking": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/": (
         *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),
         "tests/attention/select/test_memory.py",
     ),
-    "attention/kernels/assembled": (CONTRACT, "tests/attention/test_dense_documents.py"),
+    "attention/kernels/blocks": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
@@ -111,7 +111,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 fits counts."""
 LEFT_OUT = (
     "attention/kernels/triton/",
-    "attention/select/pooling_kernel.py",
+    "attention/select/ranking_kernels.py",
     "attention/select/row_ranking_kernel.py",
 )
 """Kernels: on a CPU they are interpreted, minutes a time."""

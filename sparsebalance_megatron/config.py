@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one configuration object; every ``--sparse-balance-*`` flag is generated from its fields.
+"""The one configuration object; flags and options of files are generated from its fields.
 
 Annotations stay evaluated here: Megatron's flag generator reads them as types.
 """
@@ -34,6 +34,13 @@ Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 
+FILE_FLAG = "--sparse-balance-config"
+ONLY_IN_FILE = frozenset(
+    {"attention", "router", "recompute_attention", "positions", "plan_ms", "planning", "exchange"}
+    | {"context_parallel", "segment_tokens", "counted_device", "gigabytes_per_second"}
+    | {"missing_loss_mask", "calibration", "log_megabytes"}
+)
+"""Fields without a flag of their own: ``--sparse-balance-config`` sets them."""
 DEFAULT_SELECTION = "token-query-head"
 DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
 _MOST_DIGITS = 9
@@ -71,8 +78,9 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 class SparseBalanceConfig:
     """Block-sparse attention with balanced budgets (SparseBalance, arXiv:2604.13847).
 
-    The field ``name_of_field`` becomes the flag ``--sparse-balance-name-of-field``; ``enabled`` is
-    ``--sparse-balance`` itself. The text under a field is the flag's help.
+    The field ``name_of_field`` becomes the flag ``--sparse-balance-name-of-field``, or the option
+    ``name-of-field`` of ``--sparse-balance-config``; ``enabled`` is ``--sparse-balance`` itself.
+    The text under a field is its help.
     """
 
     enabled: bool = False
@@ -271,7 +279,7 @@ class SparseBalanceConfig:
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
-                "context parallelism; use --sparse-balance-context-parallel dynamic"
+                f"context parallelism; use {flag_name('context_parallel')}=dynamic"
             )
 
     @property
@@ -297,7 +305,9 @@ def check_range(field_name: str, value: float, flag: str) -> None:
 
 
 def flag_name(field_name: str) -> str:
-    """The command-line flag of a field of :class:`SparseBalanceConfig`."""
+    """How the command line gives a field of :class:`SparseBalanceConfig`: by its flag, or by
+    ``--sparse-balance-config`` and its name."""
     if field_name == "enabled":
         return "--sparse-balance"
-    return "--sparse-balance-" + field_name.replace("_", "-")
+    name = field_name.replace("_", "-")
+    return f"{FILE_FLAG} {name}" if field_name in ONLY_IN_FILE else f"--sparse-balance-{name}"

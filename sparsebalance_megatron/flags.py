@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every flag of training in three groups, modes that set several of them, and a file that may.
+"""Every flag of training in three groups, modes that set several of them, and options besides.
 
-Where a flag has a value from several places, the command line wins over the file of
-``--sparse-balance-config``, the file over ``--sparse-balance-mode``, and that over the default.
+Where a field has a value from several places, its flag wins over an option on the command line,
+that over the file of ``--sparse-balance-config``, the file over ``--sparse-balance-mode``, and that
+over the default.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import (
+    FILE_FLAG,
+    ONLY_IN_FILE,
+    ConfigError,
+    SparseBalanceConfig,
+    flag_name,
+)
 from sparsebalance_megatron.json_file import UnreadableFileError, read_text
 
 MODE_FLAG = "--sparse-balance-mode"
-FILE_FLAG = "--sparse-balance-config"
 
 MODES: Mapping[str, Mapping[str, str]] = {
     "default": {},
@@ -51,27 +57,24 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
         "arrival (baseline). Single flags win over it.",
     ),
     FILE_FLAG: (
-        "`FILE`",
-        "A TOML file of these options by their names without --sparse-balance-, for instance "
-        "base-budget = 16. The command line wins over it.",
+        "`FILE`, `OPTION=VALUE` ...",
+        "A TOML file of options by their names without --sparse-balance-, for instance "
+        "base-budget = 16, or options themselves, for instance exchange=ring. Flags win over them.",
     ),
 }
 """Flags that set others: their values, and what they mean."""
 
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
+    *("coverage_threshold", "dense_up_to", "layer_budgets", "sensitivity", "selection"),
     *(
-        "coverage_threshold",
-        "dense_up_to",
-        "layer_budgets",
-        "sensitivity",
-        "selection",
         "first_blocks",
         "eval_attention",
+        "max_tokens_per_micro_batch",
+        "max_context_parallel",
+        "max_segments",
     ),
-    "recompute_attention",
-    *("max_tokens_per_micro_batch", "max_context_parallel", "max_segments", "overlong"),
-    *("missing_loss_mask", "counted_device"),
+    "overlong",
 )
 _LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
 _NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
@@ -87,13 +90,16 @@ class FlagGroup:
 
 
 def flag_groups() -> tuple[FlagGroup, ...]:
-    """All flags: those that every run needs, some runs, and comparisons and experts."""
+    """All flags: those that every run needs, some runs, and comparisons and experts; then the
+    options that have none."""
     by_name = {each.name: each for each in fields(SparseBalanceConfig)}
-    rest = tuple(name for name in by_name if name not in (*_FIRST_NEEDED, *_SOMETIMES_NEEDED))
+    others = {*_FIRST_NEEDED, *_SOMETIMES_NEEDED, *ONLY_IN_FILE}
+    rest = tuple(name for name in by_name if name not in others)
     titles = {
         "needed": _FIRST_NEEDED,
         "needed sometimes": _SOMETIMES_NEEDED,
         "for comparisons and experts": rest,
+        f"options of {FILE_FLAG}": tuple(name for name in by_name if name in ONLY_IN_FILE),
     }
     return tuple(
         FlagGroup(title=title, fields=tuple(by_name[name] for name in names))
@@ -139,11 +145,17 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: naming the file, the option and the remedy; or an option on the command line
             that has no effect beside the mode.
     """
-    mode, file = (_value_of(flag, argv) for flag in (MODE_FLAG, FILE_FLAG))
+    mode, words = value_of(MODE_FLAG, argv), _words_of(FILE_FLAG, argv)
     # A wrong mode on the command line is argparse's to refuse.
     found: dict[str, Any] = dict(MODES.get(mode or "", {}))
-    if file is not None:
-        mode, found = _options_of(Path(file), mode)
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{FILE_FLAG} {' '.join(files)}: give one file")
+    if files:
+        mode, found = _options_of(Path(files[0]), mode)
+    for word in words:
+        if word not in files:
+            found |= _option_of(word, mode)
     given = {word.partition("=")[0] for word in argv}
     for name in sorted(_WITHOUT_EFFECT.get(mode or "", ())):
         if flag_name(name) in given:
@@ -179,6 +191,12 @@ def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
         long = _LONG_INTEGER.search(text)
         named = f"{long[1].strip()}: " if long else ""
         raise ConfigError(f"{place}: {named}{_NO_INTEGER}") from error
+    mode, found = _checked(given, place, mode)
+    return mode, dict(MODES.get(mode, {})) | found
+
+
+def _checked(given: Mapping[str, Any], place: str, mode: str | None) -> tuple[str, dict[str, Any]]:
+    """The mode that counts, and the fields that options set; named by their place."""
     known = {each.name: each for each in fields(SparseBalanceConfig)}
     found: dict[str, Any] = {}
     for key, value in given.items():
@@ -212,10 +230,49 @@ def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
     mode = named if mode is None else mode
     if ineffective := sorted(found.keys() & _WITHOUT_EFFECT.get(mode, frozenset())):
         raise ConfigError(f"{place}: {ineffective[0]} has no effect in mode {mode}; drop it")
-    return mode, dict(MODES.get(mode, {})) | found
+    return mode, found
 
 
-def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+def _option_of(word: str, mode: str | None) -> dict[str, Any]:
+    """The field that ``OPTION=VALUE`` on the command line sets."""
+    key, _, text = word.partition("=")
+    if key == "mode":
+        raise ConfigError(f"{FILE_FLAG} {word}: give {MODE_FLAG} {text}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, ValueError):
+        value = text
+    _, found = _checked({key: value}, f"{FILE_FLAG} {word}", mode or "default")
+    return found
+
+
+def _words_of(flag: str, argv: Sequence[str]) -> list[str]:
+    """All words that follow a flag, wherever it stands: ``--flag one two`` or ``--flag=one``."""
+    found, follows = [], False
+    for word in argv:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            follows = name == flag
+            if follows and value:
+                found.append(value)
+        elif follows:
+            found.append(word)
+    return found
+
+
+def in_mode(mode: str, argv: Sequence[str]) -> list[str]:
+    """The words of a command line in a mode, without flags that have no effect beside it."""
+    ineffective = {MODE_FLAG, *map(flag_name, _WITHOUT_EFFECT.get(mode, ()))}
+    words, dropped = [], False
+    for word in argv:
+        if word.startswith("--"):
+            dropped = word.partition("=")[0] in ineffective
+        if not dropped:
+            words.append(word)
+    return [*words, MODE_FLAG, mode]
+
+
+def value_of(flag: str, argv: Sequence[str]) -> str | None:
     """The last value of a flag, as ``--flag value`` or ``--flag=value``."""
     found = None
     for word, after in zip(argv, [*argv[1:], None], strict=False):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ settings.load_profile("sparse-balance")
 
 PROCESS_PATHS = (
     "attention/select/test_memory.py",
+    "cli/test_plan.py",
     "cli/test_report.py",
     "test_supported.py",
     "megatron/test_dense_models.py",
@@ -72,14 +72,6 @@ def _tier(item: pytest.Item) -> str:
 def _path(item: pytest.Item) -> str:
     """The test's place below tests/."""
     return item.nodeid.removeprefix("tests/")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Verdicts on kernels are kept, but not where the user keeps them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ BALANCE_FLAGS = (
     "--sparse-balance",
     *("--sparse-balance-block-size", "16", "--sparse-balance-base-budget", "4"),
     *("--sparse-balance-dense-up-to", "0"),
-    *("--sparse-balance-calibration", "off"),
+    *("--sparse-balance-config", "calibration=off"),
 )
 
 _ITERATION = re.compile(
@@ -227,7 +227,7 @@ def read_steps(log_dir: Path, rank: int | None = None) -> list[dict[str, Any]]:
 
 def measured_ms(step: dict[str, Any]) -> np.ndarray:
     """Forward and backward times [2, R, P, V, M] of a step record; NaN what was not measured."""
-    return np.array([step["measured"][f"{name}_ms"] for name in ("forward", "backward")], float)
+    return np.array(step["measured"]["times_2RPVM"], float)
 
 
 def assert_same_steps(
@@ -237,5 +237,8 @@ def assert_same_steps(
     by_iteration = {step["iteration"]: step for step in expected}
     assert found
     for step in found:
-        for quantity in ("predicted", "coverage", "tokens", *(["lm_loss"] if loss else [])):
+        for quantity in ("predicted", "tokens", *(["lm_loss"] if loss else [])):
             assert step[quantity] == by_iteration[step["iteration"]][quantity], quantity
+        figures, others = (each["figures"] for each in (step, by_iteration[step["iteration"]]))
+        for name in ("coverage", "coverage_base", "coverage_min", "unobserved"):
+            assert figures[name] == others[name], name

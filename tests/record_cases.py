@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.recording import run_header
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     STEP_LOG,
     RankHeader,
     RankMicroBatch,
@@ -28,13 +30,13 @@ def rank_header(**changes: Any) -> RankHeader:
     """The first rank of all, with one layer."""
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
-    return RankHeader(**(values | changes))
+    return RankHeader(**(values | {"log_format": LOG_FORMAT} | changes))
 
 
 def rank_micro_batch(**changes: Any) -> RankMicroBatch:
     """A short sample that one rank has alone, at a budget of one block."""
-    values = {"position": 0, "cp_size": 1, "member": 0, "lengths_tokens": (8,), "samples": (0,)}
-    unknown = {"budgets": np.ones((1, 1)), "coverage": None, "guarded": 0}
+    values = {"rank": 0, "position": 0, "cp_size": 1, "lengths_tokens": (8,), "samples": (0,)}
+    unknown = {"budgets_LS": np.ones((1, 1), int), "coverage": None}
     return RankMicroBatch(**(values | unknown | changes))
 
 
@@ -51,24 +53,32 @@ def rank_step(
     )
 
 
-TIMES = {
-    "forward_ms": [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
-    "backward_ms": [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
-}
-IMBALANCES = dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0)
+TIMES_2RPVM = [
+    [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
+    [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
+]
 PREDICTED = {
-    "rank_busy_ms": [80.0, 60.0],
-    "lower_bound_ms": 70.0,
-    "work_ratio": 1.0,
     "makespan_ms": 90.0,
+    "lower_bound_ms": 70.0,
     "rank_makespan_ms": [90.0, 80.0],
-    "imbalance_makespans": 1.1,
-    "device_slowness": None,
+    "times_2RPVM": TIMES_2RPVM,
+    "coverage_mean": None,
+    "coverage_min": None,
+    "work_ratio": 1.0,
     **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
-    **IMBALANCES,
-    **TIMES,
+    **{f"imbalance_{what}": 1.1 for what in ("micro_batches", "rank_sums", "makespans")},
 }
-MEASURED = {"rank_busy_ms": [90.0, 70.0], "schedule_ms": [[95.0], [90.0]], **IMBALANCES, **TIMES}
+_SEVERAL = ("bubble_fraction_stage", "relative_time_stage", "coverage_depth_quarter")
+_COUNTS = (
+    *("tuned_samples", "unobserved", "kept_attention", "attended_again"),
+    *("recomputed_otherwise", "digest_mismatches"),
+)
+FIGURES: dict[str, Any] = {each.name: 1.0 for each in fields(StepFigures)}
+FIGURES |= dict.fromkeys(_SEVERAL, ()) | dict.fromkeys(_COUNTS, 0)
+FIGURES |= {"coverage": 0.75, "coverage_base": 0.75, "lower_bound_ms": 70.0}
+FIGURES |= {"busiest_rank_ms_predicted": 90.0, "busiest_rank_ms_measured": 90.0}
+FIGURES |= {"computing_ms_predicted": 80.0, "computing_ms_measured": 80.0}
+FIGURES |= {"makespan_ms_predicted": 90.0, "makespan_ms_measured": 95.0}
 
 
 def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
@@ -79,17 +89,17 @@ def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "iteration_ms": None if iteration == 1 else 100.0,
         "lm_loss": 9.0 - iteration,
         "tokens": 64,
+        "padded_tokens": 0,
         "plan_ms": 3.0,
         "plan_wait_ms": 1.0,
         "host_ms": {"plan": 1.0},
         "batching": "latency",
-        "cp_sizes": None,
+        "cp_sizes_RM": [[1, 1], [1, 1]],
+        "segments_RM": [[1, 1], [1, 1]],
+        "device_slowness_RP": [[1.0], [1.0]],
+        "figures": FIGURES,
         "predicted": PREDICTED,
-        "measured": MEASURED,
-        "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75, "unobserved": 0},
-        "guarded_samples": 0,
-        "padded_tokens": 0,
-        "recompute": {"kept": 0, "again": 0, "otherwise": 0},
+        "measured": {"times_2RPVM": TIMES_2RPVM, "schedule_ms": [[95.0], [90.0]]},
     } | changes
 
 
@@ -105,14 +115,17 @@ def step_record(iteration: int, /, **changes: Any) -> StepRecord:
 
 def header_of(job: Job) -> RunHeader:
     """The header of a job."""
-    return run_header(
+    return RunHeader(
+        log_format=LOG_FORMAT,
         config={"batching": "latency"},
         cost_source="counted",
         job=job,
         global_batch_size=8,
         seq_length=256,
+        iterations=None,
         grid=(1, 2, 4),
         counts={"documents": 9},
+        sources=(),
         megatron_core="0.19.2",
         torch="2.15.0",
         device="cpu",

@@ -13,6 +13,8 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
@@ -44,7 +46,7 @@ def step_measurement(
         "counts_LU": np.zeros((1, 1)),
         "executed_L": np.zeros(1),
         "counts_L": np.zeros(1),
-        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum", "grown"), 0.0),
+        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum"), 0.0),
     }
     return StepMeasurement(
         times_2RPVM=times_2RPVM,
@@ -104,7 +106,6 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         base_sum=float(executed_L.sum()),
         count=float(JOB.layers * len(LENGTHS_TOKENS)),
         minimum=0.1,
-        grown=3.0,
     )
 
 
@@ -113,3 +114,18 @@ def slowed_down(measured: StepMeasurement, rank: int, stage: int, factor: float)
     times_2RPVM = measured.times_2RPVM.copy()
     times_2RPVM[:, rank, stage] *= factor
     return replace(measured, times_2RPVM=times_2RPVM)
+
+
+def finished_step(
+    planned: PlannedStep, measured: StepMeasurement | None = None, **changes: Any
+) -> FinishedStep:
+    """A step at its end; None for ``measured``: as planned."""
+    measured = measured_as_planned(planned) if measured is None else measured
+    values: dict[str, Any] = {
+        "iteration": 7,
+        "iteration_ms": 10.5,
+        "padded_tokens": 3,
+        "host_ms": {"plan": 1.0},
+    }
+    figures = StepFigures.of(planned, measured)
+    return FinishedStep(planned=planned, measured=measured, figures=figures, **(values | changes))

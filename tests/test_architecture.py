@@ -21,7 +21,7 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 OPEN_TO_ALL = (
     *("config", "errors", "json_file", "flags", "layer_budgets", "selector_registry", "supported"),
-    *("command_entry", "text_table"),
+    *("command_entry", "progress", "text_table"),
     "__version__",
 )
 
@@ -64,7 +64,9 @@ IMPORT_RULES = {
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
     ),
-    "log": ImportRule(outside=("msgspec", "numpy"), inside=("cost", "learn", "log", "plan")),
+    "log": ImportRule(
+        outside=("filelock", "msgspec", "numpy"), inside=("cost", "learn", "log", "plan")
+    ),
     "profile": ImportRule(
         outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),
@@ -111,6 +113,7 @@ IMPORT_RULES = {
     "flags.py": ImportRule(outside=("msgspec",)),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),
+    "progress.py": ImportRule(),
     "command_entry.py": ImportRule(),
     "supported.py": ImportRule(),
     "__init__.py": ImportRule(),

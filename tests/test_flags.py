@@ -83,7 +83,10 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
         ("base-budget = 0", "base-budget: --sparse-balance-base-budget 0: must be at least 1"),
         ("base-budget = true", "base-budget: Expected `int`, got `bool`"),
         ('batching = "best"', "batching: --sparse-balance-batching best: must be one of arrival"),
-        ('attention = "flash"', "attention: --sparse-balance-attention flash: must be one of auto"),
+        (
+            'attention = "flash"',
+            "attention: --sparse-balance-config attention flash: must be one of auto",
+        ),
         ("batching = [1]", "batching: --sparse-balance-batching [1]: must be one of arrival"),
         (f"log-megabytes = {'7' * 5000}", "log-megabytes: an integer of more than 64 bits"),
         (f"block-size = 0x{'7' * 5000}", "block-size: an integer of more than 64 bits"),
@@ -105,6 +108,33 @@ def test_a_wrong_file_is_named_with_the_option(tmp_path: Path, text: str, messag
     assert message in str(error.value) and str(path) in str(error.value)
 
 
+def test_options_on_the_command_line(tmp_path: Path) -> None:
+    """They win over the file, a later one over an earlier one, and flags over all."""
+    path = written(tmp_path / "options.toml", 'exchange = "ring"\nbase-budget = 16\n')
+    words = ["--sparse-balance-config", path, "segment-tokens=32", "base-budget=8"]
+    words += ["--sparse-balance-config=calibration=off", "--sparse-balance-block-size", "64"]
+    config = config_of(*words, "--sparse-balance-config", "calibration=stages")
+    assert (config.exchange, config.segment_tokens, config.base_budget) == ("ring", 32, 8)
+    assert (config.calibration, config.block_size) == ("stages", 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["exchanges=ring"], "exchanges is no option"),
+        (["exchange=rings"], "exchange rings: must be one of"),
+        (["segment-tokens=0"], "segment-tokens 0: must be 1 to"),
+        (["segment-tokens=many"], "Expected `int`"),
+        (["mode=exact"], "give --sparse-balance-mode exact"),
+        (["one.toml", "other.toml"], "give one file"),
+        (["device=cpu"], "give --sparse-balance-device"),
+    ],
+)
+def test_wrong_options_on_the_command_line(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of("--sparse-balance-config", *words)
+
+
 def test_no_words_are_the_defaults() -> None:
     assert config_of() == SparseBalanceConfig()
 
@@ -119,6 +149,7 @@ def test_the_command_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     flags = [flag_name(each.name) for each in fields(SparseBalanceConfig)]
     assert all(f"  {flag}  " in shown for flag in (*flags, *OTHER_FLAGS))
+    assert len([flag for flag in (*flags, *OTHER_FLAGS) if " " not in flag]) <= 22
 
 
 def test_a_key_of_many_lines_ends_training_in_one(

@@ -84,7 +84,7 @@ def test_rows_on_both_ranks_train_alike(
     for rank in range(2):
         steps = read_steps(directory / "shared", rank)
         held = [each for step in steps for each in step["micro_batches"]]
-        assert {each["member"] for each in held if each["cp_size"] == 2} == {rank}
+        assert {rank - each["rank"] for each in held if each["cp_size"] == 2} == {rank}
     steps = read_steps(directory / "shared")
     assert [step["lm_loss"] for step in steps] == pytest.approx(
         two_ranks["shared"]["dense"], rel=FEW_ROUNDINGS
@@ -111,7 +111,7 @@ def test_segments_train_alike(
 ) -> None:
     assert two_ranks["segments"]["dense"] == pytest.approx(one_rank["plain"], rel=FEW_ROUNDINGS)
     steps = read_steps(directory / "segments")
-    assert all(max(step["segments"][0]) > 1 for step in steps)
+    assert all(max(step["segments_RM"][0]) > 1 for step in steps)
     assert "call wrap_schedule before train_data_iterator" in two_ranks["segments"]["mistake"]
 
 
@@ -127,10 +127,10 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
     assert np.all([step["measured"]["schedule_ms"] for step in steps[1:]])
     last = steps[-1]
     assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
-    assert last["coverage"]["mean"] != last["coverage"]["base_mean"]
-    assert last["coverage"]["mean"] >= last["coverage"]["base_mean"] - 0.1
+    assert last["figures"]["coverage"] != last["figures"]["coverage_base"]
+    assert last["figures"]["coverage"] >= last["figures"]["coverage_base"] - 0.15
     figures = two_ranks[layout]["figures"]
-    assert [step["coverage"]["mean"] for step in steps] == [
+    assert [step["figures"]["coverage"] for step in steps] == [
         figure["sparse-balance/coverage"] for figure in figures
     ]
 
@@ -155,7 +155,7 @@ def test_a_model_without_hooks_is_measured_too(one_rank: dict[str, Any], directo
     for step in (first, second):
         assert (measured_ms(step) > 0).all()
     (schedule_ms,) = second["measured"]["schedule_ms"][0]
-    assert schedule_ms >= second["measured"]["rank_busy_ms"][0]
+    assert schedule_ms >= second["figures"]["busiest_rank_ms_measured"]
     assert len(one_rank["bare"]["figures"]) == 2
     spans = read_steps(directory / "bare", 0)[-1]["spans"]
     assert len(spans) == 2 * 8

@@ -96,7 +96,7 @@ def check(command: Command) -> Command:
     match program:
         case "sparse-balance":
             arguments = cli.parse(words)
-            return arguments.passed_on if arguments.command == "profile" else []
+            return arguments.passed_on if arguments.command in ("plan", "profile") else []
         case "torchrun":
             from torch.distributed.run import get_args_parser
 

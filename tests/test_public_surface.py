@@ -72,8 +72,10 @@ HANDLES = {
     },
     "TrainerRun": {
         "end_step": [],
+        "evaluation_data_iterator": ["index", "consumed_samples", "vp_stage"],
         "layer_spec": ["spec", "vp_stage"],
         "load_state_dict": ["state"],
+        "start": ["consumed_samples", "iteration"],
         "state_dict": [],
         "train_data_iterator": ["consumed_samples", "vp_stage"],
         "wrap_forward_step": ["forward_step"],
@@ -82,8 +84,8 @@ HANDLES = {
 }
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
-    *("advise", "convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
-    *("sensitivity", "simulate", "summary", "trace", "watch"),
+    *("convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
+    *("sensitivity", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}

@@ -39,14 +39,11 @@ def test_one_line_says_what_is_missing(
     check_one_line(files, reason, COMMANDS[command], tmp_path)
 
 
-ADVISE = "advise --model qwen3-8b --gpus 1 --global-batch 1 --lengths lengths"
-
-
 @pytest.mark.parametrize(
     ("words", "package"),
     [
         ("examples", "msgspec"),
-        (ADVISE, "tqdm"),
+        ("plan --gpus 1 --model x --lengths-from prolong", "torch"),
         ("convert to-hf x --hf-config x -o y", "safetensors"),
         ("prepare-data --input x --tokenizer-train 300 --output-prefix y", "tokenizers"),
         ("prepare-data --input x.gz --tokenizer-train 300 --output-prefix y", "pyarrow"),

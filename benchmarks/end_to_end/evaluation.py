@@ -91,7 +91,6 @@ def _summary(results: Sequence[StepResult]) -> dict[str, Any]:
             max(known) if (known := [peak for peak in peaks if peak is not None]) else None
             for peaks in zip(*(result.peak_megabytes for result in results), strict=True)
         ],
-        "guarded_samples": sum(result.guarded_samples for result in results),
         "plan_ms": fmean(result.plan_ms for result in results),
         "plan_wait_ms": fmean(result.plan_wait_ms for result in results),
         "lm_loss": fmean(result.lm_loss for result in results),

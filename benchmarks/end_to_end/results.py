@@ -45,7 +45,6 @@ class StepResult:
     coverage: float | None
     base_coverage: float | None
     work_ratio: float | None
-    guarded_samples: int
     plan_ms: float
     plan_wait_ms: float
     tokens: int
@@ -116,10 +115,10 @@ def _shared_micro_batches(directory: Path) -> Counter[int]:
     return Counter(
         record["iteration"]
         for path in files
-        for record in _lines(path)
-        if record["type"] == "step"
+        for header, *records in [_lines(path)]
+        for record in records
         for micro_batch in record["micro_batches"]
-        if micro_batch["cp_size"] > 1 and micro_batch["member"] == 0
+        if micro_batch["cp_size"] > 1 and micro_batch["rank"] == header["data_parallel_rank"]
     )
 
 
@@ -127,26 +126,25 @@ def _result(
     record: dict[str, Any], slowest_ms: float, shared: int, ranks_in_turn: int
 ) -> StepResult:
     forward, backward = (
-        _by_rank(np.array(record["measured"][f"{name}_ms"], dtype=np.float64), ranks_in_turn)
-        for name in ("forward", "backward")
+        _by_rank(times_DPVM, ranks_in_turn)
+        for times_DPVM in np.array(record["measured"]["times_2RPVM"], dtype=np.float64)
     )
     busy_DP = (forward + backward).sum(axis=(2, 3))
     busy_DM = (forward + backward).sum(axis=(1, 2))
     step_ms = slowest_ms
     if ranks_in_turn > 1:
         step_ms += float(busy_DP.max() - busy_DP.sum())
-    coverage = record["coverage"]
-    dense = coverage["mean"] is None
+    figures = record["figures"]
+    dense = figures["coverage"] is None
     return StepResult(
         step_ms=step_ms,
         balanced_ms=balanced_ms(step_ms, forward, backward),
         busy_ms=tuple(busy_DP.ravel().tolist()),
         heaviest_over_mean=float(busy_DM.max() / busy_DM.mean()),
         shared_micro_batches=shared,
-        coverage=coverage["mean"],
-        base_coverage=coverage["base_mean"],
-        work_ratio=None if dense else record["predicted"]["work_ratio"],
-        guarded_samples=record["guarded_samples"],
+        coverage=figures["coverage"],
+        base_coverage=figures["coverage_base"],
+        work_ratio=None if dense else figures["work_ratio"],
         plan_ms=record["plan_ms"],
         plan_wait_ms=record["plan_wait_ms"],
         tokens=record["tokens"],

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's core attention with what an experiment adds. Imports Megatron.
 
-Dense where the arm is; remembers the budgets that the guard let through; can be probed.
+Dense where the arm is; can be probed.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from end_to_end.attention import PeerAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -37,14 +36,10 @@ class Experiment:
 
     Attributes:
         is_dense: whether a training step reads everything.
-        guarded: whether the guard may raise budgets.
-        executed: budgets [S] by layer, of the micro-batch that was run last.
         probe: called in every forward, where it is set.
     """
 
     is_dense: Callable[[int], bool]
-    guarded: bool
-    executed: dict[int, Tensor] = field(default_factory=dict)
     probe: Probe | None = None
 
     def reads_all(self, step: int) -> bool:
@@ -57,10 +52,6 @@ class ArmAttention(PeerAttention):
     def __init__(
         self, *arguments: Any, options: AttentionOptions, experiment: Experiment, **keywords: Any
     ) -> None:
-        if not experiment.guarded:
-            # No document loses as much as all of its coverage.
-            unguarded = replace(options.config, coverage_threshold=1.0 - 1e-9)
-            options = replace(options, config=unguarded)
         super().__init__(*arguments, options=options, is_dense=experiment.reads_all, **keywords)
         self._experiment = experiment
 
@@ -81,14 +72,6 @@ class ArmAttention(PeerAttention):
             query, key, *arguments, packed_seq_params=packed_seq_params, **keywords
         )
 
-    def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
-    ) -> Tensor:
-        """As the parent, and keep what will be executed."""
-        guarded_S = super().guard_and_observe(ranking, budgets_S, context)
-        self._experiment.executed[self._layer_index] = guarded_S
-        return guarded_S
-
 
 def arm_layer_spec(
     options: AttentionOptions, experiment: Experiment
@@ -105,14 +88,3 @@ def arm_layer_spec(
         return layers
 
     return spec
-
-
-def executed_budgets(experiment: Experiment, planned_LS: np.ndarray) -> np.ndarray | None:
-    """[L, S] of the micro-batch that was run last, None where it was dense throughout."""
-    if not experiment.executed:
-        return None
-    budgets_LS = planned_LS.copy()
-    for layer, budgets_S in experiment.executed.items():
-        # The guard sees none of the first documents if budgets cover them.
-        budgets_LS[layer, budgets_LS.shape[1] - len(budgets_S) :] = budgets_S.numpy()
-    return budgets_LS

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quality.arm_attention import Experiment, arm_layer_spec, executed_budgets
+from quality.arm_attention import Experiment, arm_layer_spec
 from quality.masked_attention import masked_attention
 from quality.run_spec import RunSpec
 from sparsebalance_megatron.cost.model import CostModel
@@ -97,10 +97,8 @@ class ArmScheduler:
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         (micro_batch,) = self.planned(step).plan.for_rank(self._rank).micro_batches
-        budgets_LS = executed_budgets(self._experiment, micro_batch.budgets_LS)
-        if budgets_LS is not None:
-            self.executed_TLS[step][:, list(micro_batch.samples)] = budgets_LS
-            self._experiment.executed.clear()
+        if not self._experiment.reads_all(step):
+            self.executed_TLS[step][:, list(micro_batch.samples)] = micro_batch.budgets_LS
         self._scheduler.finish_step(step, measured)
 
 
@@ -189,9 +187,7 @@ class ArmHooks(TrainingHooks):
         arm, steps = spec.arm, spec.steps
         self.inputs = inputs
         self.device = device
-        self.experiment = Experiment(
-            is_dense=lambda step: arm.is_dense(step, steps), guarded=not arm.changes_plans
-        )
+        self.experiment = Experiment(is_dense=lambda step: arm.is_dense(step, steps))
         core_attention.block_sparse_attention = masked_attention  # type: ignore[assignment]
         options = AttentionOptions(inputs.config, inputs.grid)
         arm_spec = arm_layer_spec(options, self.experiment)

@@ -56,7 +56,7 @@ class Arm:
 
     @property
     def changes_plans(self) -> bool:
-        """Whether other budgets are executed than planned; then no guard may raise them."""
+        """Whether other budgets are executed than planned."""
         return self.replays is not None or self.jitter or self.equal_speed
 
     def base_budget(self, study_budget: int) -> int:

@@ -112,8 +112,10 @@ def _training_figures(spec: RunSpec) -> dict[str, Any]:
     steps = read_run_log(spec.folder).steps
     last = steps[-max(1, round(_LAST_SHARE * len(steps))) :]
     losses = [step.lm_loss for step in last if step.lm_loss is not None]
-    coverage = [step.coverage.mean for step in last if step.coverage.mean is not None]
-    base = [step.coverage.base_mean for step in last if step.coverage.base_mean is not None]
+    coverage, base = (
+        [value for step in last if (value := getattr(step.figures, name)) is not None]
+        for name in ("coverage", "coverage_base")
+    )
     planned = [step.predicted.makespan_ms for step in steps]
     return {
         "training_loss": float(np.mean(losses)),

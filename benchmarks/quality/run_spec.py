@@ -109,7 +109,12 @@ class RunSpec:
             *("--data-path", self.data, "--split", "100,0,0"),
             *("--sparse-balance", "--sparse-balance-device", "cpu"),
             *("--sparse-balance-block-size", str(study.block_size)),
-            *("--sparse-balance-calibration", "off", "--sparse-balance-planning", "on-demand"),
+            *(
+                "--sparse-balance-config",
+                "calibration=off",
+                "--sparse-balance-config",
+                "planning=on-demand",
+            ),
             *("--sparse-balance-log-dir", str(self.folder)),
             *self.arm.flags(budget, study.layers),
             *self._saving(),

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_COMPARED = ("lm_loss", "predicted", "coverage", "tokens")
-"""What training computed and planned, and no time."""
-
 
 class SoakLog:
     """The step logs of one run's directory; what a run that began anew has set aside comes first.
@@ -66,7 +63,7 @@ def differing_steps(
             record["iteration"]
             for record in found
             if record["iteration"] not in known
-            or any(record[name] != known[record["iteration"]][name] for name in _COMPARED)
+            or _compared(record) != _compared(known[record["iteration"]])
         }
     )
 
@@ -78,3 +75,9 @@ def iterations_to_log(attempts: Sequence[Any]) -> list[int]:
         for attempt in attempts
         for step in range(attempt.first_step + 1, attempt.last_step + 1)
     ]
+
+
+def _compared(record: Mapping[str, Any]) -> list[Any]:
+    """What training computed and planned, and no time."""
+    coverage = [record["figures"][name] for name in ("coverage", "coverage_base", "coverage_min")]
+    return [record["lm_loss"], record["predicted"], record["tokens"], *coverage]

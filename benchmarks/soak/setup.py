@@ -47,6 +47,6 @@ def flags(directory: Path, data: Path, steps: int, save_every: int) -> list[str]
         *("--save", checkpoints, "--load", checkpoints, "--save-interval", str(save_every)),
         *("--sparse-balance", "--sparse-balance-device", "cpu"),
         *("--sparse-balance-block-size", "16", "--sparse-balance-base-budget", "4"),
-        *("--sparse-balance-calibration", "off"),
+        *("--sparse-balance-config", "calibration=off"),
         *("--sparse-balance-log-dir", str(directory / "logs")),
     ]

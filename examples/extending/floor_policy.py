@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget policy, compared with fixed budgets on the paper's setup by predictions."""
+"""A budget policy, compared with fixed budgets by predictions of 4 ranks of 4 pipeline stages."""
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.integration import HostJob, Job, ModelShape
 from sparsebalance_megatron.plan.budgets.policy import BUDGET_POLICIES, BudgetPolicy
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.predict.lengths import batches_of, longalign_like
 from sparsebalance_megatron.predict.outcome import predict_rows
-from sparsebalance_megatron.predict.rows import Variant
-from sparsebalance_megatron.predict.scenario import SETUPS
+from sparsebalance_megatron.predict.rows import Row
+from sparsebalance_megatron.predict.workload import Workload
 
 
 class FloorPolicy(BudgetPolicy):
@@ -15,16 +17,26 @@ class FloorPolicy(BudgetPolicy):
     def allowed(self, costs, coverage, plan_settings):
         return feasible_range(costs, coverage, plan_settings)
 
-    def expected_LS(self, problem, pricing):
-        return problem.allowed.floor_LS
-
-    def tuned_LS(self, problem, where, pricing):
+    def tuned_LS(self, problem, where):
         floor_LS = problem.allowed.floor_LS
         return floor_LS, floor_LS.min(axis=0) < 0  # every sample could follow
 
 
 BUDGET_POLICIES["floor"] = FloorPolicy()
-workload = SETUPS["paper-main"].workload("longalign", steps=4, seed=0, config=SparseBalanceConfig())
-rows = {"fixed": Variant("makespan", "off"), "floor": Variant("makespan", "floor")}
+shape = ModelShape(
+    **{"hidden_size": 2048, "ffn_hidden_size": 11008, "vocab_size": 151936},
+    **{"num_attention_heads": 16, "num_query_groups": 2, "head_dim": 128},
+    **{"gated_linear_unit": True, "tensor_parallel_size": 2},
+)
+job = HostJob(
+    layout=Job.even(layers=36, ranks=4, stages=4, micro_batches=4),
+    shape=shape,
+    max_sample_tokens=65536,
+    global_batch_size=16,
+)
+batches = batches_of(longalign_like(64, seed=0), 16, steps=4, place="LongAlign-like lengths")
+workload = Workload.of(job, SparseBalanceConfig(), batches)
+rows = {"fixed": Row({"tuning": "off"}, ""), "floor": Row({"tuning": "floor"}, "")}
 outcomes = predict_rows(workload, rows)
-print(outcomes["floor"].speedup, outcomes["floor"].coverage_mean)
+for name, outcome in outcomes.items():
+    print(f"{name}: {outcome.speedup:.2f} times as fast, coverage {outcome.coverage_mean:.3f}")

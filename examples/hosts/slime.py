@@ -47,7 +47,7 @@ class Rank:
         if first not in self._plans:
             rows = data_iterator.micro_batch_indices[first : first + size]
             lengths = [[rollout["total_lengths"][sample] for sample in row] for row in rows]
-            self._plans[first] = self.run.plan_as_placed(lengths).pinned()
+            self._plans[first] = self.run.plan_as_placed(lengths)
         trains = "advantages" in keys
         self._open |= trains
         planned = self._plans[first]

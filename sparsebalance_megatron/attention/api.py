@@ -44,7 +44,7 @@ def budgeted_attention(
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
 
     It cuts the packed sequence into blocks, scores them, selects and attends; differentiable in q,
-    k and v. To select once and attend often, or to guard coverage, call the steps yourself.
+    k and v. To select once and attend often, or to observe coverage, call the steps yourself.
 
     Two documents of 1,000 and 3,000 tokens, whose queries read 4 and 8 blocks of 128::
 

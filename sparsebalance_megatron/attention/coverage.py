@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score coverage: how much of the selector's mass a budget reaches, and the guard over it.
+"""Score coverage: how much of the selector's mass a budget reaches.
 
 Pure functions over curves, whichever selector they come from. Nothing here reads the device from
 the host, and every result is the same in a recomputed pass: no atomics.
@@ -53,37 +53,3 @@ def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
     if budgets.ndim == 1:
         return curves_SK.gather(1, column[:, None])[:, 0]
     return curves_SK.gather(1, column)
-
-
-def guard_budgets(
-    curves_SK: Tensor, budgets_S: Tensor, *, base_budget: int, threshold: float
-) -> tuple[Tensor, Tensor]:
-    """Grow budgets that would lose more coverage than allowed.
-
-    Where C(k) < C(base_budget) - threshold, k becomes the least budget that satisfies the bound.
-    The base budget always does, so a budget never grows past it. A document without a curve, whose
-    coverage is NaN, keeps its budget.
-
-    Args:
-        curves_SK: [S, K], a selector's coverage.
-        budgets_S: integers, at least 1; may exceed K.
-        base_budget: may exceed K.
-        threshold: coverage a document may lose, in [0, 1).
-
-    Returns:
-        Budgets in the dtype of ``budgets_S``, and bool [S]: which of them grew.
-
-    Raises:
-        ValueError: ``base_budget`` below 1, or ``threshold`` outside [0, 1).
-    """
-    if base_budget < 1:
-        raise ValueError(f"guard_budgets: base_budget {base_budget}: must be at least 1 block")
-    if not 0.0 <= threshold < 1.0:
-        raise ValueError(f"guard_budgets: threshold {threshold}: must lie in [0, 1)")
-    base_S = curves_SK[:, min(base_budget, curves_SK.shape[1]) - 1]
-    # Subtracting a threshold >= 0 rounds to at most base_S, so the base budget is feasible.
-    floor_S = base_S - threshold
-    least_S = (curves_SK >= floor_S[:, None]).int().argmax(1).to(budgets_S.dtype) + 1
-    short_S = coverage_at(curves_SK, budgets_S) < floor_S
-    guarded_S = torch.where(short_S, torch.maximum(least_S, budgets_S), budgets_S)
-    return guarded_S, guarded_S > budgets_S

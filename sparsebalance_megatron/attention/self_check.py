@@ -2,249 +2,134 @@
 """Compares the kernels and the router of a device with the reference, on a small ragged sequence.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, S documents, K budgets, Q rows that select, C heads that select.
+values, K places of a list, Q rows that select, C heads that select, N blocks.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, checked_kernel
-from sparsebalance_megatron.attention.kernels import reference
-from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.kernels.contract import wide_dtype
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.config import AttentionImplementation, Router
+from sparsebalance_megatron.config import SparseBalanceConfig
 
 _BLOCKS = (1.4, 5.7, 0.1)
 """Lengths of the documents, in blocks: short last blocks, and a document within one block."""
 _BUDGETS = (2, 3, 1)
 _MOST_KV_HEADS = 2
-_ROUNDINGS = 8.0
-"""Roundings of the inputs' dtype in every input that a result may be off by."""
-_DRAWS = 3
-"""Roundings are drawn so often: in one draw those of a short row may cancel."""
-_WIDE_ROUNDINGS = 256.0
-"""Roundings of sums, of a tensor's largest entry, that a row may be off by."""
-_ROWS_OF_OTHER_LISTS = 1e-3
+_ROUNDINGS, _WIDE_ROUNDINGS = 2.0, 64.0
+"""Epsilons of the inputs' dtype, and of the one of sums, that a result may be off by, of itself and
+of its tensor's largest entry: sums cancel."""
+_ROWS_OF_OTHER_LISTS, _COVERAGE_TOLERANCE = 1e-3, 1e-3
 """Share of rows whose lists may differ: scores that are equal to rounding have either order."""
-_COVERAGE_TOLERANCE = 1e-3
 _REPEATS_ON_GPU = 16
-"""Threads of a program exchange values through memory behind barriers, whose lack would show now
-and then only."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedCase:
-    """Shape and dtype of a check; heads are a rank's, and the name of the dtype is torch's."""
-
-    selection: str
-    implementation: AttentionImplementation
-    router: Router
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    block_size: int
-    dtype: str
+"""Threads of a program exchange values through memory; a missing barrier shows now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of a check: which implementations were compared, and each result's largest error.
-
-    ``found`` has the error and the tolerance of each result by name.
-    """
+    """Which kernels were compared; name -> largest error of a result, in tolerances."""
 
     kernel: str
-    found: dict[str, tuple[float, float]]
+    errors: dict[str, float]
 
     def problems(self) -> list[str]:
         """The results that are out of tolerance, as phrases; an error may be NaN."""
-        return [
-            f"{name} is off by {error:.2e}, tolerance {tolerance:.2e}"
-            for name, (error, tolerance) in self.found.items()
-            if not error <= tolerance
-        ]
+        wrong = [(name, error) for name, error in self.errors.items() if not error <= 1.0]
+        return [f"{name} is off by {error:.2g} times its tolerance" for name, error in wrong]
 
 
-def check_case(case: CheckedCase, device: torch.device) -> Verdict:
-    """Compare out, lse, dq, dk, dv, lists and coverage on a small ragged sequence.
+def check_attention(
+    config: SparseBalanceConfig,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Verdict:
+    """Compare out, lse, dq, dk, dv with the reference in float64, and lists and coverage with the
+    router by torch on the CPU, at the same inputs.
 
-    The yardstick is the reference in float64. A row of a result may be off by some times what it
-    changes by where every input, and out before backward, is rounded once. Lists and coverage are
-    compared with the router by torch on the CPU, at the same inputs. Triton's kernels run several
-    times and must repeat every bit.
+    ``heads`` are of queries and of keys on a rank, ``head_dims`` of keys and of values. Triton's
+    kernels run several times and must repeat every bit.
     """
-    dtype = getattr(torch, case.dtype)
-    lengths = [max(1, int(blocks * case.block_size)) for blocks in _BLOCKS]
-    boundaries = [0, *itertools.accumulate(lengths)]
-    group, kv_heads = case.query_heads // case.kv_heads, min(case.kv_heads, _MOST_KV_HEADS)
-    query_heads, head_dim, value_dim = group * kv_heads, case.head_dim, case.value_dim
-    shapes = (
-        *((query_heads, head_dim), (kv_heads, head_dim)),
-        *((kv_heads, value_dim), (query_heads, value_dim)),
-    )
+    boundaries = [0, *accumulate(max(1, int(blocks * config.block_size)) for blocks in _BLOCKS)]
+    kv_heads = min(heads[1], _MOST_KV_HEADS)
+    query_heads = heads[0] // heads[1] * kv_heads
     generator = torch.Generator().manual_seed(0)
-    q_THD, k_TGD, v_TGF, dout_THF = (
-        torch.randn(boundaries[-1], *shape, generator=generator).to(dtype) for shape in shapes
-    )
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(boundaries[-1], *shape, generator=generator).to(dtype)
+
     # Queries that tell keys apart: an average over many keys would hide a wrong one.
-    inputs = (2.0 * q_THD, k_TGD, v_TGF, dout_THF)
-    host = torch.device("cpu")
-    torch_router: Router = (
-        "torch" if hasattr(selector_named(case.selection), "with_router") else "auto"
-    )
-    selection, *expected = _routed(inputs, boundaries, case, torch_router, host)
-    _, *found = _routed(inputs, boundaries, case, case.router, device)
-    kernel, results = _attended(inputs, selection, boundaries, case, device)
-    again: list[list[Tensor]] = []
-    if kernel == "triton":
-        repeats = _REPEATS_ON_GPU if device.type == "cuda" else 1
-        again = [_attended(inputs, selection, boundaries, case, device)[1] for _ in range(repeats)]
-    unit = torch.finfo(dtype).eps / 2
-
-    def rounded(x: Tensor) -> Tensor:
-        return x * (1.0 + unit * (2 * torch.randint(2, x.shape, generator=generator) - 1))
-
-    wide = tuple(x.double() for x in inputs)
-    exact = _by_reference(wide, selection, case, lambda x: x)
-    moved = zip(
-        *(
-            _by_reference(tuple(map(rounded, wide)), selection, case, rounded)
-            for _ in range(_DRAWS)
-        ),
-        strict=True,
-    )
-    wide_unit = torch.finfo(wide_dtype(dtype)).eps / 2
-    names = ("out", "lse", "dq", "dk", "dv")
-    compared = {
-        name: _worst_row(result, right, others, wide_unit)
-        for name, result, right, others in zip(names, results, exact, moved, strict=True)
+    q_THD, k_TGD = 2.0 * drawn(query_heads, head_dims[0]), drawn(kv_heads, head_dims[0])
+    inputs = (q_THD, k_TGD, drawn(kv_heads, head_dims[1]), drawn(query_heads, head_dims[1]))
+    host, there = (packed_layout(boundaries, config.block_size, x) for x in ("cpu", device))
+    trusted = replace(config, attention="reference")
+    if hasattr(selector_named(config.selection), "with_router"):
+        trusted = replace(trusted, router="torch")
+    selection, lists_QCK, coverage = _routed(trusted, inputs, host)
+    _, found_QCK, found_coverage = _routed(config, inputs, there)
+    kernel, results = _attended(config, inputs, selection, there)
+    _, right = _attended(trusted, [x.double() for x in inputs], selection, host)
+    errors = {
+        "lists": float((found_QCK != lists_QCK).any(-1).double().mean()) / _ROWS_OF_OTHER_LISTS,
+        "coverage": float((found_coverage - coverage).abs().max()) / _COVERAGE_TOLERANCE,
     }
-    differing_QC = (found[0] != expected[0]).any(-1)
-    compared["lists"] = float(differing_QC.double().mean()), _ROWS_OF_OTHER_LISTS
-    compared["coverage"] = float((found[1] - expected[1]).abs().max()), _COVERAGE_TOLERANCE
-    if again:
-        changes = [(x - y).abs().max() for xs in again for x, y in zip(xs, results, strict=True)]
-        least = torch.finfo(torch.float32).tiny
-        compared["repeats"] = float(torch.stack([x.double() for x in changes]).max()), least
-    return Verdict(kernel=kernel, found=compared)
+    share = _ROUNDINGS * torch.finfo(dtype).eps
+    share += _WIDE_ROUNDINGS * torch.finfo(wide_dtype(dtype)).eps
+    for name, result, exact in zip(("out", "lse", "dq", "dk", "dv"), results, right, strict=True):
+        tolerance = share * (exact.abs() + exact.abs().max())
+        errors[name] = float(((result.double() - exact).abs() / tolerance).max())
+    repeats = _REPEATS_ON_GPU if device.type == "cuda" else 1
+    for _ in range(repeats if kernel == "triton" else 0):
+        _, again = _attended(config, inputs, selection, there)
+        if not all(map(torch.equal, results, again)):
+            errors["repeats"] = torch.inf
+    return Verdict(kernel=kernel, errors=errors)
 
 
 def _routed(
-    inputs: tuple[Tensor, ...],
-    boundaries: list[int],
-    case: CheckedCase,
-    router: Router,
-    device: torch.device,
+    config: SparseBalanceConfig, inputs: Sequence[Tensor], layout: PackedLayout
 ) -> tuple[Selection, Tensor, Tensor]:
     """The selection, its lists with -1 past their ends, sorted, and coverage; both on the host."""
-    selector = selector_named(case.selection, router)
+    device = layout.block_T.device
+    selector = selector_named(config.selection, config.router)
     q_THD, k_TGD = (x.to(device) for x in inputs[:2])
     ranking = rank_sequence(
-        selector,
-        q_THD,
-        k_TGD,
-        packed_layout(boundaries, case.block_size, device),
-        softmax_scale=case.head_dim**-0.5,
+        *(selector, q_THD, k_TGD, layout),
+        softmax_scale=q_THD.shape[-1] ** -0.5,
         max_budget=max(_BUDGETS),
         observe=True,
     )
     selection = selector.select(ranking, torch.tensor(_BUDGETS, device=device))
-    lists = [(selection.indices_QCK, selection.counts_QC)]
-    if selection.columns is not None:
-        lists.append((selection.columns.tokens_NGK, selection.columns.counts_NG))
+    entries_QCK, counts_QC, _, *columns = (x.cpu() for x in selection.tensors())
     cut = [
-        entries.cpu()
-        .masked_fill(torch.arange(entries.shape[-1]) >= counts.cpu()[..., None], -1)
-        .sort(-1)[0]
-        for entries, counts in lists
+        x.masked_fill(torch.arange(x.shape[-1]) >= counts[..., None], -1).sort(-1)[0]
+        for x, counts in [(entries_QCK, counts_QC), *([columns] if columns else [])]
     ]
     return selection, torch.cat(cut, -1), selector.coverage(ranking).cpu()
 
 
 def _attended(
-    inputs: tuple[Tensor, ...],
-    selection: Selection,
-    boundaries: list[int],
-    case: CheckedCase,
-    device: torch.device,
+    config: SparseBalanceConfig, inputs: Sequence[Tensor], lists: Selection, layout: PackedLayout
 ) -> tuple[str, list[Tensor]]:
     """Name of the implementation, and out, lse, dq, dk, dv on the host."""
-    layout = packed_layout(boundaries, case.block_size, device)
-    there = Selection.of_tensors(
-        [x.to(device) for x in selection.tensors()],
-        by_token=selection.by_token,
-        query_layout=layout,
-        kv_layout=layout,
+    q_THD, k_TGD, v_TGF, dout_THF = (x.to(layout.block_T.device, copy=True) for x in inputs)
+    tensors, by_token = [x.to(q_THD.device) for x in lists.tensors()], lists.by_token
+    there = Selection.of_tensors(tensors, by_token=by_token, query_layout=layout, kv_layout=layout)
+    qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
+    kernel: Any = checked_kernel(*qkv, there, config.attention)
+    outputs = block_sparse_attention(
+        *(*qkv, there), softmax_scale=q_THD.shape[-1] ** -0.5, implementation=config.attention
     )
-    q_THD, k_TGD, v_TGF = (x.to(device, copy=True).requires_grad_() for x in inputs[:3])
-    kernel: Any = checked_kernel(q_THD, k_TGD, v_TGF, there, case.implementation)
-    out_THF, lse_TH = block_sparse_attention(
-        *(q_THD, k_TGD, v_TGF, there),
-        softmax_scale=case.head_dim**-0.5,
-        implementation=case.implementation,
-    )
-    gradients = torch.autograd.grad(out_THF, (q_THD, k_TGD, v_TGF), inputs[3].to(device))
-    results = [x.detach().cpu() for x in (out_THF, lse_TH, *gradients)]
-    return kernel.__name__.rpartition(".")[2], results
-
-
-def _by_reference(
-    inputs: tuple[Tensor, ...],
-    selection: Selection,
-    case: CheckedCase,
-    change: Callable[[Tensor], Tensor],
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv, with a change of what backward reads of out."""
-    q_THD, k_TGD, v_TGF, dout_THF = inputs
-    scale = case.head_dim**-0.5
-    out_THF, lse_TH = reference.forward(q_THD, k_TGD, v_TGF, selection, softmax_scale=scale)
-    saved = Saved(
-        q_THD=q_THD,
-        k_TGD=k_TGD,
-        v_TGF=v_TGF,
-        out_THF=change(out_THF),
-        lse_TH=lse_TH,
-        selection=selection,
-        softmax_scale=scale,
-    )
-    return [out_THF, lse_TH, *reference.backward(dout_THF, saved)]
-
-
-def _worst_row(
-    result: Tensor, exact: Tensor, moved: Sequence[Tensor], wide_unit: float
-) -> tuple[float, float]:
-    """Error and tolerance of the row that is furthest out, a row being a token's head."""
-    rows = exact.shape[:2].numel()
-
-    def largest(x: Tensor) -> Tensor:
-        return (x.double() - exact).abs().view(rows, -1).amax(1)
-
-    error = largest(result)
-    tolerance = _ROUNDINGS * torch.stack([largest(x) for x in moved]).amax(0)
-    tolerance += _WIDE_ROUNDINGS * wide_unit * exact.abs().max()
-    # A NaN counts as the largest.
-    worst = int((error / tolerance).nan_to_num(nan=torch.inf).argmax())
-    return float(error[worst]), float(tolerance[worst])
-
-
-def ptxas(device: torch.device) -> str:
-    """Version and path of the assembler that Triton takes for the device."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return "none"
-    tools: Any = knobs.nvidia
-    tool = tools.ptxas
-    if torch.cuda.get_device_capability(device)[0] >= 10:
-        tool = getattr(tools, "ptxas_blackwell", tool)
-    return f"{tool.version} ({tool.path})"
+    results = [*outputs, *torch.autograd.grad(outputs[0], qkv, dout_THF)]
+    return kernel.__name__.rpartition(".")[2], [x.detach().cpu() for x in results]

@@ -25,9 +25,7 @@ except KeyboardInterrupt:
 
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
-    "advise": "predict time, bubble and memory of your samples and model over settings",
-    "plan": "predict step times of your sample lengths under every way to plan",
-    "simulate": "predict the paper's setups, baseline to ours",
+    "plan": "predict a job's time and memory before any GPU is used, and compare its flags",
     "profile": "measure a model's layers on this machine and write a cost table",
     "sensitivity": "find the layers that need many blocks, and write their sensitivities",
     "convert": "turn Hugging Face weights into a Megatron checkpoint, and back",
@@ -41,7 +39,7 @@ COMMANDS = {
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
-TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile", "sensitivity"})
+TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "plan", "profile", "sensitivity"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
 
 

@@ -11,7 +11,12 @@ from typing import Any, get_args
 
 from sparsebalance_megatron import supported
 from sparsebalance_megatron.cli.output import print_json
-from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation, Router
+from sparsebalance_megatron.config import (
+    DEFAULT_SELECTION,
+    AttentionImplementation,
+    Router,
+    SparseBalanceConfig,
+)
 
 PACKAGES = (
     *("sparsebalance-megatron", "torch", "megatron-core", "numpy", "scipy", "triton"),
@@ -111,21 +116,19 @@ def _checked(
     from sparsebalance_megatron.attention import self_check
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = self_check.CheckedCase(
-        selection="previous-block" if implementation == "blocks" else DEFAULT_SELECTION,
-        implementation=implementation,
-        router=router,
-        query_heads=4,
-        kv_heads=2,
-        head_dim=head_dims[0],
-        value_dim=head_dims[1],
-        block_size=64,
-        dtype="bfloat16" if device.type == "cuda" else "float32",
-    )
+    selection = "previous-block" if implementation == "blocks" else DEFAULT_SELECTION
     # Triton's kernels are for CUDA.
     expected = device.type == "cuda" or "triton" not in (implementation, router)
     try:
-        verdict = self_check.check_case(case, device)
+        verdict = self_check.check_attention(
+            SparseBalanceConfig(
+                selection=selection, attention=implementation, router=router, block_size=64
+            ),
+            heads=(4, 2),
+            head_dims=head_dims,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            device=device,
+        )
     # Kernels fail in the compilers' own ways, and every one of them is an answer here.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -133,6 +136,5 @@ def _checked(
     if problems := verdict.problems():
         wrong = f"wrong results: {'; '.join(problems)}"
         return {"usable": False, "expected": expected, "says": wrong}
-    worst = max(error / tolerance for error, tolerance in verdict.found.values())
-    right = f"{verdict.kernel}, errors up to {worst:.0%} of tolerance"
+    right = f"{verdict.kernel}, errors up to {max(verdict.errors.values()):.0%} of tolerance"
     return {"usable": True, "expected": expected, "says": right}

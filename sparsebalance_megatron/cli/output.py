@@ -95,7 +95,7 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
         ConfigError: naming both files.
     """
     if output is not None:
-        logs = (path for each in directories if each for path in each.rglob("*.jsonl"))
+        logs = (path for each in directories if each for path in each.rglob("*.jsonl*"))
         refuse_output_over_input(output, logs, "--output")
 
 

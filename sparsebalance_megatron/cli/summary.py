@@ -23,6 +23,7 @@ from sparsebalance_megatron.view.report.run_report import step_picture
 from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
+    descriptions,
     headline,
     headlines_beside,
     numbers_table,
@@ -95,6 +96,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
+    print_wrapped(descriptions({"Baseline": baseline.header, "The run": balanced.header}))
     problems = dict.fromkeys(
         problem for each in (comparison, *beside.values()) for problem in each.problems
     )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance watch``: a run in progress, a line per step."""
+"""``sparse-balance watch``: a run in progress, a row per step."""
 
 from __future__ import annotations
 
+import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -19,10 +20,11 @@ from sparsebalance_megatron.log.reader import RunLog, RunLogError, read_rank_log
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.text_table import printable
-from sparsebalance_megatron.view.report.words import ms_text, text_of
+from sparsebalance_megatron.text_table import printable, shown_ms, wrapped
+from sparsebalance_megatron.view.report.numbers import TimeSplit, split_time
 
 _SLOWEST_INTERVAL_S = 3600.0
+_COLUMNS = 80
 _TAIL_BYTES = 4 << 20
 """Bytes at the end of the log that each look reads."""
 
@@ -30,9 +32,9 @@ _TAIL_BYTES = 4 << 20
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``watch``."""
     parser.description = (
-        "Print a line for every step of a run that writes into --sparse-balance-log-dir: time, "
-        "loss, coverage, measured and predicted time of the busiest rank, the slowest device by "
-        "host. Ctrl-C ends it. `sparse-balance report --follow` draws the steps."
+        "Print a row for every step of a run that writes into --sparse-balance-log-dir, and which "
+        "device is slowest. It ends with the run, or by Ctrl-C. `sparse-balance report --follow` "
+        "draws the steps."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR", help="the log directory")
     parser.add_argument(
@@ -42,54 +44,20 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Follow the log until interrupted."""
+    """Follow the log until the run has ended, or until interrupted."""
     if not 0.05 <= arguments.interval <= _SLOWEST_INTERVAL_S:
         raise OutputError(f"--interval {arguments.interval}: must be 0.05 to 3600 seconds")
     if arguments.once:
         read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
+    watch = Watch(arguments.run_directory)
     with suppress(KeyboardInterrupt):  # the way to end it
-        for line in lines(arguments.run_directory, arguments.interval):
-            print(line, flush=True)
-            if arguments.once:
+        while True:
+            for line in watch.look():
+                print(line, flush=True)
+            if arguments.once or watch.ended:
                 break
+            time.sleep(arguments.interval)
     return 0
-
-
-def lines(directory: Path, interval_s: float) -> Iterator[str]:
-    """A line at the first look, whenever the log has a new step, and once when it is silent.
-
-    A line on what times include stands before the first step's.
-    """
-    hosts: Mapping[Place, str] = {}
-    told = False
-    size_bytes, grown_s = -1, 0.0
-    shown: object = None
-    while True:
-        try:
-            file = step_log_path(directory).stat()
-            log = read_run_log(directory, last_bytes=_TAIL_BYTES)
-        except (RunLogError, OSError):  # not there yet, or between two renames
-            if shown is None:
-                yield (shown := f"{directory}: no step is logged yet")
-        else:
-            now_s = time.monotonic()
-            if file.st_size != size_bytes:
-                # At the first look the file says how old it is, by a clock that may be set.
-                age_s = time.time() - file.st_mtime if size_bytes < 0 else 0.0
-                size_bytes, grown_s = file.st_size, now_s - max(0.0, age_s)
-            silent_s = now_s - grown_s
-            is_silent = silent_s > patience_s(log.steps)
-            if shown != (state := (log.steps[-1].iteration, is_silent)):
-                shown = state
-                if len(hosts) < len(log.steps[-1].places):
-                    # Ranks write their first lines one after the other, perhaps late.
-                    headers = read_rank_logs(directory, ()).headers
-                    hosts = {place: header.host for place, header in headers.items()}
-                status = status_line(log, hosts, silent_s if is_silent else None)
-                notice = None if told else lockstep_notice(log.lockstep_ranks)
-                told = True
-                yield f"{notice}\n{status}" if notice else status
-        time.sleep(interval_s)
 
 
 _RECENT_STEPS = 10
@@ -97,6 +65,125 @@ _RECENT_STEPS = 10
 _SILENT_STEPS = 5
 """Typical steps without a line, after which a run is called silent."""
 _MIN_SILENCE_S = 60.0
+_SLOW = 1.05
+"""A device that takes so much longer than the median is named."""
+_BAR_CHARACTERS = 14
+_ROW = "{:>15} {:>8} {:>7} {:>8} {:>6} {:>9} {:>6} {}"
+_HEADINGS = _ROW.format(
+    *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "to go", "of its time")
+)
+_LEGEND = (
+    "base: coverage of base budgets; imbalance: max/mean of what ranks compute;\n"
+    "to go: minutes; of its time: # computing, . waiting, blank the rest"
+)
+
+
+class Watch:
+    """Follows a run's step log; ``ended`` once its last iteration is there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ended = False
+        self._hosts: Mapping[Place, str] = {}
+        self._size_bytes, self._changed_s = -1, 0.0
+        self._iteration: int | None = None
+        self._said: set[str] = set()
+
+    def look(self) -> Iterator[str]:
+        """Lines on what is new since the last look; of the steps at the first look, the last."""
+        try:
+            file = step_log_path(self.directory).stat()
+            log = read_run_log(self.directory, last_bytes=_TAIL_BYTES)
+        except (RunLogError, OSError):  # not there yet, or between two renames
+            yield from self._once(f"{self.directory}: no step is logged yet")
+            return
+        iterations = log.header.iterations if log.header else None
+        if self._iteration is None:
+            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", _COLUMNS)
+            yield from (_LEGEND, _HEADINGS)
+        last, shown = log.steps[-1].iteration, self._iteration
+        new = [step for step in log.steps if shown is not None and step.iteration > shown]
+        for step in new or (log.steps[-1:] if last != shown else ()):
+            yield step_row(step, _typical_ms(log.steps[-_RECENT_STEPS:]), iterations)
+        self._iteration = last
+        if (slowest := slowest_device(log.steps[-_RECENT_STEPS:])) and slowest.slowness > _SLOW:
+            yield from self._once(self._named(slowest, log), slowest.place)
+        if log.damaged_lines:
+            yield from self._once(f"{log.damaged_lines} damaged lines left out")
+        of_all = f"{last}" if iterations is None else f"{last} of {iterations}"
+        self.ended = iterations is not None and last >= iterations
+        if self.ended:
+            yield f"{of_all}, ended"
+        elif (silent_s := self._silent_s(file)) > patience_s(log.steps):
+            why = "hangs or was stopped" if iterations else "has ended, or hangs"
+            yield from self._once(
+                f"{of_all}, silent for {silent_s / 60:.0f} min: the run {why}", last
+            )
+
+    def _once(self, text: str, about: object = None) -> Iterator[str]:
+        """The text, unless it, or another about the same, was said last."""
+        key = str(text if about is None else about)
+        if key not in self._said:
+            self._said.add(key)
+            yield text
+
+    def _silent_s(self, file: os.stat_result) -> float:
+        """Seconds since the log has grown."""
+        now_s = time.monotonic()
+        if file.st_size != self._size_bytes:
+            # At the first look the file says how old it is, by a clock that may be set.
+            age_s = time.time() - file.st_mtime if self._size_bytes < 0 else 0.0
+            self._size_bytes, self._changed_s = file.st_size, now_s - max(0.0, age_s)
+        return now_s - self._changed_s
+
+    def _named(self, slowest: SlowDevice, log: RunLog) -> str:
+        if len(self._hosts) < len(log.steps[-1].places):
+            # Ranks write their first lines one after the other, perhaps late.
+            headers = read_rank_logs(self.directory, ()).headers
+            self._hosts = {place: header.host for place, header in headers.items()}
+        (rank, stage), host = slowest.place, self._hosts.get(slowest.place)
+        where = f" on {printable(host)}" if host else ""
+        return (
+            f"slowest: rank {rank} stage {stage}{where}, {slowest.slowness:.2f} times the median "
+            "time for its work"
+        )
+
+
+def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None) -> str:
+    """A step in at most 80 characters.
+
+    Args:
+        typical_ms: of recent steps.
+        iterations: of the whole run, None where that is unknown.
+    """
+    figures, left = step.figures, ""
+    if iterations is not None and typical_ms is not None:
+        left = f"{max(0, iterations - step.iteration) * typical_ms / 60e3:,.0f}"
+    return _ROW.format(
+        step.iteration if iterations is None else f"{step.iteration} of {iterations}",
+        _cell(step.iteration_ms, shown_ms),
+        _cell(step.lm_loss, "{:.4g}".format),
+        _cell(figures.coverage, "{:.3f}".format),
+        _cell(figures.coverage_base, "{:.3f}".format),
+        _cell(figures.imbalance, "{:.2f}".format),
+        left,
+        _bar(split_time([step])),
+    ).rstrip()
+
+
+def _cell(value: float | None, layout: Callable[[float], str]) -> str:
+    return "-" if value is None else layout(value)
+
+
+def _bar(split: TimeSplit | None) -> str:
+    """Shares of computing and waiting in the step's time."""
+    if split is None or not split.step_ms > 0.0:
+        return ""
+    busy, free = (
+        round(_BAR_CHARACTERS * ms / split.step_ms)
+        for ms in (split.compute_ms, split.compute_ms + split.waiting_ms)
+    )
+    return "#" * busy + "." * (free - busy)
 
 
 class SlowDevice(NamedTuple):
@@ -104,37 +191,6 @@ class SlowDevice(NamedTuple):
 
     place: Place
     slowness: float
-
-
-def status_line(log: RunLog, hosts: Mapping[Place, str], silent_s: float | None) -> str:
-    """The last step, and what the steps before it say.
-
-    Args:
-        hosts: of every stage of every rank, as far as the ranks' logs name them.
-        silent_s: seconds since the log grew, where that says something.
-    """
-    step, recent = log.steps[-1], log.steps[-_RECENT_STEPS:]
-    measured_ms, predicted_ms = (
-        max(each) if each else None for each in (step.measured_rank_ms, step.predicted_rank_ms)
-    )
-    parts = [
-        f"iteration {step.iteration}",
-        f"{ms_text(step.iteration_ms)} ms, recently {ms_text(_typical_ms(recent))}",
-        f"loss {text_of(step.lm_loss, '.4g')}",
-        f"coverage {text_of(step.coverage.mean, '.3f')}, at base budgets "
-        f"{text_of(step.coverage.base_mean, '.3f')}",
-        f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
-    ]
-    if (slowest := slowest_device(recent)) is not None:
-        (rank, stage), slowness = slowest
-        host = hosts.get(slowest.place)
-        where = f" on {printable(host)}" if host else ""
-        parts.append(f"slowest rank {rank} stage {stage}{where} {slowness:.2f}x")
-    if silent_s is not None:
-        parts.append(f"silent for {silent_s / 60:.0f} min: the run has ended, or hangs")
-    if log.damaged_lines:
-        parts.append(f"{log.damaged_lines} damaged lines left out")
-    return " | ".join(parts)
 
 
 def patience_s(steps: Sequence[StepRecord]) -> float:

@@ -274,13 +274,13 @@ class Decoder(Struct, kw_only=True):
 
 
 def read_config(directory: Path) -> Decoder:
-    """The model that ``directory/config.json`` describes.
+    """The model that ``directory/config.json``, or a file of that kind, describes.
 
     Raises:
         ConvertError: if the file is missing or damaged, or asks for something that is not
             supported; the text names the key.
     """
-    path = directory / "config.json"
+    path = directory if directory.suffix == ".json" else directory / "config.json"
     try:
         model: Decoder = checked(_without_nulls(read_json(path)), Decoder)
     except UnreadableFileError as error:

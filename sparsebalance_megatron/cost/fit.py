@@ -114,6 +114,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
         backward_ms=fitted[Direction.BACKWARD],
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
         f"{identity.dtype} ({versions})",
+        device=identity.device,
     )
 
 

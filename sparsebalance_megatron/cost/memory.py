@@ -225,7 +225,7 @@ def stage_memory(
 def memory_lines(
     stages: Sequence[StageMemory], most: Sequence[StageMemory], source: str
 ) -> list[str]:
-    """Lines that a dry run and ``sparse-balance advise`` print.
+    """Lines with the memory of every stage, for a user.
 
     Args:
         stages: in the steps that were planned.

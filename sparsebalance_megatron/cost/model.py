@@ -40,7 +40,7 @@ class CostModel:
     ``source`` says where the numbers come from, ``work`` how many block pairs the selection
     computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
     the pipeline in segments. Parts of a layer are per layer. ``efficiency``: at which operations
-    were counted; None where they were measured.
+    were counted; None where they were measured. ``device``: whose times these are.
     """
 
     block_size: int
@@ -51,6 +51,7 @@ class CostModel:
     exchange: Exchange = field(default=Exchange())
     segments: SegmentCost = field(default=SegmentCost())
     efficiency: Efficiency | None = None
+    device: str = "an unknown device"
 
     def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
@@ -211,6 +212,7 @@ class CostModel:
             exchange=exchange_of(shape),
             source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
+            device=device.upper(),
         ).with_bandwidth(gigabytes_per_second)
 
 

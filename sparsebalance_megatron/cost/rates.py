@@ -26,6 +26,16 @@ DEVICES: Mapping[CountedDevice, CountedRates] = {
 """NVIDIA's data sheets. An H200 multiplies as fast as an H100 and has more memory."""
 
 
+def memory_gib(device: str) -> float | None:
+    """Memory of a device by the name that it gives itself; None where that names none of these.
+
+    >>> memory_gib("NVIDIA H100 80GB HBM3")
+    80.0
+    """
+    words = device.lower().replace("-", " ").split()
+    return next((rates.memory_gib for name, rates in DEVICES.items() if name in words), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of a device's peak that products reach, forward and backward together.

@@ -227,16 +227,19 @@ def open_samples(
     split_weights: str = "100,0,0",
     vocab_size: int | None = None,
     missing_loss_mask: MissingLossMask = "refuse",
+    lengths_only: bool = False,
 ) -> SampleIndex | None:
     """Open one split of a blend; None if not a single document falls into it.
 
     ``split_weights`` is Megatron's ``--split``, for blends that all splits share;
     ``missing_loss_mask`` says what happens to data sets without one beside others that have one.
-    Other arguments as of :class:`.data_set.DataSet`.
+    ``lengths_only``: lengths and order, from ``.idx`` files alone. Other arguments as of
+    :class:`.data_set.DataSet`.
     """
     if len(blend.prefixes) > _MOST_SOURCES:
         raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
-    documents = [Documents.open(prefix) for prefix in blend.prefixes]
+    open_documents = Documents.lengths_only if lengths_only else Documents.open
+    documents = [open_documents(prefix) for prefix in blend.prefixes]
     ranges = [
         (0, len(each)) if blend.whole else split_range(len(each), split_weights, split)
         for each in documents
@@ -262,20 +265,6 @@ def open_samples(
         raise DataError(
             f"{blend.place}: no loss mask beside {', '.join(samples.without_loss_mask)}, as other "
             "sources have; prepare-data writes one for conversations, and "
-            "--sparse-balance-missing-loss-mask train trains on all tokens of such a source"
+            "--sparse-balance-config missing-loss-mask=train trains on all tokens of such a source"
         )
     return samples
-
-
-def index_lengths(blend: Blend, *, max_tokens: int | None, seed: int) -> SampleIndex:
-    """All documents of a blend for planning: their lengths and order, without their tokens.
-
-    Longer documents than ``max_tokens`` are split; None takes the longest as it is.
-    """
-    documents = [Documents.lengths_only(prefix) for prefix in blend.prefixes]
-    max_tokens = max_tokens or max(int(each.lengths_tokens.max()) for each in documents)
-    data_sets = [
-        DataSet(each, (0, len(each)), max_tokens=max_tokens, overlong="split", seed=seed)
-        for each in documents
-    ]
-    return SampleIndex(data_sets, blend.weights)

@@ -40,8 +40,7 @@ def sparse_balance_attention(
     """Attend as in training, at the model's base budgets; for ``transformers``.
 
     Every document of a batch selects for itself. Tokens after a cache select as they would in one
-    pass over all tokens. The guard of training, which raises budgets below the base budget, has
-    nothing to do at it.
+    pass over all tokens.
 
     Args:
         module: the attention layer, with ``config`` and ``layer_idx``.

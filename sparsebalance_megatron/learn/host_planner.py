@@ -182,8 +182,7 @@ class HostPlanner:
                 then only chooses budgets, and holds the host to no token cap. Ranks that Megatron's
                 context parallelism groups count as one.
             pinned_LS: budgets that samples keep, such as ``StepPlan.budgets_LS`` of a plan that
-                they were in before; a column of zeros leaves a sample's to the plan. Pinned budgets
-                are executed as they are, without a guard.
+                they were in before; a column of zeros leaves a sample's to the plan.
             step: named in messages; None is :attr:`steps`.
 
         Raises:

@@ -113,7 +113,6 @@ class CoverageTotals:
         counts_L, executed_L: pairs, and executed coverage, by layer.
         executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
         minimum: the least executed coverage.
-        grown: pairs whose budget the guard raised.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
         tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
         lengths_3U: executed coverage, that of base budgets, and pairs by length bucket.
@@ -127,7 +126,6 @@ class CoverageTotals:
     base_sum: float
     count: float
     minimum: float
-    grown: float
     unobserved: int = 0
     tokens: float = 0.0
     lost_tokens: float = 0.0
@@ -142,11 +140,6 @@ class CoverageTotals:
     def base_mean(self) -> float:
         """The mean that the base budgets would have had; NaN where nothing was observed."""
         return self.base_sum / (self.count or math.nan)
-
-    @property
-    def lost(self) -> float:
-        """Mean coverage of base budgets less the executed one."""
-        return self.base_mean - self.executed_mean
 
     @property
     def lost_by_token(self) -> float:
@@ -167,21 +160,18 @@ class RecomputeTotals(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMeasurement:
-    """Measurements of one step, identical on every rank. Times in ms, NaN where unmeasured."""
+class MeasuredTimes:
+    """Times of all ranks in one step, in ms; NaN where unmeasured.
+
+    ``times_2RPVM``: forward and backward of every micro-batch on every chunk, as each rank measured
+    them. ``waiting_2RPVM``: the part of it in which the rank waited for its lockstep group; None
+    where no rank waits. ``schedule_ms``: [R, P] from the start of the step to the stage's last
+    backward.
+    """
 
     times_2RPVM: np.ndarray
-    """Forward and backward of every micro-batch on every chunk, as each rank measured them."""
     schedule_ms: np.ndarray
-    """[R, P] from the start of the step to the stage's last backward."""
-    coverage: CoverageTotals
-    lm_loss: float
-    tokens: int
-    differing_ranks: tuple[int, ...]
-    """World ranks that executed another plan than rank 0."""
-    recompute: RecomputeTotals = field(default=RecomputeTotals())
     waiting_2RPVM: np.ndarray | None = None
-    """Waiting for the lockstep group, a part of ``times_2RPVM``; None where no rank waits."""
 
     @property
     def own_2RPVM(self) -> np.ndarray:
@@ -189,6 +179,29 @@ class StepMeasurement:
         if self.waiting_2RPVM is None:
             return self.times_2RPVM
         return self.times_2RPVM - self.waiting_2RPVM
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurement(MeasuredTimes):
+    """Measurements of one step, identical on every rank.
+
+    ``differing_ranks``: world ranks that executed another plan than rank 0.
+    """
+
+    coverage: CoverageTotals
+    lm_loss: float
+    tokens: int
+    differing_ranks: tuple[int, ...]
+    recompute: RecomputeTotals = field(default=RecomputeTotals())
+
+    @property
+    def times(self) -> MeasuredTimes:
+        """The times alone."""
+        return MeasuredTimes(
+            times_2RPVM=self.times_2RPVM,
+            schedule_ms=self.schedule_ms,
+            waiting_2RPVM=self.waiting_2RPVM,
+        )
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.

@@ -7,7 +7,7 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -49,14 +49,6 @@ class PlannedStep:
     def times_2RPVM(self) -> np.ndarray:
         """Predicted forward and backward ms of every micro-batch on every chunk."""
         return self.plan.expectation.times_2RPVM
-
-    def pinned(self) -> PlannedStep:
-        """This step with all budgets pinned: every pass over it executes them as they are."""
-        micro_batches = tuple(
-            replace(micro_batch, pinned=(True,) * len(micro_batch.samples))
-            for micro_batch in self.plan.micro_batches
-        )
-        return replace(self, plan=replace(self.plan, micro_batches=micro_batches))
 
     def to_bytes(self) -> bytes:
         """This step for another process, with a hash and the version of this package."""

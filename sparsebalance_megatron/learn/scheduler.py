@@ -8,9 +8,10 @@ planning is, so that all ranks make the same plan.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +54,7 @@ class Scheduler:
         index: the samples and their lengths.
         batch_sizes: samples of every step.
         worker: plans the following step while one runs; None plans every step when it begins.
+        uncapped: whether a step that cannot keep the token cap runs above it, with a warning.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Scheduler:
         index: SampleLengths,
         batch_sizes: BatchSizes,
         worker: Executor | None = None,
+        uncapped: bool = False,
     ) -> None:
         self.job = job
         self._planner = planner
         self._batch_sizes = batch_sizes
         self._index = index
         self._worker = worker
+        self._uncapped = uncapped
         self._planned: dict[int, PlannedStep] = {}
         self._ahead: dict[int, Future[PlannedStep]] = {}
         self._followers: list[Callable[[PlannedStep], None]] = []
@@ -144,7 +148,22 @@ class Scheduler:
         first, size = self._batch_sizes.first_sample(step), self._batch_sizes.size_of(step)
         samples = self._index.global_batch(first, size)
         lengths_tokens = self._index.lengths_of(samples).tolist()
-        return self._planner.plan(step, lengths_tokens, self._job_of(step), known, samples=samples)
+        plan = partial(self._planner.plan, step, lengths_tokens, self._job_of(step), known)
+        try:
+            return plan(samples=samples)
+        except PlanError as error:
+            if not self._uncapped:
+                raise
+            warnings.warn(
+                f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
+                stacklevel=2,
+            )
+        in_order = replace(
+            self._planner.plan_settings,
+            batching="arrival",
+            max_tokens_per_micro_batch=sum(lengths_tokens),
+        )
+        return plan(samples=samples, plan_settings=in_order)
 
     def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
@@ -191,37 +210,6 @@ class Scheduler:
         return afresh
 
 
-class EvaluationPlanner(StepPlanner):
-    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
-
-    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
-    pass that needs the cap, so a step that cannot keep it runs above it, with a warning.
-    """
-
-    def plan(
-        self,
-        step: int,
-        lengths_tokens: Sequence[int],
-        job: Job,
-        known: Knowledge,
-        **others: Any,
-    ) -> PlannedStep:
-        """Plan one step."""
-        try:
-            return super().plan(step, lengths_tokens, job, known, **others)
-        except PlanError as error:
-            warnings.warn(
-                f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
-                stacklevel=2,
-            )
-            uncapped = replace(
-                self.plan_settings,
-                batching="arrival",
-                max_tokens_per_micro_batch=sum(lengths_tokens),
-            )
-            return super().plan(step, lengths_tokens, job, known, plan_settings=uncapped, **others)
-
-
 def evaluation_scheduler(
     *,
     job: Job,
@@ -233,14 +221,17 @@ def evaluation_scheduler(
     dense: bool,
     clock: Callable[[], float],
 ) -> Scheduler:
-    """Plans evaluation steps.
+    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
+
+    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
+    pass that needs the cap.
 
     Args:
         dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
     """
     if dense:
         plan_settings = replace(plan_settings, base_budget=coverage.max_blocks, layer_budgets=None)
-    planner = EvaluationPlanner(
+    planner = StepPlanner(
         job=job,
         plan_settings=replace(plan_settings, tuning="off", max_segments=1, plans_positions=False),
         cost=cost,
@@ -249,4 +240,4 @@ def evaluation_scheduler(
         clock=clock,
     )
     sizes = BatchSizes.constant(global_batch_size)
-    return Scheduler(planner, job=job, index=index, batch_sizes=sizes)
+    return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)

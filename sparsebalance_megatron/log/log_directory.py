@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sparsebalance_megatron.config import flag_name
 
@@ -29,32 +29,14 @@ def step_log_path(directory: str | Path) -> Path:
     return Path(directory) / "steps.jsonl"
 
 
-def rank_folder(directory: str | Path) -> Path:
-    """Folder in which all ranks of a run write."""
-    return Path(directory) / "ranks"
-
-
 def rank_log_path(directory: str | Path, world_rank: int) -> Path:
     """``DIR/ranks/rank-00000.jsonl``."""
-    return rank_folder(directory) / f"rank-{world_rank:05d}.jsonl"
-
-
-def rank_files(directory: Path) -> tuple[Path, ...]:
-    """The newest file of every rank that has one."""
-    found = rank_folder(directory).glob("rank-*.jsonl")
-    return tuple(
-        sorted({path.with_name(path.name.replace(".1.jsonl", ".jsonl")) for path in found})
-    )
+    return Path(directory) / "ranks" / f"rank-{world_rank:05d}.jsonl"
 
 
 def older_file(path: Path) -> Path:
-    """File of the earlier lines of a log that outgrew its size: ``NAME.1.jsonl``."""
-    return path.with_suffix(f".1{path.suffix}")
-
-
-def log_files(path: Path) -> tuple[Path, ...]:
-    """The files of one log that are there, older lines first: ``NAME.1.jsonl``, ``NAME.jsonl``."""
-    return tuple(each for each in (older_file(path), path) if each.exists())
+    """File of the earlier lines of a log that outgrew its size: ``NAME.jsonl.1``."""
+    return path.with_name(f"{path.name}.1")
 
 
 class LogDirectoryError(ValueError):
@@ -69,7 +51,7 @@ class LogDirectory:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
-        self._lock: int | None = None
+        self._lock: Any = None
 
     def check(self) -> str | None:
         """Whether logs could be written, without writing; a remark where that cannot be told.
@@ -141,32 +123,28 @@ class LogDirectory:
 
     def _logs(self) -> tuple[Path, ...]:
         steps = step_log_path(self.path)
-        return steps, older_file(steps), rank_folder(self.path)
+        return steps, older_file(steps), rank_log_path(self.path, 0).parent
 
     def _claim(self) -> None:
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        from filelock import FileLock, Timeout
+
+        lock = self.path / _LOCK
+        # A trainer may go on in the process in which it stopped.
+        self._lock = FileLock(lock, is_singleton=True)
         try:
-            # Of the process, unlike flock: a trainer may go on in the one in which it stopped.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            os.close(descriptor)
+            self._lock.acquire(timeout=0)
+            lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        except Timeout as error:
+            owner = lock.read_text(errors="replace")[:200].strip() or "unknown"
             raise self._error(
-                f"another run writes there ({owner or 'unknown'}); give every run a directory of "
-                "its own"
+                f"another run writes there ({owner}); give every run a directory of its own"
             ) from error
-        except OSError as error:
-            os.close(descriptor)
+        except NotImplementedError:
             _logger.warning(
-                "sparse balance: %s: no locks on this file system (%s); nothing keeps a second "
-                "run from writing there",
+                "sparse balance: %s: no locks on this file system; nothing keeps a second run from "
+                "writing there",
                 self.path,
-                error.strerror,
             )
-            return
-        self._lock = descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _error(self, problem: str) -> LogDirectoryError:
         return LogDirectoryError(f"{flag_name('log_dir')} {self.path}: {problem}")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-from msgspec import UNSET
 
 from sparsebalance_megatron.json_file import (
     MAX_BYTES,
@@ -24,8 +23,9 @@ from sparsebalance_megatron.json_file import (
     bounded_lines,
     open_regular,
 )
-from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
+from sparsebalance_megatron.log.log_directory import older_file, rank_log_path, step_log_path
 from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     RANK_LOG,
     STEP_LOG,
     Count,
@@ -65,12 +65,12 @@ class RunLog:
     @property
     def schedule(self) -> MegatronSchedule:
         """The pipeline schedule that the run planned with; Megatron's default without a header."""
-        return self.header.pipeline_schedule if self.header else megatron_order
+        return self.header.job.schedule if self.header else megatron_order
 
     @property
     def lockstep_ranks(self) -> int:
         """Ranks that waited for one another in every layer; 1 without a header."""
-        return (self.header.lockstep_ranks or 1) if self.header else 1
+        return self.header.job.lockstep_ranks if self.header else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,15 @@ class RankLogs:
     problems: tuple[str, ...] = ()
 
 
-class _Iteration(msgspec.Struct):
+class _Line(msgspec.Struct):
+    """What tells lines apart without decoding them."""
+
+    type: str = ""
     iteration: Count | None = None
+    log_format: int = 1
 
 
-_ITERATION = msgspec.json.Decoder(_Iteration)
+_LINE = msgspec.json.Decoder(_Line)
 
 
 @dataclass(kw_only=True)
@@ -108,17 +112,27 @@ class _LogReader[R: Record]:
     damaged_lines: int = 0
 
     def records(self) -> Iterator[R]:
-        """The records as they are read; damaged lines are noted and left out.
+        """The records as they are read; damaged lines are noted and left out, as are lines behind
+        a header of another format.
 
         Raises:
             UnreadableFileError, OSError: a file cannot be read.
         """
-        discarded = dropped = 0
-        paths = log_files(self.path) if self.last_bytes is None else ()
-        for path in paths or (self.path,):
+        discarded = dropped = foreign = 0
+        is_foreign = False
+        older = older_file(self.path)
+        for path in (
+            (older, self.path) if self.last_bytes is None and older.exists() else (self.path,)
+        ):
             with open_regular(path) as stream:
                 for number, text in enumerate(self._lines(stream), start=1):
-                    if self._is_unwanted(text):
+                    line = _Line()
+                    with suppress(DamagedLineError):
+                        line = decode(text, _LINE)
+                    if line.type in ("run", "rank"):
+                        is_foreign = line.log_format != LOG_FORMAT
+                    foreign += is_foreign
+                    if is_foreign or self._is_unwanted(text, line):
                         continue
                     try:
                         record = decode(text, self.decoder)
@@ -127,16 +141,17 @@ class _LogReader[R: Record]:
                         self.problems.append(f"{path} line {number}: {error}; left out")
                         continue
                     dropped += record.lines_dropped or 0
-                    if isinstance(record, Header) and record.lines_discarded is not UNSET:
-                        discarded = max(discarded, record.lines_discarded)
+                    if isinstance(record, Header):
+                        discarded = max(discarded, record.lines_discarded or 0)
                     yield record
-        if discarded:
-            self.problems.append(
-                f"{self.path}: the {discarded} oldest lines were discarded while training; "
-                "raise --sparse-balance-log-megabytes to keep them"
-            )
-        if dropped:
-            self.problems.append(f"{self.path}: {dropped} lines could not be written in training")
+        counts = {
+            f"{foreign} lines in another log format than {LOG_FORMAT}; left out: read them with "
+            "the version of sparsebalance_megatron that wrote them": foreign,
+            f"the {discarded} oldest lines were discarded while training; raise "
+            "--sparse-balance-config log-megabytes to keep them": discarded,
+            f"{dropped} lines could not be written in training": dropped,
+        }
+        self.problems += [f"{self.path}: {problem}" for problem, count in counts.items() if count]
 
     def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
         """All lines, or the first, which is the header, and the whole ones of the end."""
@@ -148,20 +163,17 @@ class _LogReader[R: Record]:
                 stream.readline()
         yield from bounded_lines(stream, MAX_BYTES)
 
-    def _is_unwanted(self, text: bytes) -> bool:
+    def _is_unwanted(self, text: bytes, line: _Line) -> bool:
         if self.last_bytes is not None and not text.endswith(b"\n"):
             # It is being written.
             return True
-        if self.wanted is None:
+        if self.wanted is None or line.iteration is None:
             return False
-        with suppress(DamagedLineError):
-            iteration = decode(text, _ITERATION).iteration
-            return iteration is not None and iteration not in self.wanted
-        return False
+        return line.iteration not in self.wanted
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
-    """Read ``DIRECTORY/steps.jsonl``, and ``steps.1.jsonl`` before it where the log outgrew a file.
+    """Read ``DIRECTORY/steps.jsonl``, and the file before it where the log outgrew one.
 
     A resumed run appends to its log: of the steps before, those that it repeats are left out.
 
@@ -222,53 +234,26 @@ def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """
-    wanted = frozenset(iterations)
     headers: dict[Place, RankHeader] = {}
     steps: dict[int, dict[Place, RankStep]] = {}
     problems: list[str] = []
-    for path in rank_files(directory):
-        header, of_rank, found = _read_rank(path, wanted)
-        problems += found
-        if header is None or header.tensor_parallel_rank:
-            continue
-        headers[header.place] = header
-        for iteration, step in of_rank.items():
-            steps.setdefault(iteration, {})[header.place] = step
+    for path in sorted(rank_log_path(directory, 0).parent.glob("rank-*.jsonl")):
+        reader = _LogReader(path=path, decoder=RANK_LOG, wanted=frozenset(iterations))
+        header: RankHeader | None = None
+        try:
+            for record in reader.records():
+                if isinstance(record, RankHeader):
+                    header = record
+                    if header.tensor_parallel_rank:
+                        break
+                    headers[header.place] = header
+                    if not iterations:
+                        break
+                elif header is not None:
+                    steps.setdefault(record.iteration, {})[header.place] = record
+        except (UnreadableFileError, OSError) as error:
+            reader.problems.append(f"{path}: {error}; this rank is left out")
+        if header is None:
+            reader.problems.append(f"{path}: no header line; this rank is left out")
+        problems += reader.problems
     return RankLogs(headers=headers, steps=steps, problems=tuple(problems))
-
-
-def _read_rank(
-    path: Path, wanted: frozenset[int]
-) -> tuple[RankHeader | None, dict[int, RankStep], list[str]]:
-    """The last header, steps by iteration, and problems; no steps of what repeats another rank."""
-    reader = _LogReader(path=path, decoder=RANK_LOG, wanted=wanted)
-    header: RankHeader | None = None
-    steps: dict[int, RankStep] = {}
-    headless = 0
-    try:
-        for record in reader.records():
-            if isinstance(record, RankHeader):
-                header = record
-                if header.tensor_parallel_rank or not wanted:
-                    break
-            elif header is None:
-                headless += 1
-            elif problem := _other_layers(record, header):
-                reader.problems.append(f"{path}: step {record.iteration}: {problem}; left out")
-            else:
-                steps[record.iteration] = record
-    except (UnreadableFileError, OSError) as error:
-        reader.problems.append(f"{path}: {error}; this rank is left out")
-    if header is None:
-        reader.problems.append(f"{path}: no header line; this rank is left out")
-    elif headless:
-        reader.problems.append(f"{path}: {headless} steps before the first header; left out")
-    return header, steps, reader.problems
-
-
-def _other_layers(step: RankStep, header: RankHeader) -> str | None:
-    layers = len(header.layers)
-    for micro_batch in step.micro_batches:
-        if len(micro_batch.budgets_LS) != layers:
-            return f"budgets {micro_batch.budgets.shape} must be of {layers} layers"
-    return None

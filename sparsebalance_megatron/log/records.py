@@ -9,19 +9,19 @@ S samples of a micro-batch, U length buckets, K budgets of the grid, 2 forward a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.json_file import what_is_wrong
-from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
-from sparsebalance_megatron.plan.context_groups import is_power_of_two, unshared
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, MeasuredTimes, Span
+from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
@@ -42,7 +42,11 @@ Place = tuple[int, int]
 SIDES = ("predicted", "measured")
 """What is known of a step's times."""
 
-_MAX_BLOCKS = 2**31
+LOG_FORMAT: Literal[2] = 2
+"""Changes with the keys; logs of another format are not read."""
+
+_MAX_COUNT = 2**31
+_ROUNDING_MS = 1e-3
 
 
 class DamagedLineError(ValueError):
@@ -58,274 +62,151 @@ class Record(Struct, frozen=True, kw_only=True, tag_field="type"):
 class Header(Record, frozen=True, kw_only=True):
     """First line of a file; ``lines_discarded`` older ones are gone, for space."""
 
+    log_format: Literal[2]
     lines_discarded: Count | UnsetType = UNSET
-
-
-class DataSource(Struct, frozen=True, kw_only=True):
-    """A data set that a run mixes with others."""
-
-    prefix: str
-    weight: float
-    counts: dict[str, Count]
 
 
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     """Software, devices and settings of a run.
 
     ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
-    ``seq_length``: tokens of the longest sample. ``grid``: budgets, in blocks, at which coverage is
-    observed. ``counts``: of the training samples. ``stage_layers``: global, zero-based layers by
-    pipeline stage and chunk. ``sources`` is there only where a run mixes data sets,
-    ``micro_batch_group_size`` only where it is not Megatron's default, and ``lockstep_ranks`` only
-    where several ranks begin every layer together.
+    ``seq_length``: tokens of the longest sample. ``iterations``: of the whole run, None where it
+    ends otherwise. ``grid``: budgets, in blocks, at which coverage is observed. ``counts``: of the
+    training samples. ``sources``: the data sets that a run mixes; none where there is but one.
     """
 
     config: dict[str, Any]
+    job: Job
     cost_source: str
-    data_parallel_size: Count
-    pipeline_stages: Count
-    virtual_stages: Count
-    micro_batches: Count
-    layers: Count
     global_batch_size: Count
     seq_length: Count
+    iterations: Count | None
     grid: tuple[Count, ...]
     counts: dict[str, Count]
-    stage_layers: tuple[tuple[tuple[Layer, ...], ...], ...]
-    schedule: str
+    sources: tuple[dict[str, Any], ...]
     megatron_core: str
     torch: str
     device: str
-    micro_batch_group_size: Count | UnsetType = UNSET
-    sources: tuple[DataSource, ...] | UnsetType = UNSET
-    lockstep_ranks: Length | UnsetType = UNSET
-
-    @property
-    def pipeline_schedule(self) -> MegatronSchedule:
-        """The schedule that the run planned with."""
-        return MegatronSchedule(self.micro_batch_group_size or None)
-
-
-class Predicted(Struct, frozen=True, kw_only=True):
-    """Predictions of a step by its plan; imbalances are max/mean.
-
-    ``segment_ms``: by rank, [2, P, segments of all its micro-batches]; only where stages ran
-    segments.
-    """
-
-    makespan_ms: Milliseconds
-    lower_bound_ms: Milliseconds
-    rank_makespan_ms: tuple[Milliseconds, ...]
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    rank_busy_ms: tuple[Milliseconds, ...]
-    imbalance_micro_batches: Number
-    imbalance_rank_sums: Number
-    imbalance_makespans: Number
-    work_ratio: Number
-    samples_cut: Count
-    samples_raised: Count
-    samples_clamped: Count
-    device_slowness: tuple[tuple[Number, ...], ...] | None
-    segment_ms: tuple[np.ndarray, ...] | UnsetType = UNSET
-
-
-class Measured(Struct, frozen=True, kw_only=True):
-    """Measured times of a step; ``rank_busy_ms``: computing time of each rank's busiest stage.
-
-    ``own_forward_ms`` and ``own_backward_ms`` are there only where ranks wait for one another in
-    every layer: ``forward_ms`` and ``backward_ms`` less that waiting. Busy times and imbalances are
-    of own times.
-    """
-
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    own_forward_ms: np.ndarray | UnsetType = UNSET
-    own_backward_ms: np.ndarray | UnsetType = UNSET
-    rank_busy_ms: tuple[Milliseconds, ...]
-    schedule_ms: tuple[tuple[Milliseconds, ...], ...]
-    imbalance_rank_sums: Number
-    imbalance_micro_batches: Number
 
     def __post_init__(self) -> None:
-        if self.forward_ms.ndim != 4 or not self.forward_ms.size:
-            raise ValueError("forward_ms must be [rank][stage][virtual stage][micro-batch]")
-        for name in ("own_forward_ms", "own_backward_ms"):
-            own = getattr(self, name)
-            if own is not UNSET and own.shape != self.forward_ms.shape:
-                raise ValueError(
-                    f"{name} {own.shape} must be {self.forward_ms.shape} as forward_ms"
-                )
-            if own is not UNSET:
-                _check_ms(name, own)
-
-
-class StepCoverage(Struct, frozen=True, kw_only=True):
-    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given.
-
-    ``lost_by_token``: what base budgets had given more, where every token counts alike.
-    """
-
-    mean: Share
-    min: Share
-    base_mean: Share
-    unobserved: Count
-    lost_by_token: Annotated[float, Meta(ge=-1.001, le=1.001)] | None = None
-
-
-class Recompute(Struct, frozen=True, kw_only=True):
-    """Layers that backward recomputed; see :class:`.measurement.RecomputeTotals`."""
-
-    kept: Count
-    again: Count
-    otherwise: Count
+        job = self.job
+        sizes = job.data_parallel_size, job.micro_batches, job.micro_batch_group_size or 1
+        chunks = {len(stage) for stage in job.stage_layers}
+        if min(sizes) < 1 or job.micro_batch_group_size == 0 or len(chunks) != 1 or 0 in chunks:
+            raise ValueError(
+                "job must have ranks, micro-batches, and stages of equally many chunks"
+            )
 
 
 class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
-    """One step of all ranks: planned, expected, measured. Times in ms.
+    """One step of all ranks: planned, predicted, measured. Times in ms.
 
-    ``cp_sizes``: by rank and position, how many neighbouring ranks shared the micro-batch; None
-    where none was shared. ``segments``: by rank, segments of each of its micro-batches; only where
-    stages ran segments.
+    ``cp_sizes_RM``: by rank and position, how many neighbouring ranks share the micro-batch;
+    ``segments_RM``: in how many segments it passes the pipeline. ``device_slowness_RP``: factors on
+    the devices' predicted times.
     """
 
     iteration: Count
     iteration_ms: Duration
     lm_loss: Number
-    plan_ms: Milliseconds
-    host_ms: dict[str, Milliseconds]
-    plan_wait_ms: Milliseconds
-    batching: str
-    cp_sizes: tuple[tuple[Count, ...], ...] | None
-    predicted: Predicted
-    measured: Measured
-    coverage: StepCoverage
-    guarded_samples: Count
     tokens: Count
     padded_tokens: Count
-    recompute: Recompute
-    segments: tuple[tuple[Count, ...], ...] | UnsetType = UNSET
+    plan_ms: Milliseconds
+    plan_wait_ms: Milliseconds
+    host_ms: dict[str, Milliseconds]
+    batching: str
+    cp_sizes_RM: np.ndarray
+    segments_RM: np.ndarray
+    device_slowness_RP: np.ndarray
+    figures: StepFigures
+    predicted: Expectation
+    measured: MeasuredTimes
 
     def __post_init__(self) -> None:
-        for side in (self.predicted, self.measured):
-            for name in DIRECTIONS:
-                times = getattr(side, f"{name}_ms")
-                if times.shape != self.shape:
-                    raise ValueError(
-                        f"{name}_ms {times.shape} must be {self.shape} as measured forward"
-                    )
-                _check_ms(f"{name}_ms", times)
-            if len(side.rank_busy_ms) != self.shape[0]:
-                raise ValueError(
-                    f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
-                )
-        if self.cp_sizes is not None and not _are_groups(
-            self.cp_sizes, self.shape[0], self.shape[3]
-        ):
+        shape = self.measured.times_2RPVM.shape
+        if len(shape) != 5 or shape[0] != 2 or 0 in shape:
+            raise ValueError("times must be [2][rank][stage][virtual stage][micro-batch]")
+        _, ranks, stages, chunks, positions = shape
+        arrays = {
+            "predicted.times_2RPVM": (self.predicted.times_2RPVM, shape),
+            "measured.times_2RPVM": (self.measured.times_2RPVM, shape),
+            "measured.own times": (self.measured.own_2RPVM, shape),
+            "measured.schedule_ms": (self.measured.schedule_ms, (ranks, stages)),
+            "device_slowness_RP": (self.device_slowness_RP, (ranks, stages)),
+            "cp_sizes_RM": (self.cp_sizes_RM, (ranks, positions)),
+            "segments_RM": (self.segments_RM, (ranks, positions)),
+        }
+        for rank, segment_ms in enumerate(self.predicted.segment_ms):
+            segments = int(self.segments_RM[rank].sum()) if rank < ranks else 0
+            arrays[f"segment_ms of rank {rank}"] = segment_ms, (2, stages, segments)
+        for name, (values, expected) in arrays.items():
+            if values.shape != expected:
+                raise ValueError(f"{name} {values.shape} must be {expected}")
+            if not ((values >= -_ROUNDING_MS) & (values <= LONGEST_MS) | np.isnan(values)).all():
+                raise ValueError(f"{name} must be 0 to {LONGEST_MS:g}")
+        if not _are_counts(self.cp_sizes_RM) or not _are_groups(self.cp_sizes_RM):
             raise ValueError(
-                f"cp_sizes {str(self.cp_sizes)[:60]} are no groups of neighbouring ranks"
+                f"cp_sizes_RM {str(self.cp_sizes_RM.tolist())[:60]} are no groups of neighbours"
             )
-        if self.segments and (
-            len(self.segments) != self.shape[0]
-            or self.shape[2] != 1
-            or not all(len(of_rank) == self.shape[3] and all(of_rank) for of_rank in self.segments)
-        ):
+        if not _are_counts(self.segments_RM) or (self.in_segments and chunks > 1):
             raise ValueError(
-                f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
+                f"segments_RM {str(self.segments_RM.tolist())[:60]} must be at least 1"
             )
-        expected = [(2, self.shape[1], sum(of_rank)) for of_rank in self.segments or ()]
-        found = [of_rank.shape for of_rank in self.predicted.segment_ms or ()]
-        if found not in ([], expected):
-            raise ValueError(f"segment_ms {str(found)[:60]} must be {str(expected)[:60]}")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """R, P, V and M."""
-        return self.measured.forward_ms.shape
+        return self.measured.times_2RPVM.shape[1:]
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """All stages of all data-parallel ranks."""
-        return tuple(np.ndindex(self.shape[:2]))
+        """Every stage of every rank."""
+        ranks, stages = self.shape[:2]
+        return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
 
     @property
-    def cp_sizes_RM(self) -> np.ndarray:
-        if self.cp_sizes is None:
-            return unshared(self.shape[0], self.shape[3])
-        return np.array(self.cp_sizes)
-
-    def times_2RPVM(self, side: str) -> np.ndarray:
-        """Own ms of every micro-batch, of one of :data:`SIDES`; NaN where nothing was measured."""
-        forward, backward = self.measured.own_forward_ms, self.measured.own_backward_ms
-        if side == "measured" and forward is not UNSET and backward is not UNSET:
-            return np.stack([forward, backward])
-        return self.passed_2RPVM(side)
+    def in_segments(self) -> bool:
+        """Whether stages ran segments."""
+        return bool((self.segments_RM > 1).any())
 
     @property
     def waits_in_layers(self) -> bool:
-        """Whether ranks wait for one another in layers, so that own times are logged."""
-        return self.measured.own_forward_ms is not UNSET
+        """Whether ranks wait for one another in layers."""
+        return self.measured.waiting_2RPVM is not None
+
+    def times_2RPVM(self, side: str) -> np.ndarray:
+        """Own times of every micro-batch, of one of :data:`SIDES`; NaN where nothing was
+        measured."""
+        return self.measured.own_2RPVM if side == "measured" else self.predicted.times_2RPVM
 
     def passed_2RPVM(self, side: str) -> np.ndarray:
         """What passed from the begin to the end of every micro-batch: with waiting in layers,
         where it was measured."""
-        times = getattr(self, side)
-        return np.stack([times.forward_ms, times.backward_ms])
+        times = self.measured if side == "measured" else self.predicted
+        return times.times_2RPVM
 
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was measured, forward and backward."""
         return bool(np.isfinite(self.times_2RPVM("measured")).all())
 
-    @property
-    def compute_ms(self) -> float | None:
-        """Mean over all stages of all ranks of their computing time."""
-        busy_ms = float(stage_busy_ms(self.times_2RPVM("measured")).mean())
-        return busy_ms if math.isfinite(busy_ms) else None
-
-    @property
-    def schedule_ms(self) -> float | None:
-        """From the schedule's start to the last backward of the slowest rank."""
-        ends_ms = _all_or_none([ms for stages in self.measured.schedule_ms for ms in stages])
-        return max(ends_ms) if ends_ms else None
-
-    @property
-    def measured_rank_ms(self) -> tuple[float, ...] | None:
-        """Computing time of each rank's busiest stage; None where one is missing."""
-        return _all_or_none(self.measured.rank_busy_ms)
-
-    @property
-    def predicted_rank_ms(self) -> tuple[float, ...] | None:
-        """Predicted computing time of each rank's busiest stage; None where one is unknown."""
-        return _all_or_none(self.predicted.rank_busy_ms)
-
 
 class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
     """Coverage against budget as it was known after ``iteration``.
 
     ``grid``: budgets in blocks. ``bucket_blocks``: the largest number of blocks of a document in
-    each length bucket. ``curves``: by layer and bucket; None where nothing was observed.
+    each length bucket. ``curves_LUK``: NaN where nothing was observed.
     """
 
     iteration: Count
     grid: tuple[Count, ...]
     bucket_blocks: tuple[Count, ...]
-    curves: tuple[tuple[tuple[Number, ...] | None, ...], ...]
+    curves_LUK: np.ndarray
 
     def __post_init__(self) -> None:
-        buckets, budgets = len(self.bucket_blocks), len(self.grid)
-        if not self.curves or any(
-            len(layer) != buckets or any(curve and len(curve) != budgets for curve in layer)
-            for layer in self.curves
-        ):
-            raise ValueError(f"curves must have {buckets} buckets and {budgets} budgets per layer")
-
-    @property
-    def curves_LUK(self) -> np.ndarray:
-        """The curves; NaN where nothing was observed."""
-        unknown = (None,) * len(self.grid)
-        rows = [[curve or unknown for curve in layer] for layer in self.curves]
-        return np.array(rows, dtype=np.float64)
+        shape = len(self.bucket_blocks), len(self.grid)
+        if self.curves_LUK.ndim != 3 or self.curves_LUK.shape[1:] != shape:
+            raise ValueError(f"curves_LUK {self.curves_LUK.shape} must be [layer] and {shape}")
 
 
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
@@ -342,43 +223,30 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
     def place(self) -> Place:
         return self.data_parallel_rank, self.pipeline_rank
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Those of all chunks, in the order of the rows of budgets."""
-        return tuple(layer for chunk in self.chunk_layers for layer in chunk)
 
+@dataclass(frozen=True, kw_only=True)
+class RankMicroBatch(MicroBatchPlan):
+    """A micro-batch as one rank ran it, with the budgets of that rank's layers.
 
-class RankMicroBatch(Struct, frozen=True, kw_only=True):
-    """A micro-batch as one rank ran it: budgets in blocks, coverage the mean over its layers.
-
-    It lay on ``cp_size`` neighbouring ranks, of which this was number ``member``; coverage is None
-    on all of them but member 0, and where the rank has no layers. ``samples``: their numbers in the
-    data. ``guarded``: (sample, layer) pairs whose budget the guard raised.
+    ``samples``: their numbers in the data. ``coverage``: of each, the mean over the rank's layers;
+    None on all ranks that share it but the first, and where a rank has no layers.
     """
 
-    position: Count
-    cp_size: Length
-    member: Count
-    samples: tuple[Count, ...]
-    lengths_tokens: Annotated[tuple[Length, ...], Meta(min_length=1)]
-    budgets: np.ndarray
     coverage: tuple[Share, ...] | None
-    guarded: Count
 
     def __post_init__(self) -> None:
-        budgets = self.budgets
-        if budgets.size and budgets.shape != (len(budgets), len(self.lengths_tokens)):
-            raise ValueError(f"budgets {budgets.shape} must be [layer][sample]")
-        if not ((budgets >= 1) & (budgets <= _MAX_BLOCKS)).all():
-            raise ValueError("budgets must be numbers of blocks, at least 1")
+        samples = len(self.lengths_tokens)
+        if min((*self.lengths_tokens, samples, self.cp_size)) < 1 or min(self.place) < 0:
+            raise ValueError("a micro-batch holds samples of at least one token on some rank")
+        if self.budgets_LS.size and self.budgets_LS.shape != (len(self.budgets_LS), samples):
+            raise ValueError(f"budgets_LS {self.budgets_LS.shape} must be [layer][sample]")
+        if not _are_counts(self.budgets_LS):
+            raise ValueError("budgets_LS must be numbers of blocks, at least 1")
 
     @property
-    def tokens(self) -> int:
-        return sum(self.lengths_tokens)
-
-    @property
-    def budgets_LS(self) -> np.ndarray:
-        return self.budgets.reshape(-1, len(self.lengths_tokens))
+    def place(self) -> tuple[int, int]:
+        """Its first rank, and its position there."""
+        return self.rank, self.position
 
 
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
@@ -410,10 +278,11 @@ def _plain(value: Any) -> Any:
 
 
 def _array(kind: type, value: Any) -> np.ndarray:
-    """float64; NaN for null. Raises ValueError for what is ragged or not of numbers."""
+    """Integers, or float64 with NaN for null. Raises ValueError for what is ragged or no number."""
     assert kind is np.ndarray
     try:
-        return np.array(value, dtype=np.float64)
+        found = np.array(value)
+        return found if found.dtype == np.int64 else np.array(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         raise ValueError("must be an array of numbers") from None
 
@@ -453,26 +322,22 @@ def _anything(text: bytes) -> Any:
         return None
 
 
-def _check_ms(name: str, times: np.ndarray) -> None:
-    if ((times < 0) | (times > LONGEST_MS)).any():
-        raise ValueError(f"{name} must be 0 to {LONGEST_MS:g} ms")
+def _are_counts(values: np.ndarray) -> bool:
+    whole = values.dtype.kind == "i" or not values.size
+    return whole and bool(((values >= 1) & (values <= _MAX_COUNT)).all())
 
 
-def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:
-    known = tuple(value for value in values if value is not None)
-    return known if len(known) == len(values) else None
-
-
-def _are_groups(cp_sizes: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
-    """Whether the ranks fall into aligned groups of powers of two at every position."""
-    if len(cp_sizes) != ranks or any(len(of_rank) != positions for of_rank in cp_sizes):
-        return False
-    for sizes in zip(*cp_sizes, strict=True):
+def _are_groups(cp_sizes_RM: np.ndarray) -> bool:
+    """Whether ranks fall into aligned groups of powers of two at every position."""
+    for sizes in cp_sizes_RM.T.tolist():
         rank = 0
-        while rank < ranks:
+        while rank < len(sizes):
             size = sizes[rank]
-            members = sizes[rank : rank + size]
-            if not is_power_of_two(size) or rank % size or members != (size,) * size:
+            if (
+                not is_power_of_two(size)
+                or rank % size
+                or sizes[rank : rank + size] != [size] * size
+            ):
                 return False
             rank += size
     return True

@@ -12,7 +12,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -62,7 +62,7 @@ def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
 
 def destination(field_name: str) -> str:
     """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
-    return flag_name(field_name).removeprefix("--").replace("-", "_")
+    return "sparse_balance" if field_name == "enabled" else f"sparse_balance_{field_name}"
 
 
 def add_sparse_balance_args(
@@ -87,18 +87,26 @@ def add_sparse_balance_args(
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    groups = flag_groups()
+    *groups, only_in_file = flag_groups()
     for number, group in enumerate(groups):
-        others = [each.name for other in groups if other is not group for each in other.fields]
+        own = {each.name for each in group.fields}
+        others = [each.name for each in fields(SparseBalanceConfig) if each.name not in own]
         added = PrefixedGroupFactory(SparseBalanceConfig, exclude=others).build_group(
             parser, title=f"sparse balance, {group.title}"
         )
         if number == 0:
             added.add_argument(MODE_FLAG, choices=tuple(MODES), help=OTHER_FLAGS[MODE_FLAG][1])
-            added.add_argument(FILE_FLAG, metavar="FILE", help=OTHER_FLAGS[FILE_FLAG][1])
+            added.add_argument(
+                *(FILE_FLAG,),
+                nargs="+",
+                action="extend",
+                metavar="FILE | OPTION=VALUE",
+                help=OTHER_FLAGS[FILE_FLAG][1],
+            )
         else:
             added.description = None
-    given = defaults_given_by(sys.argv[1:] if argv is None else argv)
+    given = {each.name: each.default for each in only_in_file.fields}
+    given |= defaults_given_by(sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser
 
@@ -129,6 +137,10 @@ def _cut_long_errors(parser: ArgumentParser) -> None:
     """Have a parser's errors, which repeat the words that were given, be one line each."""
     error = parser.error
     parser.error = lambda message: error(one_line(message))  # type: ignore[method-assign]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(one_line(message))
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:
@@ -182,13 +194,17 @@ def arguments_without_ranks(
         warnings.simplefilter("ignore")
         from megatron.training.arguments import parse_args, validate_args
         from megatron.training.checkpointing import load_args_from_checkpoint
-        from megatron.training.global_vars import set_global_variables
+        from megatron.training.global_vars import set_global_variables, unset_global_variables
         from megatron.training.training import get_optimizer_param_scheduler
 
+    # A process may look at several command lines, one after the other.
+    unset_global_variables()
     add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report)
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
-        check_typed_flags(add_flags(parser), argv)
+        parser = add_flags(parser)
+        parser.error = _refuse  # type: ignore[method-assign]
+        check_typed_flags(parser, argv)
         return parser
 
     args: Namespace = parse_args(add_and_check_flags)

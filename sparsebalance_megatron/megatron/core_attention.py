@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's core attention, replaced: route, guard, select, attend; and specs of layers with it.
+"""Megatron's core attention, replaced: route, select, attend; and specs of layers with it.
 
 Shape legend: T tokens of the packed sequence, H query heads and G KV heads of this tensor-parallel
 rank, D head dim of keys, F of values, S samples, K budgets, s sequence, b batch.
@@ -29,7 +29,7 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.coverage import coverage_at
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.peaks import PeakHistograms
@@ -334,7 +334,6 @@ class BudgetedCoreAttention(MegatronModule):
             grid_SK=grid_SK,
             executed_S=one_S,
             base_S=one_S,
-            grown_S=torch.zeros_like(one_S, dtype=torch.bool),
         )
         if others is not None:
             seen = seen.followed_by(others.observations[self._layer_index])
@@ -348,17 +347,13 @@ class BudgetedCoreAttention(MegatronModule):
 
     @torch.no_grad()
     def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
-        """The blocks that this rank's queries read, by guarded budgets."""
+        """The blocks that this rank's queries read."""
         options, sequence = self._options, context.sequence
         if self._reads_everything(context):
             self._observe_densely((q_THD, k_TGD), context.layout, context)
             layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
             return Selection.of_everything(layouts, k_TGD.shape[1])
         budgets_S = context.budgets_LS[self._layer_index]
-        max_budget = context.max_budgets[self._layer_index]
-        if context.observe:
-            # A guarded sample never needs more than the base budget.
-            max_budget = max(max_budget, self._base_budget)
         rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
         if sequence is not None:
             exchange = context.exchange(self._layer_index)
@@ -368,11 +363,11 @@ class BudgetedCoreAttention(MegatronModule):
             q_THD,
             k_TGD,
             softmax_scale=self._softmax_scale,
-            max_budget=max_budget,
+            max_budget=context.max_budgets[self._layer_index],
             observe=context.observe,
         )
         if context.observe:
-            budgets_S = self.guard_and_observe(ranking, budgets_S, context)
+            self.observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
     def _reads_everything(self, context: LocalMicroBatch) -> bool:
@@ -384,36 +379,17 @@ class BudgetedCoreAttention(MegatronModule):
             return False
         return context.is_dense(self._layer_index, self._dense_blocks)
 
-    def guard_and_observe(
-        self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch
-    ) -> Tensor:
-        """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
-
-        Pinned ones stay: another pass over the same sample executes them too.
-
-        Returns the budgets [S] to execute; what was seen goes into the context's observations.
-        """
-        options = self._options
-        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(ranking))
-        guarded_S, grown_S = guard_budgets(
-            curves_SK,
-            budgets_S,
-            base_budget=self._base_budget,
-            threshold=options.config.coverage_threshold,
-        )
-        if context.pinned_S is not None:
-            guarded_S = torch.where(context.pinned_S, budgets_S, guarded_S)
-            grown_S = grown_S & ~context.pinned_S
+    def observe(self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch) -> None:
+        """Note the coverage of the budgets [S] that are executed, of base budgets and the grid."""
+        curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
         seen_SK = coverage_at(
-            curves_SK, torch.cat((self._grid_and_base_on(curves_SK), guarded_S[:, None]), dim=1)
+            curves_SK, torch.cat((self._grid_and_base_on(curves_SK), budgets_S[:, None]), dim=1)
         )
         context.observations[self._layer_index] = CoverageObservation(
             grid_SK=seen_SK[:, :-2],
             executed_S=seen_SK[:, -1],
             base_S=seen_SK[:, -2],
-            grown_S=grown_S,
         )
-        return guarded_S
 
     def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
         """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""

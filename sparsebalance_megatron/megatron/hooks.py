@@ -9,19 +9,20 @@ Loads no ``megatron.training``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from sparsebalance_megatron.megatron.compat import update_sequence_statistics
 from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
-from sparsebalance_megatron.megatron.sharded_gradients import divide_by_tokens
 
 FORWARD_TIMER = "forward-compute"
 BACKWARD_TIMER = "backward-compute"
@@ -192,3 +193,31 @@ def install_hooks(
         model_config.finalize_model_grads_func = ReportingFinalize(
             recorder.end_schedule, finalize, after_finalize
         )
+
+
+def divide_by_tokens(model: Sequence[Any], tokens: Tensor | None) -> None:
+    """Divide sharded gradients by the tokens of a step, which Megatron leaves out.
+
+    With per-token loss, ``finalize_model_grads`` asks every model chunk to divide. A chunk with
+    FSDP2 does nothing then (megatron-core 0.19.2), so that gradients are sums over tokens, and
+    their mean over ranks. Chunks of a Megatron that divides are left alone.
+
+    Args:
+        model: chunks, after ``finalize_model_grads``.
+        tokens: what that function was given, and has added up over ranks; None without per-token
+            loss.
+    """
+    for chunk in model:
+        if tokens is None or not _leaves_gradients(chunk):
+            continue
+        scale = chunk.process_group.size() / tokens.clamp(min=1)
+        for parameter in chunk.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(scale)
+
+
+def _leaves_gradients(chunk: Any) -> bool:
+    return (
+        isinstance(chunk, TorchFullyShardedDataParallel)
+        and type(chunk).scale_gradients is _BaseDataParallel.scale_gradients
+    )

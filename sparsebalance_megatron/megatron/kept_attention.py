@@ -130,7 +130,7 @@ class KeptAttention:
             )
             raise RecomputeError(
                 f"layer {layer + 1}: the recomputed pass found {found}; if the model is not to "
-                "blame, use --sparse-balance-recompute-attention again"
+                "blame, use --sparse-balance-config recompute-attention=again"
             )
         changed = [
             _differs(_some_tokens(x), sample).any()

@@ -36,13 +36,12 @@ class CoverageObservation:
 
     ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
     they are attended to densely. ``executed_S``, ``base_S``: at the executed
-    and at the base budget. ``grown_S``: whether the guard raised the planned budget.
+    and at the base budget.
     """
 
     grid_SK: Tensor
     executed_S: Tensor
     base_S: Tensor
-    grown_S: Tensor
 
     def followed_by(self, others: CoverageObservation) -> CoverageObservation:
         """The observation of its documents and of others behind them."""
@@ -64,13 +63,12 @@ class LocalMicroBatch:
         layout: of the whole packed sequence; of a segment, that of the sequence so far.
         budgets_LS: on the device.
         max_budgets: each layer's largest, on the host.
-        observe: whether coverage is observed and guarded, in a training step.
+        observe: whether coverage is observed, in a training step.
         step: the training step; -1 outside of one.
         position: its place in the rank's order.
         chunk: virtual stage, 0 without virtual stages.
         sequence: the slice that runs; None where that is the whole packed sequence.
         segments: shared by the segments of a micro-batch; None where it has one.
-        pinned_S: bool on the device, whose budgets no guard may raise; None where all may be.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
         budgets_on_host_LS: budgets of all documents of the micro-batch; None where none is attended
@@ -91,7 +89,6 @@ class LocalMicroBatch:
     chunk: int = 0
     sequence: SequenceSlice | None = None
     segments: MicroBatchSegments | None = None
-    pinned_S: Tensor | None = None
     padding_documents: int = 0
     sample_tokens: int | None = None
     budgets_on_host_LS: np.ndarray | None = None
@@ -130,7 +127,6 @@ class LocalMicroBatch:
             self,
             layout=self.layout.split(documents)[1],
             budgets_LS=self.budgets_LS[:, documents:],
-            pinned_S=None if self.pinned_S is None else self.pinned_S[documents:],
             budgets_on_host_LS=None,
             observations={},
         )
@@ -226,7 +222,6 @@ def local_micro_batches(
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
     budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
-    pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
     segments, ranks = None, slices[0].ranks if slices[0] is not None else None
     if ranks is not None:
         segments = MicroBatchSegments(count=len(slices), exchange=ranks.exchange)
@@ -249,7 +244,6 @@ def local_micro_batches(
                 chunk=chunk,
                 sequence=sequence,
                 segments=segments,
-                pinned_S=None if pinned_S is None else copied_to(pinned_S[:begun], device),
                 padding_documents=padding,
                 sample_tokens=plan.tokens,
                 budgets_on_host_LS=on_host_LS,

@@ -36,11 +36,13 @@ class RunSettings:
         host_job: model and layout; its samples are at most ``--seq-length`` long, its steps the
             largest.
         dtype: torch's name without the prefix.
-        tied_embeddings, distributed_optimizer: what memory depends on besides.
+        tied_embeddings, distributed_optimizer, sharded_parameters: what memory depends on besides;
+            the last where ranks divide weights and gradients too.
         micro_batch_size: samples of a micro-batch on average.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`token_multiple`.
+        train_iters: None where the run ends otherwise.
     """
 
     host_job: HostJob
@@ -63,8 +65,10 @@ class RunSettings:
 
     tied_embeddings: bool = False
     distributed_optimizer: bool = False
+    sharded_parameters: bool = False
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
+    train_iters: int | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -167,6 +171,7 @@ class RunSettings:
             shards_parameters=_shards_parameters(args),
             split=args.split or "100,0,0",
             seed=args.seed,
+            train_iters=args.train_iters,
             data_path=tuple(args.data_path or ()),
             data_args_path=args.data_args_path,
             train_data_path=tuple(args.train_data_path or ()),
@@ -179,6 +184,8 @@ class RunSettings:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             tied_embeddings=not args.untie_embeddings_and_output_weights,
             distributed_optimizer=bool(args.use_distributed_optimizer),
+            sharded_parameters=_shards_parameters(args)
+            and args.data_parallel_sharding_strategy != "optim_grads",
         )
 
 

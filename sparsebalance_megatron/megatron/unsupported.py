@@ -19,7 +19,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import check_sharded_parameters, whole_parts
+from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
@@ -119,7 +119,7 @@ MODEL = {
     "--cp-partition-mode": "plans say which rank holds which blocks; drop it",
     "--enable-mhc-connections": "layers with several residual streams are not planned; drop it",
     "--hierarchical-context-parallel-sizes": (
-        "both exchange keys and values; use --sparse-balance-exchange hierarchical-ring"
+        "both exchange keys and values; use --sparse-balance-config exchange=hierarchical-ring"
     ),
     "--overlap-moe-expert-parallel-comm": "its combined schedule hides micro-batch times; drop it",
     "--tp-comm-overlap": "its buffers need a fixed sequence length; drop it",
@@ -137,7 +137,8 @@ MODEL = {
         "or seq_aux_loss"
     ),
     "--moe-paged-stash": (
-        "plans may have fewer micro-batches than it reads; use --sparse-balance-positions fixed"
+        "plans may have fewer micro-batches than it reads; use --sparse-balance-config "
+        "positions=fixed"
     ),
     "--num-query-groups": (
         "a KV head's ranks would choose blocks each by itself; use as many groups as "
@@ -330,9 +331,12 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
     if get("use_torch_fsdp2"):
-        flags = "--pipeline-model-parallel-size", "--expert-model-parallel-size"
-        sizes = (get(each[2:].replace("-", "_"), 1) for each in flags)
-        check_sharded_parameters(*sizes, flags=flags)
+        for flag in ("--pipeline-model-parallel-size", "--expert-model-parallel-size"):
+            if (size := get(flag[2:].replace("-", "_"), 1)) > 1:
+                raise ConfigError(
+                    f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
+                    f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
+                )
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 

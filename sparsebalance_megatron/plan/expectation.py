@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.bounds.segmented_bound import segmented_bound_ms
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.candidate import Candidate
 from sparsebalance_megatron.plan.lockstep_times import own_times

@@ -59,7 +59,7 @@ class Job:
             ConfigError: there are fewer layers than stages.
         """
         if layers < stages:
-            raise ConfigError(f"--pp {stages}: the model has {layers} layers only")
+            raise ConfigError(f"{stages} pipeline stages: the model has {layers} layers only")
         size, rest = divmod(layers, stages)
         ends = [size * (stage + 1) + min(stage + 1, rest) for stage in range(stages)]
         return cls(
@@ -150,40 +150,18 @@ def whole_parts(samples: int, name: str, sizes: dict[str, int]) -> int:
     return samples // part
 
 
-def check_sharded_parameters(stages: int, expert_ranks: int, *, flags: tuple[str, str]) -> None:
-    """Refuse pipelines and expert parallelism where all ranks share parameters (FSDP2).
-
-    Args:
-        flags: of the two sizes.
-
-    Raises:
-        ConfigError: naming one.
-    """
-    for flag, size in zip(flags, (stages, expert_ranks), strict=True):
-        if size > 1:
-            raise ConfigError(
-                f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
-                f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
-            )
-
-
-def check_cp_sizes(
-    ranks: int, cp_size: int, max_cp_size: int, *, limit: str = flag_name("max_context_parallel")
-) -> None:
+def check_cp_sizes(ranks: int, cp_size: int, max_cp_size: int) -> None:
     """Refuse context-parallel sizes that groups of neighbouring ranks cannot have.
 
     Args:
         ranks: data-parallel times context-parallel.
-        limit: the flag of the largest size.
 
     Raises:
         ConfigError: a size is no power of two that divides the ranks, or the largest is below the
             one that micro-batches have on average.
     """
-    for name, size in (
-        ("--context-parallel-size", cp_size),
-        (limit, max_cp_size),
-    ):
+    limit = flag_name("max_context_parallel")
+    for name, size in (("--context-parallel-size", cp_size), (limit, max_cp_size)):
         if not is_power_of_two(size) or ranks % size:
             raise ConfigError(
                 f"{name} {size}: must be a power of two that divides the {ranks} data-parallel x "

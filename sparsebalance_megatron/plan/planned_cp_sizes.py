@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths, coverage and costs to the plan of one step; pure, so every rank computes the same.
 
+Forms of a step, by how they start and what is searched::
+
     starts (.search)                        in one piece                  in segments (.segments)
     order of arrival, balanced by tokens,   searched places and orders    cut, ordered, traded
     balanced by latency                     (.search)
@@ -264,7 +266,6 @@ def _micro_batches(
         for rank, in_rank in enumerate(arrangement.samples)
     ]
     samples = [sample for rank in placed for micro_batch in rank for sample in micro_batch]
-    pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
@@ -282,7 +283,6 @@ def _micro_batches(
                     rank=rank,
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
-                    pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
                     segment_starts_blocks=(
                         arrangement.segment_starts_blocks[rank][position]
                         if arrangement.segment_starts_blocks

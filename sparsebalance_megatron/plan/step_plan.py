@@ -33,9 +33,8 @@ class MicroBatchPlan:
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
     of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
-    it, beginning at ``rank``, a multiple of ``cp_size``. ``pinned``: whether each sample's budgets
-    were given, and are executed as they are; empty where none were. ``segment_starts_blocks``:
-    where each of its segments begins, counted in blocks of the packed sequence; the first is 0.
+    it, beginning at ``rank``, a multiple of ``cp_size``. ``segment_starts_blocks``: where each of
+    its segments begins, counted in blocks of the packed sequence; the first is 0.
     """
 
     samples: tuple[int, ...]
@@ -44,7 +43,6 @@ class MicroBatchPlan:
     rank: int
     position: int
     cp_size: int = 1
-    pinned: tuple[bool, ...] = ()
     segment_starts_blocks: tuple[int, ...] = (0,)
 
     @property
@@ -182,8 +180,6 @@ class StepPlan:
                 )
             if micro_batch.segments > 1:
                 digest.update(f"segments from {micro_batch.segment_starts_blocks}".encode())
-            if micro_batch.pinned:
-                digest.update(f"pinned {micro_batch.pinned}".encode())
             digest.update(repr(micro_batch.budgets_LS.shape).encode())
             digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes())
             digest.update(np.asarray(micro_batch.lengths_tokens, dtype=np.int64).tobytes())

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from sparsebalance_megatron.config import Overlong
 from sparsebalance_megatron.json_file import checked, parse_json, read_text
 
 MAX_TOKENS = 65536
@@ -38,16 +39,6 @@ def chatqa2_like(samples: int, seed: int) -> np.ndarray:
     long half uniform.
     """
     long = np.random.default_rng([seed, 3]).integers(16384, 32769, samples)
-    return _bimodal(samples, seed, long)
-
-
-def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
-    """As :func:`chatqa2_like`, but the long half is 16,384 + Exp(8,000), truncated at 64K.
-
-    How far the long half reaches is not published, and the largest sample bounds what balance can
-    do; this shows how much depends on it.
-    """
-    long = 16384 + _truncated_exponential(samples, seed, mean=8000.0, limit=MAX_TOKENS - 16384)
     return _bimodal(samples, seed, long)
 
 
@@ -93,7 +84,6 @@ def _truncated_exponential(samples: int, seed: int, *, mean: float, limit: int) 
 GENERATORS: Mapping[str, Callable[[int, int], np.ndarray]] = {
     "longalign": longalign_like,
     "chatqa2": chatqa2_like,
-    "chatqa2-tail": chatqa2_tail_like,
     "prolong": prolong_like,
 }
 """Name to ``generator(samples, seed) -> int64 lengths``."""
@@ -118,7 +108,7 @@ def read_lengths(path: Path) -> np.ndarray:
 
 
 def batches_of(
-    lengths: np.ndarray, batch_size: int, steps: int, place: object = "the setup"
+    lengths: np.ndarray, batch_size: int, steps: int, place: object
 ) -> tuple[tuple[int, ...], ...]:
     """Consecutive global batches, at most ``steps``; an incomplete last one is left out.
 
@@ -131,15 +121,19 @@ def batches_of(
     batches = min(steps, len(lengths) // batch_size)
     if not batches:
         raise WorkloadError(
-            f"{place}: {len(lengths)} lengths, and a step needs --global-batch {batch_size}; give "
-            "more lengths, or lower --global-batch, --dp or --micro-batches"
+            f"{place}: {len(lengths)} samples, and a step takes --global-batch-size {batch_size}; "
+            "give more, or lower it"
         )
     whole = lengths[: batches * batch_size].reshape(batches, batch_size)
     return tuple(map(tuple, whole.tolist()))
 
 
-def split_overlong(lengths: np.ndarray, seq_length: int) -> np.ndarray:
-    """Lengths as ``--sparse-balance-overlong split`` cuts documents: none above ``seq_length``."""
+def samples_of(lengths: np.ndarray, seq_length: int, overlong: Overlong) -> np.ndarray:
+    """Lengths of the samples that documents become: none above ``seq_length``."""
+    if overlong == "drop":
+        return lengths[lengths <= seq_length]
+    if overlong == "truncate":
+        return np.minimum(lengths, seq_length)
     pieces = -(-lengths // seq_length)
     cut = np.full(int(pieces.sum()), seq_length, dtype=np.int64)
     cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * seq_length

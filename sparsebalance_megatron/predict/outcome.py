@@ -16,18 +16,20 @@ from sparsebalance_megatron.cost.memory import StageMemory
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import features
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_steps
-from sparsebalance_megatron.predict.rows import Variant, without_sharing
+from sparsebalance_megatron.predict.rows import Row
 from sparsebalance_megatron.predict.workload import Workload
 
 _NEAR = 0.005
 """Relative difference of step times at which the search for the break-even ends."""
-MOST_TRIES = 6
-"""Times that the search for the break-even plans all steps, at most."""
+_MOST_TRIES = 6
+_TRIED_STEPS = 4
+"""Steps that the search for the break-even plans, each at most so many times."""
+BREAK_EVEN_STEPS = _MOST_TRIES * _TRIED_STEPS
 _LEAST_SLOWNESS = 1e-2
 
 Watch = Callable[[], object]
@@ -43,7 +45,6 @@ class Outcome:
         speedup: the baseline's total time over this one's; 1 without a baseline.
         speedup_least: in the worst single step.
         bound_ratio: step time over the lower bound of the same samples.
-        bound_ratio_hideable: over the steps that hold no unhideable sample.
         coverage_mean: by the prior; None where nothing is known.
         coverage_base: likewise, at base budgets.
         coverage_min_drop: the largest loss of any sample and layer against its base budget.
@@ -61,7 +62,6 @@ class Outcome:
     speedup: float
     speedup_least: float
     bound_ratio: float
-    bound_ratio_hideable: float | None
     imbalance_microbatch: float
     imbalance_rank: float
     coverage_mean: float | None
@@ -107,7 +107,6 @@ def predict(
     step_ms = np.array([each.makespan_ms for each in expected])
     baseline_ms = step_ms if baseline is None else np.array(baseline.step_ms)
     ratios = step_ms / [each.lower_bound_ms for each in expected]
-    hideable = ~np.array([_unhideable(workload, batch) for batch in workload.batches])
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
     lengths = np.concatenate(workload.batches)
@@ -117,7 +116,6 @@ def predict(
         speedup=float(baseline_ms.sum() / step_ms.sum()),
         speedup_least=float((baseline_ms / step_ms).min()),
         bound_ratio=float(ratios.mean()),
-        bound_ratio_hideable=float(ratios[hideable].mean()) if hideable.any() else None,
         imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
         imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
         coverage_mean=float(np.mean(coverage)) if coverage else None,
@@ -140,7 +138,7 @@ def predict(
 
 def predict_rows(
     workload: Workload,
-    rows: Mapping[str, Variant],
+    rows: Mapping[str, Row],
     clock: Callable[[], float] = time.perf_counter,
     watch: Watch = lambda: None,
 ) -> dict[str, Outcome]:
@@ -161,19 +159,21 @@ def break_even_slowness(
 ) -> float:
     """How many times as long sparse attention may take until steps are as long as dense ones.
 
-    Plans follow the times, so that the search plans anew: the secant through the last two tries,
-    until step times agree to :data:`_NEAR`.
+    Plans follow the times, so that the search plans the first steps anew: the secant through the
+    last two tries, until step times agree to :data:`_NEAR`.
 
     Args:
-        sparse, dense: what the workload takes with sparse and with dense attention.
+        sparse, dense: what the workload takes with sparse attention; what the same batches take
+            with dense attention, in whatever layout.
 
     Returns:
         0 where steps would be longer even if sparse attention took no time.
     """
-    wanted_ms = dense.makespan_ms
-    known = [(1.0, sparse.makespan_ms)]
-    slowness = float(np.clip(wanted_ms / sparse.makespan_ms, 0.5, 4.0))
-    for _ in range(MOST_TRIES):
+    workload = replace(workload, batches=workload.batches[:_TRIED_STEPS])
+    first_ms, wanted_ms = (float(np.mean(each.step_ms[:_TRIED_STEPS])) for each in (sparse, dense))
+    known = [(1.0, first_ms)]
+    slowness = float(np.clip(wanted_ms / first_ms, 0.5, 4.0))
+    for _ in range(_MOST_TRIES):
         if abs(known[-1][1] / wanted_ms - 1.0) < _NEAR:
             break
         if len(known) > 1:
@@ -197,7 +197,7 @@ def unhideable_steps(workload: Workload) -> int:
 
 
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
-    job = without_sharing(workload.job)
+    job = replace(workload.job, context_parallel_size=1)
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     dense_LS = workload.plan_settings.dense_LS(job.layers, batch)
     costs = step_costs(batch, job, workload.cost, scales, dense_LS)

@@ -5,147 +5,92 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sparsebalance_megatron.config import Batching, ContextParallel, Tuning
-from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.peers import verl_placement
-from sparsebalance_megatron.predict.workload import Balancer, Workload
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.flags import MODES
+from sparsebalance_megatron.predict.workload import Workload
+
+_AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
+"""Samples where they arrive, and ranks that share micro-batches as Megatron has them do."""
 
 
-class Variant(NamedTuple):
-    """One way to plan.
+_CHOSEN = ("batching", "tuning")
 
-    ``context_parallel``: None leaves the ranks of the job apart, whatever its context-parallel
-    size. ``segments``: whether micro-batches may pass the pipeline in segments. ``dense``: whether
-    all layers are. ``placed_by``: another balancer. ``waits_in_layers``: whether the job's lockstep
-    groups do.
-    """
 
-    batching: Batching
-    tuning: Tuning
-    context_parallel: ContextParallel | None = None
-    segments: bool = False
-    dense: bool = False
-    placed_by: Balancer | None = None
-    waits_in_layers: bool = True
+class Row(NamedTuple):
+    """A way to plan: fields of :class:`.PlanSettings`, of which batching and tuning are the default
+    where it does not name them; and what it is, in words."""
+
+    changes: Mapping[str, Any]
+    meaning: str
 
     def of(self, workload: Workload) -> Workload:
-        """The workload, planned this way."""
-        job = workload.job if self.context_parallel else without_sharing(workload.job)
-        dynamic = self.context_parallel == "dynamic"
-        plan_settings = replace(
-            workload.plan_settings,
-            batching=self.batching,
-            tuning=self.tuning,
-            context_parallel=self.context_parallel or "static",
-            max_context_parallel=workload.plan_settings.max_context_parallel if dynamic else 1,
-            max_segments=workload.plan_settings.max_segments if self.segments else 1,
-        )
-        if job is not workload.job:
-            cap_tokens = (
-                plan_settings.max_tokens_per_micro_batch * workload.job.context_parallel_size
-            )
-            plan_settings = replace(plan_settings, max_tokens_per_micro_batch=cap_tokens)
-        if self.dense:
-            plan_settings = replace(plan_settings, layer_budgets="dense:all")
-        if not self.waits_in_layers:
-            job = replace(job, lockstep_ranks=1)
-        return replace(workload, job=job, plan_settings=plan_settings, placed_by=self.placed_by)
+        """The workload, planned this way: on the same ranks, which share what they did."""
+        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN}
+        changes |= self.changes
+        if workload.plan_settings.max_context_parallel == 1:
+            changes.pop("context_parallel", None)
+        elif "context_parallel" in changes:
+            changes["max_context_parallel"] = workload.job.context_parallel_size
+        return replace(workload, plan_settings=replace(workload.plan_settings, **changes))
 
 
-def without_sharing(job: Job) -> Job:
-    """The job whose ranks share no micro-batch, with at least one on each."""
-    micro_batches = max(1, job.micro_batches // job.context_parallel_size)
-    return replace(job, context_parallel_size=1, micro_batches=micro_batches)
-
-
-BASELINE = "baseline"
-OURS = "ours"
-ROWS: Mapping[str, Variant] = {
-    BASELINE: Variant("arrival", "off"),
-    "+DST": Variant("arrival", "anchor"),
-    "+SAB": Variant("latency", "off"),
-    "+LBB": Variant("length", "off"),
-    "LBB+DST": Variant("length", "anchor"),
-    "SAB+DST": Variant("latency", "anchor"),
-    OURS: Variant("makespan", "raise"),
-    "ours, fixed budgets": Variant("makespan", "off"),
+DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"
+ROWS: Mapping[str, Row] = {
+    DENSE: Row(
+        {**MODES["exact"], **_AS_MEGATRON},
+        "dense attention in order of arrival, as without the plugin",
+    ),
+    EXACT: Row(MODES["exact"], "dense attention, placed by the plan (--sparse-balance-mode exact)"),
+    "fixed budgets": Row({"tuning": "off"}, "base budgets for all, placed by the plan"),
+    "paper": Row(MODES["paper"], "placed by latency, budgets tuned towards their mean"),
+    OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
 }
-"""The rows of the paper's ablation table, then this package's."""
-
-SHARED_ROWS: Mapping[str, Variant] = {
-    "baseline-cp": Variant("arrival", "off", "static"),
-    "ours-static-cp": Variant("makespan", "raise", "static"),
-    "ours-dynamic-cp": Variant("makespan", "raise", "dynamic"),
+"""The first is what all others are compared with."""
+_FURTHER_ROWS: Mapping[str, Row] = {
+    "fixed budgets, arrival": Row({**_AS_MEGATRON, "tuning": "off"}, "base budgets for all"),
+    "DST": Row({**_AS_MEGATRON, "tuning": "anchor"}, "in order of arrival, the paper's budgets"),
+    "LBB": Row({"batching": "length", "tuning": "off"}, "placed by length, base budgets"),
+    "SAB": Row({"batching": "latency", "tuning": "off"}, "placed by latency, base budgets"),
+    "LBB+DST": Row({"batching": "length", "tuning": "anchor"}, "LBB, with the paper's budgets"),
 }
-"""Rows whose micro-batches several ranks share: not planned, planned with the context-parallel size
-for all, and with a planned cp_size for each."""
-
-SEGMENTED_ROWS: Mapping[str, Variant] = {
-    "ours-segments": Variant("makespan", "raise", segments=True),
-    "ours-segments-cp": Variant("makespan", "raise", "dynamic", segments=True),
-}
-"""Rows whose micro-batches may pass the pipeline in segments; in the second, ranks may share some
-of them."""
-
-PEER_ROWS: Mapping[str, Variant] = {
-    "verl": Variant("latency", "off", placed_by=verl_placement),
-    "ODC": Variant("latency", "off", waits_in_layers=False),
-}
-"""Rows of other balancers for ranks that wait for one another in every layer."""
-
-DENSE, DENSE_BALANCED = "dense", "dense, balanced"
-ROWS_LEGEND: Mapping[str, str] = {
-    BASELINE: "samples in order of arrival, fixed budgets",
-    "+DST": "budgets tuned towards an anchor latency (the paper)",
-    "+SAB": "samples placed by latency (the paper)",
-    "+LBB": "samples placed by length",
-    "ours": "samples placed by makespan, budgets raised where ranks would idle: the default",
-    "ours, fixed budgets": "placement by makespan, fixed budgets",
-    "-cp": "ranks share micro-batches: all alike (static), or as planned (dynamic)",
-    "ours-segments": "micro-batches pass the pipeline in pieces",
-    "verl": "fixed budgets, placed and ordered as verl does (its rule, at these predicted times)",
-    "ODC": "fixed budgets, sums balanced, no rank waits in a layer: the limit of its own runtime",
-    DENSE: "dense attention in order of arrival, as without the plugin",
-    DENSE_BALANCED: "dense attention, placed by makespan",
-}
-"""Row of the table, or a part of its name -> what it is."""
+_ONE_PIECE = Row({"max_segments": 1}, "ours without segments")
+_SAME_SIZE = Row({"context_parallel": "static"}, "ours, as many ranks for every micro-batch")
 
 
-def best_row(workload: Workload) -> Variant:
-    """The way that training plans by default: with all that the workload allows."""
-    cp_size, plan_settings = workload.job.context_parallel_size, workload.plan_settings
-    if plan_settings.max_segments > 1:
-        return list(_segmented_rows(workload).values())[-1]
-    if plan_settings.max_context_parallel > 1:
-        return SHARED_ROWS["ours-dynamic-cp"]
-    return SHARED_ROWS["ours-static-cp"] if cp_size > 1 else ROWS[OURS]
+def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
+    """The rows of a workload, those of dense attention first.
 
+    A workload whose layers are all dense has no others. One that is planned like none of them
+    comes last, as it is given.
 
-def dense_row(workload: Workload) -> Variant:
-    """Dense attention, otherwise planned as :func:`best_row`."""
-    return best_row(workload)._replace(tuning="off", segments=False, dense=True)
-
-
-def rows_of(workload: Workload) -> dict[str, Variant]:
-    """All rows that the workload's context-parallel sizes and segments allow."""
-    shared = dict(SHARED_ROWS)
-    is_shared = workload.job.context_parallel_size > 1
-    if not is_shared:
-        del shared["baseline-cp"], shared["ours-static-cp"]
-    if workload.plan_settings.max_context_parallel == 1:
-        del shared["ours-dynamic-cp"]
-    in_order = Variant("arrival", "off", context_parallel="static" if is_shared else None)
-    dense = {DENSE: in_order._replace(dense=True), DENSE_BALANCED: dense_row(workload)}
-    peers = PEER_ROWS if workload.job.lockstep_ranks > 1 else {}
-    return {**ROWS, **shared, **_segmented_rows(workload), **peers, **dense}
-
-
-def _segmented_rows(workload: Workload) -> dict[str, Variant]:
-    """Rows of segments, the one that plans most last; none where no segments are allowed."""
-    job, plan_settings = workload.job, workload.plan_settings
-    rows = dict(SEGMENTED_ROWS) if plan_settings.max_segments > 1 else {}
-    if rows and (job.context_parallel_size > 1 or plan_settings.max_context_parallel == 1):
-        del rows["ours-segments-cp"]
+    Args:
+        every: further rows too, which take a part of the default each.
+    """
+    settings, rows = workload.plan_settings, dict(ROWS)
+    if _is_dense(workload):
+        rows = {name: rows[name] for name in (DENSE, EXACT)}
+    elif every:
+        rows |= _FURTHER_ROWS
+        if settings.max_segments > 1:
+            rows["ours, one piece"] = _ONE_PIECE
+        if settings.context_parallel == "dynamic" and settings.max_context_parallel > 1:
+            rows["ours, static cp"] = _SAME_SIZE
+    if given_row(workload, rows) is None:
+        own = {name: getattr(settings, name) for name in _CHOSEN}
+        rows[GIVEN] = Row(own, "what these flags train")
     return rows
+
+
+def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
+    """The row that is planned as the workload itself; None where there is none."""
+    settings = workload.plan_settings
+    if _is_dense(workload):
+        settings = replace(settings, layer_budgets=MODES["exact"]["layer_budgets"])
+    planned = {name: row.of(workload).plan_settings for name, row in rows.items()}
+    return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
+
+
+def _is_dense(workload: Workload) -> bool:
+    return bool(workload.plan_settings.dense_L(workload.job.layers).all())

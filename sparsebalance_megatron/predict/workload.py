@@ -9,30 +9,29 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
-from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 COVERAGE_EXPONENT = 0.35
-
-Balancer = Callable[[Sequence[float], Sequence[int], Job, int], Placement]
-"""A function of samples' predicted ms and tokens, the job, and the cap of tokens."""
 
 
 def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
@@ -48,6 +47,42 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
     return curves
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out that costs are counted: predictions say whose times they take."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"no {flag_name('cost_table')}")
+        yield
+
+
+def memory_model(
+    job: HostJob,
+    config: SparseBalanceConfig,
+    *,
+    tied_embeddings: bool = False,
+    sequence_parallel: bool = True,
+    distributed_optimizer: bool = True,
+    sharded_parameters: bool = False,
+) -> MemoryModel:
+    """Sizes that memory depends on besides plans."""
+    layout = job.layout
+    divides = distributed_optimizer or sharded_parameters
+    return MemoryModel(
+        shape=job.shape,
+        layers_per_stage=tuple(sum(map(len, stage)) for stage in layout.stage_layers),
+        virtual_stages=layout.virtual_stages,
+        micro_batch_group_size=layout.micro_batch_group_size,
+        tied_embeddings=tied_embeddings,
+        sequence_parallel=sequence_parallel,
+        optimizer_ranks=layout.data_parallel_size if divides else 1,
+        expert_parallel_size=job.expert_parallel_size,
+        sharded_parameters=sharded_parameters,
+        recompute_all=job.recompute_all,
+        recompute_attention=job.recompute_attention,
+        attention_kept=config.recompute_attention == "keep",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Global batches in order, on a job with its costs, its memory and the coverage to expect.
@@ -57,8 +92,6 @@ class Workload:
         job: the layout, as many micro-batches a step as it may have.
         plan_settings: how steps are planned.
         memory: of the job; lists of blocks follow from plans.
-        placed_by: another balancer, which places the samples of every step by their predicted ms
-            at base budgets; None lets the plan place them.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -67,7 +100,32 @@ class Workload:
     cost: CostModel
     coverage: CoverageCurves
     memory: MemoryModel
-    placed_by: Balancer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        job: HostJob,
+        config: SparseBalanceConfig,
+        batches: Sequence[Sequence[int]],
+        *,
+        micro_batch_size: int = 1,
+    ) -> Workload:
+        """Global batches of a job that no flags describe.
+
+        Args:
+            micro_batch_size: samples of a micro-batch on average.
+        """
+        with without_warnings():
+            cost = job.cost_model(config, {})
+        config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
+        return cls(
+            batches=tuple(map(tuple, batches)),
+            job=job.layout,
+            plan_settings=job.plan_settings(config, micro_batch_size * job.max_sample_tokens),
+            cost=cost,
+            coverage=prior_coverage(job.layout.layers, job.coverage(config).grid[-1]),
+            memory=memory_model(job, config),
+        )
 
     @property
     def gpus(self) -> int:
@@ -75,6 +133,17 @@ class Workload:
         job = self.job
         ranks = job.data_parallel_size * job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
+
+    def planner(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
+        """A planner that has learnt nothing yet but the coverage to expect."""
+        return StepPlanner(
+            job=self.job,
+            plan_settings=self.plan_settings,
+            cost=self.cost,
+            coverage=copy.deepcopy(self.coverage),
+            calibrate="off",
+            clock=clock,
+        )
 
     def planned_steps(
         self, clock: Callable[[], float] = time.perf_counter
@@ -90,44 +159,16 @@ class Workload:
         Raises:
             PlanError: a batch has no placement under the policy's cap.
         """
-        batch_size = len(self.batches[0])
-        planner = StepPlanner(
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=copy.deepcopy(self.coverage),
-            calibrate="off",
-            clock=clock,
-        )
         scheduler = Scheduler(
-            planner,
+            self.planner(clock),
             job=self.job,
             index=_SampleOrder(self.batches),
-            batch_sizes=BatchSizes.constant(batch_size),
+            batch_sizes=BatchSizes.constant(len(self.batches[0])),
         )
         for step, batch in enumerate(self.batches):
-            if self.placed_by is not None:
-                placement = self.placed_by(
-                    self._base_ms_S(batch),
-                    batch,
-                    self.job,
-                    self.plan_settings.max_tokens_per_micro_batch,
-                )
-                job = replace(self.job, micro_batches=len(placement[0]))
-                yield planner.plan(step, batch, job, planner.knowledge(), placement=placement)
-                continue
             planned = scheduler.planned(step)
             scheduler.finish_step(step, self._as_predicted(batch, planned.plan))
             yield planned
-
-    def _base_ms_S(self, batch: Sequence[int]) -> list[float]:
-        """Predicted ms of every sample at its base budgets, on all chunks."""
-        job, layers = self.job, self.job.layers
-        scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-        dense_LS = self.plan_settings.dense_LS(layers, batch)
-        costs = step_costs(batch, job, self.cost, scales, dense_LS)
-        base_LS = self.plan_settings.base_LS(layers, batch)
-        return list(costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist())
 
     def _as_predicted(self, batch: Sequence[int], plan: StepPlan) -> StepMeasurement:
         """The measurement of a step that went as expected.
@@ -158,7 +199,6 @@ class Workload:
                 base_sum=float(wanted_LS.sum()),
                 count=float(known_LS.sum()),
                 minimum=expected.coverage_min or 0.0,
-                grown=0.0,
                 tokens=float(tokens_LS.sum()),
                 lost_tokens=float(((wanted_LS - executed_LS) * tokens_LS).sum()),
                 lengths_3U=np.array(

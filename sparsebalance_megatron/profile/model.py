@@ -74,8 +74,6 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                # The guard would raise budgets that random scores make lose coverage.
-                context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
                 q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
                 selection = self._select(q_THD, k_TGD, context)
                 return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
@@ -149,7 +147,6 @@ class ProfiledModel:
             budgets_LS=np.full((1, 1), budget_blocks, dtype=np.int32),
             rank=0,
             position=0,
-            pinned=(True,),
             segment_starts_blocks=tuple(
                 blocks * segment // segments for segment in range(segments)
             ),

@@ -135,3 +135,9 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
                 f"{values[differing[0]]!r} (ranks that differ: {differing})"
             )
     return found
+
+
+def print_rank_0(message: str) -> None:
+    """Print on the first rank of the default group only."""
+    if torch.distributed.get_rank() == 0:
+        print(message, flush=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +19,6 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 FLAG = flag_name("dry_run")
-_SHARDED_PARAMETERS = {"--use-torch-fsdp2", "--use-megatron-fsdp"}
 
 
 def is_requested(argv: Sequence[str]) -> bool:
@@ -31,7 +29,7 @@ def is_requested(argv: Sequence[str]) -> bool:
 def run(argv: Sequence[str]) -> None:
     """Check, plan the first step, print. Under torchrun only rank 0 does; the others return.
 
-    ``argv`` are the words of ``sys.argv``, which Megatron's parser reads.
+    ``argv`` are the words after the program's name.
     """
     early = _early_flags(argv)
     if not early.enabled:
@@ -40,15 +38,26 @@ def run(argv: Sequence[str]) -> None:
         )
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    if early.device == "cpu" or not torch.cuda.is_available():
+    on_cpu = runs_on_cpu(early.device)
+    with quiet_imports():
+        from sparsebalance_megatron.run.dry_run_report import plan_and_print
+    plan_and_print(argv, early.dry_run, on_cpu=on_cpu)
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Whether a process that stands for others runs on the CPU; then Megatron is made ready for
+    it, before it is imported.
+
+    Args:
+        device: of ``--sparse-balance-device``.
+    """
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if on_cpu:
         from sparsebalance_megatron.megatron import cpu
 
         with quiet_imports():
             cpu.install()
-    with _world(early.dry_run, connections="8" if _SHARDED_PARAMETERS & set(argv) else "1"):
-        with quiet_imports():
-            from sparsebalance_megatron.run.dry_run_report import plan_and_print
-        plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
+    return on_cpu
 
 
 def _early_flags(argv: Sequence[str]) -> Namespace:
@@ -60,27 +69,3 @@ def _early_flags(argv: Sequence[str]) -> Namespace:
     early, _ = parser.parse_known_args(argv)
     SparseBalanceConfig(dry_run=early.dry_run)
     return early
-
-
-@contextmanager
-def _world(size: int, *, connections: str) -> Iterator[None]:
-    """Be rank 0 of ``size`` ranks, or of those launched if 0, in the environment.
-
-    Megatron demands 1 connection to a device of some layouts, and more with sharded parameters,
-    for the order of kernels; none runs here.
-    """
-    size = size or int(os.environ.get("WORLD_SIZE", "1"))
-    place = {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
-    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get(
-        "CUDA_DEVICE_MAX_CONNECTIONS", connections
-    )
-    saved = {name: os.environ.get(name) for name in place}
-    os.environ.update(place)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from sparsebalance_megatron.megatron.hooks import (
 )
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
-from sparsebalance_megatron.run.run import Run
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.run.trainer import TrainerRun
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -42,29 +44,25 @@ class ForwardStep:
     Args:
         inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
             loss function returns (sum of token losses, token count, report).
-        run: gives the run that training micro-batches are reported to; called within a step,
-            because it exists only once Megatron has process groups.
+        trainer: the run that training micro-batches are reported to, which has started before the
+            first step.
     """
 
     def __init__(
         self,
         inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
-        run: Callable[[], Run],
-        max_seqlen_tokens: int,
-        device: torch.device,
+        trainer: TrainerRun,
     ) -> None:
         self._inner = inner
-        self._run = run
-        self._max_seqlen_tokens = max_seqlen_tokens
-        self._device = device
+        self._trainer = trainer
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
-            self._run().install(model_config_of(model), model)
+            self._trainer.run.install(model_config_of(model), model)
         read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         for name, values_T in (read.inputs or {}).items():
-            batch[name] = copied_to(torch.as_tensor(values_T), self._device)[None]
+            batch[name] = copied_to(torch.as_tensor(values_T), self._trainer.device)[None]
         # It lives until the step's end, without tokens. Megatron may run a step again: what is read
         # stays as it is.
         micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
@@ -72,11 +70,14 @@ class ForwardStep:
             use_true_positions(model)
         leave_out_padding(model)
         if micro_batch.observe:
-            self._run().begin_micro_batch(micro_batch)
-        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
+            planned = self._trainer.scheduler.planned(micro_batch.step)
+            self._trainer.run.begin_micro_batch(micro_batch, planned)
+        max_seqlen_tokens = self._trainer.inputs.settings.seq_length
+        batch["packed_seq_params"] = micro_batch.params(max_seqlen_tokens)
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.observe:
-            self._run().end_forward(micro_batch.step)
+            # The model's kernels are launched: time to plan the next step.
+            self._trainer.scheduler.plan_following(micro_batch.step)
         return output, partial(self._loss, loss_function, micro_batch.observe)
 
     def _loss(
@@ -98,7 +99,7 @@ class ForwardStep:
                 "tokens; Megatron adds up whole numbers, return .to(torch.int)"
             )
         if training:
-            self._run().add_loss(loss.detach(), tokens, report)
+            self._trainer.run.add_loss(loss.detach(), tokens, report)
         return loss, tokens, report
 
 

@@ -24,7 +24,8 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.expert_padding import leave_out_padding
 from sparsebalance_megatron.megatron.hooks import use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
@@ -32,44 +33,14 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
-from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.agreement import (
-    check_executed_plans,
-    check_shared_plan,
-    gather_or_raise,
-    shown,
-)
+from sparsebalance_megatron.run.agreement import check_shared_plan, gather_or_raise, shown
 from sparsebalance_megatron.run.micro_batches import SequencePacking
-from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
-from sparsebalance_megatron.run.session import print_rank_0
-from sparsebalance_megatron.run.trainer import RunHandle, checked_config
+from sparsebalance_megatron.run.run import IntegrationError, Run
+from sparsebalance_megatron.run.trainer import checked_config
 
 
-class _AttachedPlans:
-    """The :class:`.run.PlanSource` of a host, which plans itself and attaches the plan it runs."""
-
-    def __init__(self, planner: HostPlanner) -> None:
-        self._planner = planner
-        self.coverage = planner.coverage
-        self.attached: PlannedStep | None = None
-
-    def planned(self, step: int) -> PlannedStep:
-        """The step that the host runs."""
-        assert self.attached is not None, "attach has set it"
-        return self.attached
-
-    def plan_following(self, step: int) -> None:
-        """The host asks for its next plan itself."""
-
-    def finish_step(self, step: int, measured: StepMeasurement) -> None:
-        """Learn from a step; losses are the host's, so all of its tokens count."""
-        planned = self.planned(step)
-        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
-        self._planner.learn(planned, replace(measured, tokens=tokens))
-
-
-class HostRun(RunHandle):
+class HostRun:
     """One run on one rank of a host that owns its data; :func:`begin_host_run` makes it.
 
     ``job`` is what a planner in another process needs; ``planner`` knows what the steps of this run
@@ -85,19 +56,32 @@ class HostRun(RunHandle):
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        super().__init__(self.planner.config, self.planner.coverage.grid, transformer_config)
+        self._options = AttentionOptions(self.planner.config, self.planner.coverage.grid)
+        self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
-        self._plans = _AttachedPlans(self.planner)
         self._packing = SequencePacking.of_run(
             config,
             largest_cp_size=self.planner.max_cp_size,
             pad_to_multiple_of=token_multiple(transformer_config),
             neighbours_per_node=job.neighbours_per_node,
         )
-        self._run = Run(job.layout, self._plans, Loop(), device, agreement=self._packing.agreement)
-        if notice := lockstep_notice(job.layout.lockstep_ranks):
-            print_rank_0(f"sparse balance: {notice}")
+        coverage, agreement = self.planner.coverage, self._packing.agreement
+        self._run = Run(job.layout, coverage, self._learn, device, agreement=agreement)
+
+    def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step; losses are the host's, so all of its tokens count."""
+        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
+        self.planner.learn(planned, replace(measured, tokens=tokens))
+
+    def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
+        """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
+
+        Args, errors: see :meth:`.TrainerRun.layer_spec`.
+        """
+        if spec is None:
+            spec = default_layer_spec(self._transformer_config, vp_stage)
+        return replace_core_attention(spec, self._options)
 
     def plan_as_placed(
         self,
@@ -263,10 +247,8 @@ class HostRun(RunHandle):
             chunk=vp_stage or 0,
         )
         if learn:
-            self._run.check_ended(planned)
-            self._plans.attached = planned
             self._run.install(self._transformer_config, model)
-            self._run.begin_micro_batch(micro_batch)
+            self._run.begin_micro_batch(micro_batch, planned)
         elif agreement is not None and position == micro_batch.chunk == 0:
             # Every pass begins here; that of a training step is checked by its run.
             check_shared_plan(step, planned.plan.digest(), agreement)
@@ -307,22 +289,10 @@ class HostRun(RunHandle):
                 given what :meth:`attach` returns.
             PlanMismatchError: on all ranks alike, if they executed different plans.
         """
-        run = self._run
-        problem = run.problem(
+        return self._run.end_whole_step(
             "attach each micro-batch of the plan once per model chunk, on every pipeline stage",
             "what attach returns",
         )
-        if problem is None and not run.timed:
-            problem = (
-                "end_step: no forward was timed; give begin_host_run the config object that the "
-                "model holds"
-            )
-        digest = b"" if run.running is None else run.running.plan.digest()
-        failing = check_executed_plans(problem is not None, digest, self._device)
-        if failing:
-            other = f"end_step: ranks {shown(failing)} have a problem of their own to report"
-            raise IntegrationError(problem or other)
-        return run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint; alike on all ranks, between a step's end and the next."""

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import dense_length_line, with_dense_length
-from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
@@ -30,7 +30,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.even_stages import even_stages
-from sparsebalance_megatron.predict.workload import Workload, prior_coverage
+from sparsebalance_megatron.predict.workload import Workload, memory_model, prior_coverage
 from sparsebalance_megatron.selector_registry import source_of
 
 _LONGEST_VALUE = 80
@@ -38,11 +38,10 @@ _LONGEST_VALUE = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Inputs of a run, alike on all ranks.
+class JobInputs:
+    """What plans of a run follow from, besides its samples.
 
     Attributes:
-        valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
@@ -52,9 +51,6 @@ class Inputs:
     config: SparseBalanceConfig
     settings: RunSettings
     plan_settings: PlanSettings
-    train: SampleIndex
-    valid: SampleIndex | None
-    test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
     dense_by_costs: bool = False
@@ -68,7 +64,7 @@ class Inputs:
         """A line on which documents are attended to densely."""
         return dense_length_line(self.config, self.cost, self.settings.seq_length)
 
-    def with_kept_dense_length(self, tokens: int | None) -> Inputs:
+    def with_kept_dense_length(self, tokens: int | None) -> Self:
         """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
         if tokens is None or not self.dense_by_costs:
             return self
@@ -77,6 +73,43 @@ class Inputs:
             config=replace(self.config, dense_up_to=str(tokens)),
             plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
         )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the first step."""
+        return self.settings.batch_sizes.size_of(0)
+
+    def workload_of(self, batches: tuple[tuple[int, ...], ...]) -> Workload:
+        """Global batches of samples of these lengths, with the prior of coverage."""
+        settings = self.settings
+        return Workload(
+            batches=batches,
+            job=self.job,
+            plan_settings=self.plan_settings,
+            cost=self.cost,
+            coverage=prior_coverage(self.job.layers, self.grid[-1]),
+            memory=memory_model(
+                settings.host_job,
+                self.config,
+                tied_embeddings=settings.tied_embeddings,
+                sequence_parallel=settings.sequence_parallel,
+                distributed_optimizer=settings.distributed_optimizer,
+                sharded_parameters=settings.sharded_parameters,
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(JobInputs):
+    """Inputs of a run, alike on all ranks.
+
+    Attributes:
+        valid, test: None where the run does not evaluate on them.
+    """
+
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
@@ -105,38 +138,8 @@ class Inputs:
         return replace(self, plan_settings=replace(self.plan_settings, plans_positions=False))
 
     def workload(self, steps: int) -> Workload:
-        """The first training steps, with the prior of coverage: what later steps may be like."""
-        sizes, index = self.settings.batch_sizes, self.train
-        size = sizes.size_of(0)
-        return Workload(
-            batches=tuple(
-                tuple(index.lengths_of(index.global_batch(step * size, size)).tolist())
-                for step in range(steps)
-            ),
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=prior_coverage(self.job.layers, self.grid[-1]),
-            memory=self.memory,
-        )
-
-    @property
-    def memory(self) -> MemoryModel:
-        """Sizes that memory depends on besides plans."""
-        job, settings, host_job = self.job, self.settings, self.settings.host_job
-        return MemoryModel(
-            shape=host_job.shape,
-            layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
-            virtual_stages=job.virtual_stages,
-            micro_batch_group_size=job.micro_batch_group_size,
-            tied_embeddings=settings.tied_embeddings,
-            sequence_parallel=settings.sequence_parallel,
-            optimizer_ranks=job.data_parallel_size if settings.distributed_optimizer else 1,
-            expert_parallel_size=host_job.expert_parallel_size,
-            recompute_all=host_job.recompute_all,
-            recompute_attention=host_job.recompute_attention,
-            attention_kept=self.config.recompute_attention == "keep",
-        )
+        """The first training steps: what later steps may be like."""
+        return self.workload_of(first_batches(self.train, self.global_batch_size, steps))
 
     def scheduler(self) -> Scheduler:
         """Make the scheduler of a run that has observed nothing yet."""
@@ -180,8 +183,44 @@ class Inputs:
         return self.evaluation_scheduler(index, coverage).planned(largest)
 
 
+def first_batches(index: SampleIndex, size: int, steps: int) -> tuple[tuple[int, ...], ...]:
+    """Lengths of the samples of the first steps."""
+    return tuple(
+        tuple(index.lengths_of(index.global_batch(step * size, size)).tolist())
+        for step in range(steps)
+    )
+
+
+def read_job_inputs(
+    settings: RunSettings,
+    config: SparseBalanceConfig,
+    device_type: str,
+    lengths_tokens: np.ndarray,
+) -> JobInputs:
+    """Read the cost table, which must be of ``device_type``, and lay out the job.
+
+    Args:
+        lengths_tokens: of all training samples.
+    """
+    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
+    job = settings.host_job
+    run = run_identity(job.shape, settings.dtype, config, device_type).flat()
+    if config.dry_run is not None:  # not necessarily where training will run
+        del run["device"]
+    cost, dense_by_costs = job.cost_model(config, run), config.dense_up_to == "auto"
+    config = with_dense_length(config, cost, job.max_sample_tokens)
+    return JobInputs(
+        config=config,
+        settings=settings,
+        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
+        grid=job.coverage(config).grid,
+        cost=cost,
+        dense_by_costs=dense_by_costs,
+    )
+
+
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
-    """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
+    """Read the index of samples, and what plans follow from besides; see read_job_inputs."""
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -217,25 +256,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
-    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
-    job = settings.host_job
-    run = run_identity(job.shape, settings.dtype, config, device_type).flat()
-    if config.dry_run is not None:  # not necessarily where training will run
-        del run["device"]
-    cost = job.cost_model(config, run)
-    dense_by_costs = config.dense_up_to == "auto"
-    config = with_dense_length(config, cost, job.max_sample_tokens)
-    return Inputs(
-        config=config,
-        settings=settings,
-        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
-        train=train,
-        valid=valid,
-        test=test,
-        grid=job.coverage(config).grid,
-        cost=cost,
-        dense_by_costs=dense_by_costs,
-    )
+    of_job = read_job_inputs(settings, config, device_type, lengths_tokens)
+    return Inputs(**vars(of_job), train=train, valid=valid, test=test)
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:

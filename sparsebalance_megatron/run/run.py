@@ -7,9 +7,9 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,25 @@ from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import FinishedStep
-from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.log.scalars import COUNTS_IN_LOG_LINE, LOG_LINE, PREFIX
 from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
+from sparsebalance_megatron.plan.job import Job, lockstep_notice
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
-from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
+from sparsebalance_megatron.run.agreement import (
+    PlanMismatchError,
+    check_executed_plans,
+    check_shared_plan,
+    print_rank_0,
+    shown,
+)
 from sparsebalance_megatron.run.sinks import StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
@@ -53,68 +59,35 @@ class NoTimers:
     stop = start
 
 
-class Loop:
-    """Whoever owns the training loop; as it stands, a trainer that ends its steps itself."""
-
-    def follow(
-        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
-    ) -> None:
-        """Let the recorder hear the timers of a forward that begins.
-
-        ``end_step`` is for a loop that does not end steps itself, to be called when gradients are
-        final.
-        """
-        if model_config.timers is None:
-            model_config.timers = NoTimers()
-        install_hooks(model_config, recorder, lambda: None)
-
-    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
-        """Show the figures of a step, whose micro-batches reported ``reports``."""
-
-
-class PlanSource(Protocol):
-    """Plans of steps, made from the lengths of coming samples, by whoever owns the data."""
-
-    @property
-    def coverage(self) -> CoverageCurves:
-        """The coverage curves that plans are made from."""
-
-    def planned(self, step: int) -> PlannedStep:
-        """The plan of the step that runs, or of one that comes."""
-
-    def plan_following(self, step: int) -> None:
-        """The device is busy with ``step``: a good time to plan the next one."""
-
-    def finish_step(self, step: int, measured: StepMeasurement) -> None:
-        """Learn from a step."""
-
-
 class Run:
-    """One run on one rank, called by :class:`.forward_step.ForwardStep` for each forward step.
+    """The steps of one run on one rank: measured, compared with their plans and learnt from.
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
+        coverage: the curves that plans are made from.
+        learn: learns from a step.
+        ends_steps: whether a step ends when Megatron's loop has final gradients, whose log line
+            then has the step's figures. Otherwise the trainer calls :meth:`end_whole_step`.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
         agreement: ranks that may share micro-batches with this one, over a backend of the host.
-        after_step: called when a step has been learnt from, where state may be kept.
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
         clock: seconds.
 
-    ``seen`` are the running step's micro-batches on this rank, which hold what their layers
-    observed; ``running`` is its plan, None before its first forward.
+    ``sinks`` are what logs steps, if anything does. ``seen`` are the running step's micro-batches
+    on this rank, which hold what their layers observed; ``running`` is its plan, None before its
+    first forward.
     """
 
     def __init__(
         self,
         job: Job,
-        plans: PlanSource,
-        loop: Loop,
+        coverage: CoverageCurves,
+        learn: Callable[[PlannedStep, StepMeasurement], None],
         device: torch.device,
         *,
+        ends_steps: bool = False,
         extra_steps: int = 0,
-        sinks: StepSinks | None = None,
         agreement: ProcessGroup | None = None,
-        after_step: Callable[[], None] = lambda: None,
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -122,13 +95,12 @@ class Run:
         self._knows_collectives = check_lockstep_ranks(job.lockstep_ranks)
         self.place = place = rank_place()
         self.job = job
-        self.plans = plans
         self.extra_steps = extra_steps
-        self._loop = loop
+        self._learn = learn
+        self._ends_steps = ends_steps
         self._device = device
-        self._sinks = sinks
+        self.sinks: StepSinks | None = None
         self._agreement = agreement
-        self._after_step = after_step
         self._token_counts = token_counts
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
@@ -139,11 +111,13 @@ class Run:
         self._reducer = StepReducer(
             job,
             place,
-            buckets=plans.coverage.buckets,
-            grid_size=len(plans.coverage.grid),
+            buckets=coverage.buckets,
+            grid_size=len(coverage.grid),
             device=device,
         )
         self.begin_step()
+        if notice := lockstep_notice(job.lockstep_ranks):
+            print_rank_0(f"sparse balance: {notice}")
 
     def begin_step(self) -> None:
         """Forget what the running step has observed."""
@@ -162,33 +136,29 @@ class Run:
                 other ranks in its layers is not measured.
         """
         self._host_time.begin_forward_step()
-        self._loop.follow(model_config, self._recorder, self.end_step)
+        if model_config.timers is None:
+            model_config.timers = NoTimers()
+        end_step = self.end_step if self._ends_steps else lambda: None
+        install_hooks(model_config, self._recorder, end_step)
         if self.job.lockstep_ranks > 1:
             self._hears_collectives &= model is not None
             if self._hears_collectives:
                 watch_expert_collectives(model, self._recorder)
 
-    def check_ended(self, planned: PlannedStep) -> None:
-        """Check that no step runs, or the one that ``planned`` is for."""
-        running = self.running
-        if running is None or planned is running:
-            return
-        if planned.plan.digest() != running.plan.digest():
-            raise IntegrationError(
-                f"a micro-batch of step {planned.plan.step} begins, but end_step was not called "
-                f"for step {running.plan.step}; call it once per step on every rank, after all "
-                "micro-batches of the plan"
-            )
-
-    def begin_micro_batch(self, micro_batch: LocalMicroBatch) -> None:
-        """Name the forward that is running, and keep it for the step's end."""
-        step = micro_batch.step
-        planned = self.plans.planned(step)
-        self.check_ended(planned)
-        first = self.running is None
-        if first:
+    def begin_micro_batch(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
+        """Name the forward that is running, and keep it for the end of the step that ``planned``
+        is for."""
+        running, step = self.running, planned.plan.step
+        first = running is None
+        if running is None:
             self.running = planned
             self._recorder.expect(self._schedule(planned))
+        elif planned is not running and planned.plan.digest() != running.plan.digest():
+            raise IntegrationError(
+                f"a micro-batch of step {step} begins, but end_step was not called for step "
+                f"{running.plan.step}; call it once per step on every rank, after all "
+                "micro-batches of the plan"
+            )
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position, micro_batch.segment)
         self.seen.append(micro_batch)
         # The step's first micro-batch waited for the plan.
@@ -197,22 +167,34 @@ class Run:
             # Waits for ranks, which is no time of this plugin's.
             check_shared_plan(step, planned.plan.digest(), self._agreement)
 
-    def end_forward(self, step: int) -> None:
-        """The model's kernels are launched: time to think about the next step."""
-        self.plans.plan_following(step)
-
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """Keep a micro-batch's loss, and the report that the loop will read after the step."""
         with self._host_time.counted("hooks"):
             self._losses.append(torch.stack([loss.double(), tokens.double()]))
             self._reports.append(report)
 
-    def problem(self, remedy: str, model_remedy: str) -> str | None:
-        """Say what is missing of a whole step on this rank, for a loop that ends steps itself.
+    def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
+        """End a step where the trainer calls; collective.
 
-        ``remedy`` is for missing forwards, ``model_remedy`` says what to give the model where its
-        attention is not the plugin's.
+        Args:
+            remedy: for missing forwards.
+            model_remedy: what to give the model where its attention is not the plugin's.
+
+        Raises:
+            IntegrationError: on all ranks alike, if one has run no whole step, or its model was not
+                given what carries budgets.
+            PlanMismatchError: on all ranks alike, if they executed different plans.
         """
+        problem = self._problem(remedy, model_remedy)
+        digest = b"" if self.running is None else self.running.plan.digest()
+        failing = check_executed_plans(problem is not None, digest, self._device)
+        if failing:
+            other = f"end_step: ranks {shown(failing)} have a problem of their own to report"
+            raise IntegrationError(problem or other)
+        return self.end_step()
+
+    def _problem(self, remedy: str, model_remedy: str) -> str | None:
+        """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
         forwards = sum(self._schedule(running).segments_M) if running else self.job.micro_batches
         expected = len(stage) * forwards
@@ -225,12 +207,12 @@ class Run:
                 "plugin's attention; build the model with run.layer_spec and give it "
                 f"{model_remedy}"
             )
+        if not self._recorder.timed:
+            return (
+                "end_step: no forward was timed; give begin_host_run the config object that the "
+                "model holds"
+            )
         return None
-
-    @property
-    def timed(self) -> bool:
-        """Whether a forward of the running step was timed."""
-        return self._recorder.timed
 
     def end_step(self) -> dict[str, float]:
         """Learn from the step and return its figures; called after the gradient reduction, on every
@@ -245,7 +227,7 @@ class Run:
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
-            measured, executed_and_grown_O2 = self._reducer.reduce(
+            measured, executed_O = self._reducer.reduce(
                 segments_M=self._schedule(planned).segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
@@ -256,17 +238,18 @@ class Run:
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
             self._stop_on_mismatch(planned.plan.step, measured)
-            self.plans.finish_step(planned.plan.step, measured)
-            self._after_step()
+            self._learn(planned, measured)
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
             token_counts = self._token_counts(planned.plan)
-            figures = step_figures(planned.plan.expectation, measured, token_counts)
-            self._loop.step_ended(self._reports, figures)
+            figures = StepFigures.of(planned, measured)
+            logged = logged_figures(figures, token_counts)
+            if self._ends_steps:
+                add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
         host_ms = self._host_time.take_ms()
-        if self._sinks is not None:
+        if self.sinks is not None:
             with self._host_time.counted("log"):
                 finished = FinishedStep(
                     iteration=self._iteration(planned.plan.step),
@@ -275,12 +258,13 @@ class Run:
                     else (self._step_ended_s - previous_s) * 1e3,
                     planned=planned,
                     measured=measured,
+                    figures=figures,
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
                 )
-                self._sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
+                self.sinks.write(finished, times, observed.pieces, executed_O)
         self.begin_step()
-        return figures
+        return logged
 
     def _schedule(self, planned: PlannedStep) -> SegmentedSchedule:
         """Segments of this rank's micro-batches, in the order in which they run."""
@@ -300,33 +284,34 @@ class Run:
 
     def _stop_on_mismatch(self, step: int, measured: StepMeasurement) -> None:
         if differing := measured.differing_ranks:
-            if self._sinks is not None:
-                self._sinks.write_mismatches(self._iteration(step), len(differing))
+            if self.sinks is not None:
+                self.sinks.write_mismatches(self._iteration(step), len(differing))
             raise PlanMismatchError(
                 f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
                 "check that all ranks run the same software on the same data"
             )
 
 
-def step_figures(
-    expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
-) -> dict[str, float]:
+def logged_figures(figures: StepFigures, token_counts: Mapping[str, int]) -> dict[str, float]:
     """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
-    busy_R = rank_busy_ms(measured.own_2RPVM)
-    predicted_R = rank_busy_ms(expectation.times_2RPVM)
-    counts = dict(token_counts) | {
-        "unobserved": measured.coverage.unobserved,
-        "attended-again": measured.recompute.again,
-        "recomputed-otherwise": measured.recompute.otherwise,
-    }
-    values = {
-        "imbalance": imbalance(busy_R),
-        "predicted-to-measured": predicted_R.max() / busy_R.max(),
-        "coverage": measured.coverage.executed_mean,
-        "tuned-samples": expectation.samples_cut + expectation.samples_raised,
-    }
+    values = {name: getattr(figures, name) for name in LOG_LINE}
+    counts = {name: getattr(figures, name) for name in COUNTS_IN_LOG_LINE} | dict(token_counts)
     values |= {name: count for name, count in counts.items() if count}
-    return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+    return {f"{PREFIX}/{name.replace('_', '-')}": float(of) for name, of in values.items()}
+
+
+def add_figures(
+    reports: Sequence[dict[str, Tensor]], figures: Mapping[str, float], device: torch.device
+) -> None:
+    """Add a step's figures to what Megatron logs of it.
+
+    Megatron reads the micro-batches' reports only after the step, so those of the last stage can
+    still take what is known at its end. It averages a single value over micro-batches alone.
+    """
+    if reports:
+        values = copied_to(torch.tensor(list(figures.values()), dtype=torch.float), device)
+        for report in reports:
+            report.update(zip(figures, values.unbind(), strict=True))
 
 
 def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> list[Place]:

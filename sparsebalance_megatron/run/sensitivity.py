@@ -77,13 +77,13 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     for name, value in _WITHOUT.items():
         setattr(args, destination(name), value)
     hooks = make_training_hooks(args, device_type, lambda line: None)
-    session, peaks = hooks.session, hooks.counting_peaks()
-    args.eval_iters = -(-samples // session.inputs.settings.evaluation_batch_size)
+    run, peaks = hooks.run, hooks.counting_peaks()
+    args.eval_iters = -(-samples // run.inputs.settings.evaluation_batch_size)
 
     def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
-        session.start(consumed_samples=0)
-        index = session.inputs.train
-        return None, session.evaluation_iterator(index, consumed_samples=0, vp_stage=vp_stage), None
+        run.start(consumed_samples=0)
+        batches = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
+        return None, batches, None
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
     run_pretrain(
@@ -95,7 +95,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     torch.distributed.all_reduce(peaks.counts_LX)
     if args.rank > 0:
         return None
-    block_size = session.inputs.config.block_size
+    block_size = run.inputs.config.block_size
     sensitivities = tuple(peaks.quantile_L(QUANTILE))
     if not any(sensitivities):
         raise ConfigError(
@@ -106,7 +106,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         sensitivities=sensitivities,
         measure=_MEASURE,
         block_size=block_size,
-        samples=args.eval_iters * session.inputs.settings.evaluation_batch_size,
+        samples=args.eval_iters * run.inputs.settings.evaluation_batch_size,
         versions={
             "sparsebalance-megatron": __version__,
             "megatron-core": megatron_version(),

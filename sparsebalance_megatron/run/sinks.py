@@ -7,7 +7,6 @@ Shape legend: L layers, U length buckets, K budgets of the grid, O rows of obser
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -16,15 +15,15 @@ import torch
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepTimes
 from sparsebalance_megatron.log.log_directory import rank_log_path, step_log_path
-from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
     rank_header,
     rank_step,
-    run_header,
     step_record,
 )
+from sparsebalance_megatron.log.records import LOG_FORMAT, RunHeader
 from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -46,8 +45,8 @@ class StepSinks:
     inputs: Inputs
     place: RankPlace
     coverage: CoverageCurves
-    step_log: BackgroundLog | None
-    rank_log: BackgroundLog | None
+    step_log: RunLog | None
+    rank_log: RunLog | None
     scalars: ScalarWriter | None
 
     def write(
@@ -55,12 +54,12 @@ class StepSinks:
         step: FinishedStep,
         times: StepTimes,
         pieces: tuple[Piece, ...],
-        executed_and_grown_O2: np.ndarray,
+        executed_O: np.ndarray,
     ) -> None:
         """Hand the step to everything that wants it.
 
-        ``times`` are this rank's; ``pieces`` say whose coverage it observed,
-        ``executed_and_grown_O2`` how much it was.
+        ``times`` are this rank's; ``pieces`` say whose coverage it observed, ``executed_O`` how
+        much it was.
         """
         if self.rank_log is not None:
             self.rank_log.append(
@@ -72,7 +71,7 @@ class StepSinks:
                     job=self.inputs.job,
                     times=times,
                     pieces=pieces,
-                    executed_and_grown_O2=executed_and_grown_O2,
+                    executed_O=executed_O,
                 )
             )
         if self.step_log is not None:
@@ -103,42 +102,37 @@ class StepSinks:
 
 
 def open_sinks(
-    inputs: Inputs,
-    place: RankPlace,
-    coverage: CoverageCurves,
-    device: torch.device,
-    *,
-    resumed: bool,
+    inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
 ) -> StepSinks:
-    """The sinks of this rank, by the flags; ``resumed`` continues logs of an earlier run."""
+    """The sinks of this rank, by the flags; logs that are there are continued."""
     step_log = rank_log = None
-    directory = inputs.config.log_dir
+    directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
     if directory is not None:
-        writer = ThreadPoolExecutor(1, "sparse-balance-log")
-        max_bytes = inputs.config.log_megabytes * 10**6
-        rank_file = JsonLinesFile(rank_log_path(directory, place.world_rank), max_bytes=max_bytes)
-        rank_log = BackgroundLog(rank_file, writer)
-        rank_log.begin(rank_header(place, inputs.job, socket.gethostname()), resumed=resumed)
-        if place.world_rank == 0:
-            step_file = JsonLinesFile(step_log_path(directory), max_bytes=max_bytes)
-            step_log = BackgroundLog(step_file, writer)
-            header = run_header(
-                config=asdict(inputs.config),
-                cost_source=inputs.cost.source,
-                job=inputs.job,
-                global_batch_size=inputs.settings.global_batch_size,
-                seq_length=inputs.settings.seq_length,
-                grid=inputs.grid,
-                counts=asdict(inputs.train.counts),
-                megatron_core=megatron_version(),
-                torch=str(torch.__version__),
-                device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-                sources=[
-                    {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
-                    for each in inputs.train.sources
-                ],
-            )
-            step_log.begin(header, resumed=resumed)
+        rank_log = RunLog(
+            rank_log_path(directory, place.world_rank),
+            rank_header(place, inputs.job, socket.gethostname()),
+            max_bytes=max_bytes,
+        )
+    if directory is not None and place.world_rank == 0:
+        header = RunHeader(
+            log_format=LOG_FORMAT,
+            config=asdict(inputs.config),
+            cost_source=inputs.cost.source,
+            job=inputs.job,
+            global_batch_size=inputs.settings.global_batch_size,
+            seq_length=inputs.settings.seq_length,
+            iterations=inputs.settings.train_iters,
+            grid=inputs.grid,
+            counts=asdict(inputs.train.counts),
+            megatron_core=megatron_version(),
+            torch=str(torch.__version__),
+            device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+            sources=tuple(
+                {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
+                for each in inputs.train.sources
+            ),
+        )
+        step_log = RunLog(step_log_path(directory), header, max_bytes=max_bytes)
     # Where Megatron has one on this rank: at --log-interval.
     writers = metric_writers()
     return StepSinks(

@@ -2,7 +2,7 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 6 columns, O rows of observations (one per
+U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations (one per
 micro-batch and chunk, layer, sample), S samples of a micro-batch, X collectives of a chunk in which
 ranks wait for one another, 2 forward and backward. Of times inside collectives, Y segments of a
 micro-batch and Z passes.
@@ -37,10 +37,10 @@ from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
 
-ONE, EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-6, 0)
-"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, 1 where the
-guard raised the budget, the sample's tokens, and those times what base budgets had covered more."""
-_EXTRA_COLUMNS = 6
+ONE, EXECUTED, BASE, TOKENS, LOST_TOKENS = range(-5, 0)
+"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, the sample's
+tokens, and those times what base budgets had covered more."""
+_EXTRA_COLUMNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +91,13 @@ def _columns(
     """Grid and extra columns of the first samples."""
     executed_S, base_S = observation.executed_S, observation.base_S
     lost_S = (base_S.double() - executed_S) * tokens_S
-    columns = (executed_S, base_S, observation.grown_S, tokens_S, lost_S)
+    columns = (executed_S, base_S, tokens_S, lost_S)
     every = (observation.grid_SK, torch.ones_like(executed_S), *columns)
     return tuple(column[:samples] for column in every)
 
 
 def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[O, K + 6]; the same few operations on the device, however many observations."""
+    """[O, K + 5]; the same few operations on the device, however many observations."""
     grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
     return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
 
@@ -140,8 +140,7 @@ class StepReducer:
         digest: bytes,
         recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
-        """Measurements of all ranks, and [O, 2] executed coverage and guard of this rank;
-        collective.
+        """Measurements of all ranks, and [O] executed coverage of this rank; collective.
 
         Args:
             segments_M: of this rank's micro-batches.
@@ -177,12 +176,11 @@ class StepReducer:
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
         else:
             flat = copied_to(host, self._device)
-        own_O2 = torch.empty(0, 2, dtype=torch.float64, device=self._device)
+        own_O = torch.empty(0, dtype=torch.float64, device=self._device)
         if observed.values_OC is not None:
-            # A list of columns would be copied to the device while the host waits.
-            own_O2 = torch.stack([observed.values_OC[:, x] for x in (EXECUTED, GROWN)], dim=1)
-        summed, own = self._sum(flat, own_O2.reshape(-1))
-        return self._measurement(_views(summed, shapes)), own.reshape(-1, 2).numpy()
+            own_O = observed.values_OC[:, EXECUTED]
+        summed, own_O = self._sum(flat, own_O)
+        return self._measurement(_views(summed, shapes)), own_O.numpy()
 
     def _shapes(self, micro_batches: int, segments: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the parts of the buffer."""
@@ -260,7 +258,6 @@ class StepReducer:
                 counts_L=extra_LC[:, ONE],
                 count=float(extra_LC[:, ONE].sum()),
                 minimum=float(part["minima"].min()),
-                grown=float(extra_LC[:, GROWN].sum()),
                 tokens=float(extra_LC[:, TOKENS].sum()),
                 lost_tokens=float(extra_LC[:, LOST_TOKENS].sum()),
                 unobserved=int(part["unobserved"][0]),

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of trainers that call Megatron's schedules themselves. Loads no ``megatron.training``.
+"""Runs on an index of samples: of trainers that call Megatron's schedules themselves, and of
+``megatron.training``, into which :mod:`.training_hooks` puts one. Loads no ``megatron.training``.
 
-Times come from hooks in the model's config, put there at the first forward. What belongs to the end
-of a step happens in ``end_step``, which the trainer calls, and nowhere else.
+:class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
+the iterators need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +17,86 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_model
+from sparsebalance_megatron.plan.plan_error import PlanError
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise, print_rank_0
 from sparsebalance_megatron.run.forward_step import ForwardStep
-from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
-from sparsebalance_megatron.run.run import IntegrationError, Loop
-from sparsebalance_megatron.run.session import Session
+from sparsebalance_megatron.run.inputs import Inputs, fingerprint, read_inputs
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
+from sparsebalance_megatron.run.run import IntegrationError, Run
+from sparsebalance_megatron.run.sinks import open_sinks
+
+_SAMPLES = "training samples"
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
+_SHOWN_CHARACTERS = 80
+"""Longest text of an error."""
 
 
-class RunHandle:
-    """Base of such runs; ``grid`` has the budgets, in blocks, at which coverage is observed."""
+class TrainerRun:
+    """One run on one rank, on samples of an index; :func:`begin_run` makes it for a trainer that
+    owns its loop.
+
+    Args:
+        transformer_config: the model's; None where :meth:`layer_spec` is not called.
+        ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
+            otherwise the trainer calls :meth:`end_step`.
+        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+        make_scheduler: gives what plans the run; the place to put another scheduler.
+    """
 
     def __init__(
-        self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
+        self,
+        inputs: Inputs,
+        device: torch.device,
+        transformer_config: Any = None,
+        *,
+        ends_steps: bool = False,
+        after_step: Callable[[], None] = lambda: None,
+        make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
-        self._options = AttentionOptions(config, tuple(grid))
+        self.inputs = inputs
+        self.device = device
+        self.scheduler: Scheduler
+        self._options = AttentionOptions(inputs.config, inputs.grid)
         self._transformer_config = transformer_config
+        self._ends_steps = self._runs_as_planned = ends_steps
+        self._after_step = after_step
+        self._make_scheduler = make_scheduler
+        self._run: Run | None = None
+        self._packing: SequencePacking
+        self._record: dict[str, str] = {}
+        self._loaded_state: dict[str, Any] | None = None
+        self._log_directory: LogDirectory | None = None
+
+    @property
+    def run(self) -> Run:
+        """The steps' own run; raises :class:`StateError` if it has not been started."""
+        if self._run is None:
+            raise StateError("the run has not started: ask for the training iterator first")
+        return self._run
+
+    @property
+    def micro_batches(self) -> int:
+        """``num_microbatches`` of training steps; the schedule of :meth:`wrap_schedule` runs as
+        many as each step's plan has."""
+        return self.inputs.job.micro_batches
 
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
         """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
@@ -53,22 +114,6 @@ class RunHandle:
             spec = default_layer_spec(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
 
-
-class TrainerRun(RunHandle):
-    """One run on one rank of a trainer that owns its loop; :func:`begin_run` makes it."""
-
-    def __init__(self, inputs: Inputs, device: torch.device, transformer_config: Any) -> None:
-        super().__init__(inputs.config, inputs.grid, transformer_config)
-        self._session = Session(inputs, device, Loop())
-        self._saved_samples: int | None = None
-        self._iterates = self._runs_as_planned = False
-
-    @property
-    def micro_batches(self) -> int:
-        """``num_microbatches`` of training steps; the schedule of :meth:`wrap_schedule` runs as
-        many as each step's plan has."""
-        return self._session.inputs.job.micro_batches
-
     def wrap_forward_step(self, forward_step: Callable[..., Any]) -> ForwardStep:
         """Make a forward step of planned, measured micro-batches around the trainer's own.
 
@@ -82,10 +127,7 @@ class TrainerRun(RunHandle):
         Returns:
             The ``forward_step_func`` of training steps. Evaluate with the trainer's own.
         """
-        session = self._session
-        return ForwardStep(
-            forward_step, lambda: session.run, session.inputs.settings.seq_length, session.device
-        )
+        return ForwardStep(forward_step, self)
 
     def wrap_schedule(self, forward_backward: ForwardBackward) -> ForwardBackward:
         """Make a schedule that runs steps as planned: with segments, or in fewer micro-batches.
@@ -94,8 +136,115 @@ class TrainerRun(RunHandle):
         ``get_forward_backward_func`` gives. Without it every step has :attr:`micro_batches`.
         """
         self._runs_as_planned = True
-        segments = self._session.inputs.plan_settings.max_segments > 1
-        return as_planned(forward_backward, segments=segments)
+        return as_planned(forward_backward, segments=self.inputs.plan_settings.max_segments > 1)
+
+    def start(self, *, consumed_samples: int, iteration: int | None = None) -> None:
+        """Start the run, unless it has started; collective over all ranks, on which errors are
+        alike.
+
+        Args:
+            consumed_samples: trained on before; a step must begin there.
+            iteration: steps trained before, as the trainer counts them; None for a trainer that
+                does not say. With another global batch size than now, it is not what the samples
+                make.
+
+        Raises:
+            IntegrationError: if loaded state goes on from another sample, or steps may have
+                segments and no schedule was wrapped.
+            StateError: if no step begins there, or loaded state cannot be continued in this run.
+        """
+        saved = self._loaded_state or {}
+        if not self._runs_as_planned:
+            max_segments = self.inputs.plan_settings.max_segments
+            if max_segments > 1:
+                raise IntegrationError(
+                    f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
+                    "call wrap_schedule before train_data_iterator"
+                )
+            self.inputs = self.inputs.at_fixed_positions()
+        if not self._ends_steps and saved.get("consumed_samples") not in (None, consumed_samples):
+            raise IntegrationError(
+                f"consumed_samples {consumed_samples}: the loaded state goes on after "
+                f"{saved['consumed_samples']} samples; give the number that was saved with it"
+            )
+        settings = self.inputs.settings
+        steps = settings.batch_sizes.step_at(consumed_samples)
+        if steps is None:
+            raise StateError(
+                f"the checkpoint has consumed {consumed_samples} samples, "
+                + (
+                    "after which no step of --step-batch-size-schedule begins; resume with the "
+                    "schedule that it was trained with"
+                    if settings.batch_size_schedule
+                    else f"no multiple of --global-batch-size {settings.global_batch_size}; resume "
+                    "with another global batch size"
+                )
+            )
+        settings.check_batch_sizes(steps)
+        if self._run is None:
+            if iteration is None:
+                iteration = saved.get("iteration", steps)
+            self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
+
+    def _started(self, *, resumed: bool, extra_steps: int) -> Run:
+        inputs = self.inputs
+        self._record = fingerprint(inputs)
+        check_ranks_agree(self._record)
+        settings = inputs.settings
+        what = inputs.config, settings.host_job.shape, settings.dtype, self.device
+        (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
+        print_rank_0(f"sparse balance: {checked}")
+        if inputs.config.log_dir is not None:
+            self._log_directory = LogDirectory(inputs.config.log_dir)
+            prepare_log_directory(self._log_directory, keep_in_place=resumed)
+        scheduler = self._make_scheduler(inputs)
+        if self._loaded_state is not None:
+            _take_over(self._loaded_state, scheduler, self._record)
+        elif resumed:
+            print_rank_0(
+                "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
+                "corrections start afresh"
+            )
+        for line in inputs.train.describe():
+            print_rank_0(f"sparse balance: {line}")
+        first = torch.distributed.get_rank() == 0
+        (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
+        (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
+        for line in (inputs.dense_length(), *untrained, *uneven):
+            print_rank_0(f"sparse balance: {line}")
+        self._packing = packing = SequencePacking.of_run(
+            inputs.config,
+            largest_cp_size=inputs.plan_settings.max_context_parallel,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            neighbours_per_node=settings.host_job.neighbours_per_node,
+            timeout_minutes=settings.distributed_timeout_minutes,
+        )
+        self.scheduler = scheduler
+        run = Run(
+            inputs.job,
+            scheduler.coverage,
+            self._learn,
+            self.device,
+            ends_steps=self._ends_steps,
+            extra_steps=extra_steps,
+            agreement=packing.agreement,
+            token_counts=self._token_counts,
+        )
+        run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)
+        return run
+
+    def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        self.scheduler.finish_step(planned.plan.step, measured)
+        self._after_step()
+
+    def _token_counts(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
+        counts = self.inputs.train.counts
+        return {
+            "padded-tokens": sum(map(self._packing.padded_tokens, plan.micro_batches)),
+            "truncated-tokens": counts.truncated_tokens,
+            "dropped-tokens": counts.dropped_tokens,
+        }
 
     def train_data_iterator(
         self, *, consumed_samples: int = 0, vp_stage: int | None = None
@@ -109,26 +258,52 @@ class TrainerRun(RunHandle):
             vp_stage: model chunk, with virtual pipeline stages.
 
         Raises:
-            IntegrationError: if loaded state goes on from another sample, or steps may have
-                segments and no schedule was wrapped.
-            StateError: if no step begins there, or loaded state cannot be continued in this run.
+            IntegrationError, StateError: see :meth:`start`.
         """
-        if not self._runs_as_planned:
-            max_segments = self._session.inputs.plan_settings.max_segments
-            if max_segments > 1:
-                raise IntegrationError(
-                    f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
-                    "call wrap_schedule before train_data_iterator"
-                )
-            self._session.inputs = self._session.inputs.at_fixed_positions()
-        if self._saved_samples not in (None, consumed_samples):
-            raise IntegrationError(
-                f"consumed_samples {consumed_samples}: the loaded state goes on after "
-                f"{self._saved_samples} samples; give the number that was saved with it"
-            )
-        self._iterates = True
-        self._session.start(consumed_samples=consumed_samples)
-        return self._session.train_iterator(consumed_samples=consumed_samples, vp_stage=vp_stage)
+        self.start(consumed_samples=consumed_samples)
+        sizes = self.inputs.settings.batch_sizes
+        return self._iterator(
+            self.scheduler, self.inputs.train, consumed_samples, vp_stage, sizes, training=True
+        )
+
+    def evaluation_data_iterator(
+        self, index: SampleIndex, consumed_samples: int = 0, vp_stage: int | None = None
+    ) -> MicroBatchIterator:
+        """Micro-batches of validation or test samples, at base budgets; the last step that has
+        begun begins anew."""
+        batch_size = self.inputs.settings.evaluation_batch_size
+        scheduler = self.inputs.evaluation_scheduler(index, self.scheduler.coverage)
+        begun = consumed_samples // batch_size * batch_size
+        sizes = BatchSizes.constant(batch_size)
+        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
+
+    def _iterator(
+        self,
+        scheduler: Scheduler,
+        index: SampleIndex,
+        consumed_samples: int,
+        vp_stage: int | None,
+        sizes: BatchSizes,
+        *,
+        training: bool,
+    ) -> MicroBatchIterator:
+        job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
+        last = job.pipeline_stages - 1, job.virtual_stages - 1
+        reads = (place.pipeline_rank, chunk) in ((0, 0), last)
+        step = sizes.step_at(consumed_samples)
+        assert step is not None, "start has checked it"
+        return MicroBatchIterator(
+            scheduler,
+            index if reads else None,
+            self._packing,
+            device=self.device,
+            data_parallel_rank=place.data_parallel_rank,
+            chunk=chunk,
+            training=training,
+            step=step,
+            batch_sizes=sizes,
+            worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+        )
 
     def end_step(self) -> dict[str, float]:
         """Learn from a training step; collective: once a step, on every rank, after the schedule.
@@ -137,32 +312,37 @@ class TrainerRun(RunHandle):
             The step's figures, for the trainer's own log: name -> value, alike on all ranks.
 
         Raises:
-            IntegrationError: if no whole step has run, or its model was not given the plugin's
-                ``packed_seq_params``.
+            IntegrationError: on all ranks alike, if one has run no whole step, or its model was not
+                given the plugin's ``packed_seq_params``.
             PlanMismatchError: on all ranks alike, if they executed different plans.
         """
-        problem = self._session.run.problem(
+        return self.run.end_whole_step(
             "call it once, after the schedule that wrap_schedule gave has run"
             if self._runs_as_planned
             else "call it once, after a schedule with num_microbatches=run.micro_batches has run",
             "packed_seq_params=batch['packed_seq_params']",
         )
-        if problem is not None:
-            raise IntegrationError(problem)
-        return self._session.run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint besides ``consumed_samples``; alike on all ranks."""
-        return self._session.state_dict()
+        """State for a checkpoint besides the number of consumed samples; plain Python types, alike
+        on all ranks."""
+        if self._run is not None:
+            state = self.scheduler.state_dict()
+            steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
+            assert steps is not None, "the scheduler counts by the same sizes"
+            return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
+        if self._loaded_state is None:
+            raise StateError("nothing to save: the training iterator has not been asked for yet")
+        return self._loaded_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a :meth:`state_dict`, before :meth:`train_data_iterator` makes the first
         plan."""
-        if self._iterates:
+        if self._run is not None:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
-        self._saved_samples = int(state["consumed_samples"])
-        self._session.load_state_dict(state)
-        self._options.config = self._session.inputs.config
+        self._loaded_state = state
+        self.inputs = self.inputs.with_kept_dense_length(state.get("dense_up_to_tokens"))
+        self._options.config = self.inputs.config
 
 
 def begin_run(
@@ -247,3 +427,60 @@ def checked_config(
     config = replace(config, enabled=True)
     check_model(transformer_config, config, longest_tokens)
     return config
+
+
+def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> None:
+    """Claim the directory and move an earlier run's logs out of the way; collective, errors alike.
+
+    ``keep_in_place``: the run goes on with the logs that are there.
+    """
+    claims = torch.distributed.get_rank() == 0
+
+    def make() -> int:
+        directory.make(claim=claims)
+        return 0 if keep_in_place else directory.number_for_earlier_logs()
+
+    # Ranks of other hosts may see another disk.
+    number = max(gather_or_raise(make, LogDirectoryError))
+    if number:
+        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
+        print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
+
+    Raises:
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
+    """
+    changes = tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        sources = "; ".join(change for change in changes if change.startswith("source "))
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
+            "these from the checkpoint's weights with --finetune"
+        )
+    return changes
+
+
+def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
+    """Go on from loaded state, and say what differs from the run that wrote it."""
+    try:
+        differences = compare_runs(state.get("run", record), record)
+        notes = (*differences, *scheduler.load_state_dict(state))
+    except StateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+        raise StateError(
+            f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
+            "resume from another checkpoint, or with --finetune"
+        ) from error
+    for note in notes:
+        print_rank_0(f"sparse balance: resumed: {note}")

@@ -22,7 +22,7 @@ from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
-from sparsebalance_megatron.attention.kernels import assembled, gathered, tile_attention, tokens
+from sparsebalance_megatron.attention.kernels import blocks, gathered, tile_attention, tokens
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
@@ -248,7 +248,7 @@ def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     As many tiles at once as for a core, not as for an accelerator, which fills up to that many.
     """
-    for module in (assembled, gathered, tile_attention, tokens):
+    for module in (blocks, gathered, tile_attention, tokens):
         monkeypatch.setattr(module, "host_may_read", lambda device: False)
     monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", tile_attention._SCORES_AT_ONCE // 1024)
 

@@ -14,8 +14,8 @@ import torch
 from attention.cases import SCALE, make_case, sharded
 
 from sparsebalance_megatron.attention.api import budgeted_attention
-from sparsebalance_megatron.attention.kernels import assembled as module
-from sparsebalance_megatron.attention.kernels.assembled import split_dense_documents
+from sparsebalance_megatron.attention.kernels import blocks as module
+from sparsebalance_megatron.attention.kernels.blocks import split_dense_documents
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 

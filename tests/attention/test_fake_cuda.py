@@ -58,14 +58,13 @@ def test_nothing_waits_and_nothing_lies_elsewhere(selection: str, tokens: list[i
     assert launches.by_triton
 
 
-def test_guarded_budgets_in_megatrons_core_attention() -> None:
+def test_selection_and_coverage_in_megatrons_core_attention() -> None:
     """Nothing but layouts and grids of budgets is copied."""
     options = AttentionOptions(
         SparseBalanceConfig(
             block_size=128,
             base_budget=8,
             selection="vertical-slash",
-            coverage_threshold=0.1,
         ),
         (1, 2, 4),
     )

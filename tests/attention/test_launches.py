@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many kernels a layer of the default selection launches, and what it keeps in memory.
 
-Counted on fake CUDA tensors: router, coverage, guard, cut and attention of one core attention. An
+Counted on fake CUDA tensors: router, coverage, cut and attention of one core attention. An
 operation of torch that is no view and no allocation counts once, though some launch several.
 """
 
@@ -119,7 +119,7 @@ def test_columns_are_chosen_and_observed_in_few_launches() -> None:
 
 @pytest.mark.parametrize("tokens", [[8192], [3000, 100, 8192, 5000]], ids=str)
 def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
-    """Router, guard and lists are left out; observations and the bounds of documents are made."""
+    """Router and lists are left out; observations and the bounds of documents are made."""
     attention = BudgetedCoreAttention(
         SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
         *(1, AttnMaskType.padding_causal, "self"),

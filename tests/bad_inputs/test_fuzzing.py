@@ -33,9 +33,9 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.run import session
+from sparsebalance_megatron.run import trainer
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
 
     def resume(raw: bytes) -> None:
         path.write_bytes(raw)
-        log = JsonLinesFile(path)
-        log.begin(rank_header(), resumed=True)
-        log.append(rank_step())
+        log = RunLog(path, rank_header())
+        log.append(rank_step)
+        log.close()
         lines = path.read_bytes().splitlines()
         assert json.loads(lines[-1])["iteration"] == 1
 
@@ -171,15 +171,15 @@ def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.Monke
     def scheduler() -> Scheduler:
         return make_scheduler(index, job=job_shape(1, 2), batch_sizes=2, max_blocks=8)
 
-    monkeypatch.setattr(session, "print_rank_0", lambda message: None)
+    monkeypatch.setattr(trainer, "print_rank_0", lambda message: None)
     record = {"training samples": index.digest(), "torch": "2"}
     saved = scheduler().state_dict() | {"run": record, "iteration": 0}
-    session._take_over(saved, scheduler(), record)
+    trainer._take_over(saved, scheduler(), record)
     for number in range(damage // 2):
         state = junk_within(saved, random.Random(number))
         try:
             if isinstance(state, dict):
-                session._take_over(state, scheduler(), record)
+                trainer._take_over(state, scheduler(), record)
         except StateError as error:
             assert "\n" not in str(error)
         except Exception as error:

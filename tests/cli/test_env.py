@@ -16,7 +16,7 @@ import torch
 from sparsebalance_megatron import __version__, cli, supported
 from sparsebalance_megatron.attention import self_check
 from sparsebalance_megatron.cli import env
-from sparsebalance_megatron.config import AttentionImplementation, Router
+from sparsebalance_megatron.config import AttentionImplementation, Router, SparseBalanceConfig
 
 EVERYWHERE = {"implementation blocks", "implementation tokens", "implementation reference"}
 
@@ -66,10 +66,10 @@ def test_attention_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_implementation_that_breaks_is_told_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(case: self_check.CheckedCase, _: object) -> None:
-        raise RuntimeError(f"{case.implementation}: no compiler\nlong trace")
+    def broken(config: SparseBalanceConfig, **_: object) -> None:
+        raise RuntimeError(f"{config.attention}: no compiler\nlong trace")
 
-    monkeypatch.setattr(self_check, "check_case", broken)
+    monkeypatch.setattr(self_check, "check_attention", broken)
     assert cli.main(["env", "--check"]) == 1
     (line,) = (each for each in capsys.readouterr().out.splitlines() if "tation blocks" in each)
     assert line.endswith("does not run: blocks: no compiler")
@@ -79,12 +79,12 @@ def test_an_implementation_that_breaks_is_told_with_its_reason(
 def test_the_status_tells_of_what_a_cpu_should_run(
     broken: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(case: self_check.CheckedCase, _: object) -> self_check.Verdict:
-        off = broken in (case.implementation, case.router)
-        return self_check.Verdict(kernel="some", found={"out": (2.0 if off else 0.5, 1.0)})
+    def check(config: SparseBalanceConfig, **_: object) -> self_check.Verdict:
+        off = broken in (config.attention, config.router)
+        return self_check.Verdict(kernel="some", errors={"out": 2.0 if off else 0.5})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(self_check, "check_case", check)
+    monkeypatch.setattr(self_check, "check_attention", check)
     assert cli.main(["env", "--check", "--json"]) == status
 
 

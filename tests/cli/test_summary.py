@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import HEADER, MEASURED, PREDICTED, step_line, step_record
+from record_cases import FIGURES, HEADER, step_line, step_record
 
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.log.reader import RunLog
@@ -18,10 +18,7 @@ from sparsebalance_megatron.view.report.numbers import compare, summarize, warm_
 
 
 def step(iteration: int, **changes: Any) -> StepRecord:
-    values: dict[str, Any] = {
-        "lm_loss": 9.0,
-        "predicted": {"rank_busy_ms": [81.0, 77.0], "lower_bound_ms": 60.0},
-    }
+    values: dict[str, Any] = {"lm_loss": 9.0, "figures": {"lower_bound_ms": 60.0}}
     return step_record(iteration, **(values | changes))
 
 
@@ -42,52 +39,37 @@ def test_numbers_of_a_run() -> None:
     run = summarize(
         [
             step(1, lm_loss=9.5),
-            step(2, coverage={"mean": 0.5}, iteration_ms=110.0),
-            step(
-                3,
-                measured={"rank_busy_ms": [100.0, 50.0]},
-                predicted={"rank_busy_ms": [100.0, 50.0], "lower_bound_ms": 60.0},
-            ),
-            step(4, lm_loss=8.25),
+            step(2, figures={"coverage": 0.5, "imbalance": 1.25}, iteration_ms=110.0),
+            step(3, figures={"busiest_rank_ms_predicted": 100.0, "predicted_error": 0.1}),
+            step(4, lm_loss=8.25, figures={"imbalance": 1.5, "predicted_error": 0.3}),
         ]
     )
     assert run.iteration_ms == (110.0, 100.0, 100.0)
     assert run.iteration_ms_median == 100.0
     assert (run.loss_first, run.loss_last) == (9.5, 8.25)
-    assert run.rank_imbalance == pytest.approx(90.0 / 80.0)
-    assert run.coverage_mean == pytest.approx(0.6875)
-    assert run.predicted_error == pytest.approx(0.1)
-    assert (run.measured_ms, run.predicted_ms) == (90.0, 81.0)
-    assert (run.lower_bound_ms, run.work_ratio) == (60.0, 1.0)
+    assert run.figures["imbalance"] == pytest.approx(1.125)
+    assert run.figures["coverage"] == pytest.approx(0.6875)
+    assert run.figures["predicted_error"] == pytest.approx(0.65)
+    assert run.figures["busiest_rank_ms_predicted"] == 90.0
+    assert run.figures["lower_bound_ms"] == 70.0
 
 
 def test_unmeasured_is_none_and_not_zero() -> None:
-    unknown = {"rank_busy_ms": [None, None]}
-    run = summarize(
-        [
-            step(
-                1,
-                iteration_ms=None,
-                lm_loss=None,
-                coverage={"mean": None},
-                measured=unknown,
-                predicted=unknown | {"lower_bound_ms": None, "work_ratio": None},
-            )
-        ]
-    )
+    names = ("coverage", "coverage_base", "imbalance", "predicted_error", "work_ratio")
+    busiest = ("busiest_rank_ms_measured", "busiest_rank_ms_predicted", "lower_bound_ms")
+    unknown = dict.fromkeys((*names, *busiest))
+    run = summarize([step(1, iteration_ms=None, lm_loss=None, figures=unknown)])
     assert run.iteration_ms == ()
-    for name in ("iteration_ms_median", "loss_first", "loss_last", "rank_imbalance"):
+    for name in ("iteration_ms_median", "loss_first", "loss_last"):
         assert getattr(run, name) is None
-    for name in ("coverage_mean", "predicted_error", "predicted_ms", "measured_ms", "work_ratio"):
-        assert getattr(run, name) is None
+    assert {run.figures[name] for name in unknown} == {None}
 
 
-def test_speedup_of_all_steps_and_of_medians() -> None:
+def test_speedup_of_all_steps() -> None:
     slow = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 100.0, 200.0, 300.0))]
     fast = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 50.0, 160.0, 100.0))]
     found = compare(log("slow", *slow), log("fast", *fast))
     assert found.speedup == pytest.approx(600.0 / 310.0)
-    assert found.speedup_of_medians == pytest.approx(200.0 / 100.0)
     assert found.problems == ()
 
 
@@ -103,7 +85,6 @@ def test_other_samples_are_not_compared_step_by_step() -> None:
     slow = [step(1), step(2)]
     fast = [step(1), step(2, tokens=65, iteration_ms=50.0)]
     found = compare(log("slow", *slow), log("fast", *fast))
-    assert found.speedup_of_medians == pytest.approx(2.0)
     assert found.speedup is None
     assert "differ in 1 of 2 steps, first in iteration 2" in found.problems[0]
 
@@ -116,17 +97,21 @@ def parse(*flags: str) -> argparse.Namespace:
 
 def write_log(directory: Path, iteration_ms: float, end: str = "") -> None:
     directory.mkdir()
-    times = {"forward_ms": [[[[3e3]]], [[[2e3]]]], "backward_ms": [[[[6e3]]], [[[5e3]]]]}
+    figures = {
+        "busiest_rank_ms_predicted": 8e3,
+        "busiest_rank_ms_measured": 9e3,
+        "imbalance": 1.125,
+        "lower_bound_ms": 7e3,
+        "work_ratio": 0.98,
+        "coverage": 0.9876,
+        "coverage_base": None,
+    }
     records = [HEADER] + [
         step_line(
             iteration,
             iteration_ms=iteration_ms if iteration > 1 else None,
             lm_loss=9.0 - 0.1 * iteration,
-            predicted=PREDICTED
-            | times
-            | {"rank_busy_ms": [8e3, 6e3], "lower_bound_ms": 7e3, "work_ratio": 0.98},
-            measured=MEASURED | times | {"rank_busy_ms": [9e3, 7e3]},
-            coverage={"mean": 0.9876, "min": 0.5, "base_mean": None, "unobserved": 0},
+            figures=FIGURES | figures,
         )
         for iteration in range(1, 31)
     ]
@@ -149,7 +134,6 @@ def test_command_writes_json_and_an_80_column_table(
         "baseline",
         "sparse_balance",
         "speedup",
-        "speedup_of_medians",
         "problems",
         "explanation",
         "differences",
@@ -159,9 +143,7 @@ def test_command_writes_json_and_an_80_column_table(
         "iteration_ms",
         "loss_first",
         "loss_last",
-        "rank_imbalance",
-        "coverage_mean",
-        "predicted_error",
+        "figures",
     }
     assert required <= set(written["baseline"])
     assert set(written["baseline"]) == set(written["sparse_balance"])

@@ -73,6 +73,3 @@ class FakePlan:
         self.name = name
         micro_batches = [SimpleNamespace(budgets_LS=np.array([row, row])) for row in lengths]
         self.plan = SimpleNamespace(for_rank=lambda _: SimpleNamespace(micro_batches=micro_batches))
-
-    def pinned(self) -> FakePlan:
-        return self

@@ -24,7 +24,7 @@ sys.stdin.read()
 
 def write_logs(directory: Path, text: str) -> None:
     (directory / "ranks").mkdir(parents=True, exist_ok=True)
-    for name in ("steps.jsonl", "steps.1.jsonl", "ranks/rank-00000.jsonl"):
+    for name in ("steps.jsonl", "steps.jsonl.1", "ranks/rank-00000.jsonl"):
         (directory / name).write_text(text)
 
 
@@ -60,8 +60,8 @@ def test_earlier_logs_are_moved_by_number(tmp_path: Path) -> None:
         assert LogDirectory(tmp_path).set_aside(number) == tmp_path / "earlier" / str(number)
     assert directory.number_for_earlier_logs() == 0
     for number, text in ((1, "first"), (2, "second")):
-        kept = sorted((tmp_path / "earlier" / str(number)).rglob("*.jsonl"))
-        assert [path.name for path in kept] == ["rank-00000.jsonl", "steps.1.jsonl", "steps.jsonl"]
+        kept = sorted((tmp_path / "earlier" / str(number)).rglob("*.jsonl*"))
+        assert [path.name for path in kept] == ["rank-00000.jsonl", "steps.jsonl", "steps.jsonl.1"]
         assert {path.read_text() for path in kept} == {text}
     assert (tmp_path / "cost_table.json").exists()
 

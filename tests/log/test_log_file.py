@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
-from sparsebalance_megatron.log.records import Header, Record
+from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
 class FirstLine(Header, tag="run"):
@@ -36,8 +34,8 @@ class Line(Record, tag="line", omit_defaults=True):
     values: Any = ()
 
 
-HEADER = FirstLine()
-WRITTEN_HEADER = {"type": "run", "number": -1}
+HEADER = FirstLine(log_format=LOG_FORMAT)
+WRITTEN_HEADER = {"type": "run", "log_format": LOG_FORMAT, "number": -1}
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -47,29 +45,33 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def write(path: Path, *lines: Line, header: Header = HEADER, **how: Any) -> None:
+    """All that one process writes."""
+    log = RunLog(path, header, **how)
+    for line in lines:
+        log.append(lambda line=line: line)
+        log.flush()
+    log.close()
+
+
 def test_lines_are_records_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
-    log = JsonLinesFile(tmp_path / "deep" / "log.jsonl")
-    log.begin(HEADER, resumed=False)
-    log.append(Line(values=(math.nan, [1.5, -math.inf], {"d": (2, "x")})))
-    log.append(Line(values=(np.float32(0.5), np.array([[1, np.nan]]), np.float64("nan"))))
+    write(
+        tmp_path / "deep" / "log.jsonl",
+        Line(values=(math.nan, [1.5, -math.inf], {"d": (2, "x")})),
+        Line(values=(np.float32(0.5), np.array([[1, np.nan]]), np.float64("nan"))),
+    )
     header, first, second = records(tmp_path / "deep" / "log.jsonl")
     assert header == WRITTEN_HEADER
     assert first["values"] == [None, [1.5, None], {"d": [2, "x"]}]
     assert second["values"] == [0.5, [[1, None]], None]
 
 
-def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
-    path, older = tmp_path / "log.jsonl", tmp_path / "log.1.jsonl"
-    older.write_text('{"old": 1}\n')
-    first = JsonLinesFile(path)
-    first.begin(HEADER, resumed=False)
-    first.append(Line(number=0))
-    assert not older.exists()
+def test_a_resumed_run_appends_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, Line(number=0))
     with path.open("a") as stream:
         stream.write('{"cut o')
-    again = JsonLinesFile(path)
-    again.begin(HEADER, resumed=True)
-    again.append(Line(number=1))
+    write(path, Line(number=1))
     lines = path.read_text().splitlines()
     assert lines.pop(2) == '{"cut o'
     assert [json.loads(line)["number"] for line in lines] == [-1, 0, -1, 1]
@@ -85,37 +87,34 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
     """The newest lines stay, in order and without gaps; headers count what is gone."""
     max_bytes = 1000
     with tempfile.TemporaryDirectory() as directory:
-        path, older = Path(directory) / "log.jsonl", Path(directory) / "log.1.jsonl"
-        log = JsonLinesFile(path, max_bytes=max_bytes)
-        log.begin(HEADER, resumed=False)
+        path, older = Path(directory) / "log.jsonl", Path(directory) / "log.jsonl.1"
+        log = RunLog(path, HEADER, max_bytes=max_bytes)
         discarded = 0
         for number, size in enumerate(sizes):
             before = older.read_bytes() if older.exists() else b""
             if number in resumptions:
-                log = JsonLinesFile(path, max_bytes=max_bytes)
-                log.begin(HEADER, resumed=True)
-            log.append(Line(number=number, text="x" * size))
+                log.close()
+                log = RunLog(path, HEADER, max_bytes=max_bytes)
+            log.append(lambda number=number, size=size: Line(number=number, text="x" * size))
+            log.flush()
             kept = records(older) + records(path)
             numbers = [record["number"] for record in kept if record["type"] == "line"]
             if older.exists() and older.read_bytes() != before:
-                discarded += before.count(b"\n")
+                discarded += len([line for line in before.splitlines() if line])
             assert sum(p.stat().st_size for p in (path, older) if p.exists()) <= max_bytes
             assert numbers == list(range(number + 1 - len(numbers), number + 1))
             assert kept[0]["type"] == "run"
             assert records(path)[0].get("lines_discarded", 0) == discarded
+        log.close()
 
 
 def test_a_line_too_long_for_the_log_is_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = JsonLinesFile(tmp_path / "log.jsonl", max_bytes=400)
-    log.begin(HEADER, resumed=False)
-    log.append(Line(number=0))
+    long = Line(text="x" * 300)
     with caplog.at_level(logging.WARNING):
-        log.append(Line(text="x" * 300))
-        log.append(Line(text="x" * 300))
-    log.append(Line(number=1))
-    log.append(Line(number=2))
+        lines = (Line(number=0), long, long, Line(number=1), Line(number=2))
+        write(tmp_path / "log.jsonl", *lines, max_bytes=600)
     assert records(tmp_path / "log.jsonl") == [
         WRITTEN_HEADER,
         {"type": "line", "number": 0},
@@ -128,22 +127,26 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 
 FULL_DISK = """
 import logging, resource, sys
-from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
     text: str = ""
 
+def append(number, text=""):
+    log.append(lambda: Line(number=number, text=text))
+    log.flush()
+
 logging.basicConfig(format="WARNED %(message)s")
-log = JsonLinesFile(sys.argv[1])
-log.begin(Header(), resumed=False)
+log = RunLog(sys.argv[1], Header(log_format=2))
+log.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(50):
-    log.append(Line(number=number, text="x" * 90))
+    append(number, "x" * 90)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-log.append(Line(number=50))
-log.append(Line(number=51))
+append(50)
+append(51)
 print("trained on")
 """
 
@@ -157,7 +160,8 @@ def test_a_full_disk_costs_one_warning_and_counted_lines(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained on\n"
     assert done.stderr.count("WARNED") == 1
-    _, *lines = records(path)
+    lines = [json.loads(text) for text in path.read_text().splitlines() if whole(text)]
+    lines = [line for line in lines if "number" in line]
     written = [line["number"] for line in lines[:-2]]
     assert written == list(range(len(written)))
     assert 0 < len(written) < 50
@@ -165,29 +169,30 @@ def test_a_full_disk_costs_one_warning_and_counted_lines(tmp_path: Path) -> None
     assert [line.get("lines_dropped") for line in lines[-2:]] == [50 - len(written), None]
 
 
+def whole(text: str) -> bool:
+    """Whether a line was not cut off."""
+    return text.endswith("}")
+
+
 def test_a_directory_that_cannot_be_made_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    log = JsonLinesFile(tmp_path / "file" / "log.jsonl")
     with caplog.at_level(logging.WARNING):
-        log.begin(HEADER, resumed=False)
-        log.append(Line(number=0))
+        write(tmp_path / "file" / "log.jsonl", Line(number=0))
     assert len(caplog.records) == 1
 
 
 PREAMBLE = """
 import os, sys, time
-from concurrent.futures import ThreadPoolExecutor
-from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
     text: str
 
-log = BackgroundLog(JsonLinesFile(sys.argv[1]), ThreadPoolExecutor(1))
-log.begin(Header(), resumed=False)
+log = RunLog(sys.argv[1], Header(log_format=2))
 
 def append(number):
     log.append(lambda: Line(number=number, text="x" * 2000))
@@ -248,39 +253,38 @@ for number in range(20, 40): append(number)
 def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ThreadPoolExecutor(1) as worker:
-        log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), worker, max_queued=3)
-        disk = threading.Event()
-        worker.submit(disk.wait)
-        log.begin(Header(), resumed=False)
-        with caplog.at_level(logging.WARNING):
-            for number in range(5):
-                log.append(lambda number=number: Line(number=number))
-        disk.set()
-        assert len(caplog.records) == 1
-        worker.submit(lambda: None).result()
-        log.append(lambda: Line(number=5))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line.get("number") for line in lines] == [None, 0, 1, 5]
-    # The first two were made after three had been given up.
-    assert [line.get("lines_dropped") for line in lines] == [None, 3, None, None]
+    log = RunLog(tmp_path / "log.jsonl", HEADER, max_queued=3)
+    log.flush()
+    disk, waits = threading.Event(), threading.Event()
+
+    def slow() -> Line:
+        waits.set()
+        disk.wait()
+        return Line(number=0)
+
+    with caplog.at_level(logging.WARNING):
+        log.append(slow)
+        waits.wait()
+        for number in range(1, 7):
+            log.append(lambda number=number: Line(number=number))
+    disk.set()
+    log.flush()
+    log.append(lambda: Line(number=7))
+    log.close()
+    assert len(caplog.records) == 1
+    lines = records(tmp_path / "log.jsonl")[1:]
+    assert [line["number"] for line in lines] == [0, 1, 2, 3, 7]
+    assert sum(line.get("lines_dropped", 0) for line in lines) == 3
 
 
-def test_a_line_that_cannot_be_made_is_said_and_left_out(
+def test_a_line_that_cannot_be_made_is_said_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR), ThreadPoolExecutor(1) as worker:
-        log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), worker)
-        log.begin(Header(), resumed=False)
+    log = RunLog(tmp_path / "log.jsonl", HEADER)
+    with caplog.at_level(logging.WARNING):
         log.append(lambda: Line(number=1 // 0))
         log.append(lambda: Line(number=1))
-    assert "ZeroDivisionError" in caplog.text
-    assert numbers(tmp_path / "log.jsonl") == [1]
-
-
-def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.jsonl")
-    log = JsonLinesFile(tmp_path / "log.jsonl")
-    log.begin(HEADER, resumed=True)
-    log.append(Line(number=0))
-    assert (tmp_path / "log.jsonl").is_fifo()
+        log.close()
+    assert "by zero" in caplog.text
+    (line,) = records(tmp_path / "log.jsonl")[1:]
+    assert (line["number"], line["lines_dropped"]) == (1, 1)

@@ -8,25 +8,26 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import HEADER, MEASURED, header_of
+from record_cases import FIGURES, HEADER, header_of
 from record_cases import step_line as record
-from step_cases import JOB, measured_as_planned, planned_step
+from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.log.log_directory import rank_files, step_log_path
-from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.log_directory import step_log_path
+from sparsebalance_megatron.log.log_file import RunLog
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.recording import FinishedStep, coverage_record, step_record
-from sparsebalance_megatron.log.records import encode
+from sparsebalance_megatron.log.recording import coverage_record, step_record
+from sparsebalance_megatron.log.records import LOG_FORMAT, encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 
 ONES = np.ones((1, 2, 2))
@@ -39,49 +40,47 @@ def write(directory: Path, *lines: Any) -> Path:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    planned = planned_step()
     header = header_of(JOB)
-    log = JsonLinesFile(step_log_path(tmp_path))
-    log.begin(header, resumed=False)
+    log = RunLog(step_log_path(tmp_path), header)
     for iteration in (1, 2):
-        step = FinishedStep(
-            iteration=iteration,
-            iteration_ms=None if iteration == 1 else 10.0,
-            planned=planned,
-            measured=measured_as_planned(planned),
-            padded_tokens=0,
-            host_ms={"plan": 1.0},
-        )
-        log.append(step_record(step))
+        iteration_ms = None if iteration == 1 else 10.0
+        step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
+        log.append(partial(step_record, step))
     log.append(
-        coverage_record(iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0)
+        lambda: coverage_record(
+            iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0
+        )
     )
+    log.close()
     read = read_run_log(tmp_path)
     assert read.problems == ()
     assert read.header == header
-    sizes = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
-    assert [HEADER[size] for size in sizes] == [2, 2, 2, 2, 8]
-    assert HEADER["schedule"] == "interleaved"
     assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
     assert read.coverage is not None and read.coverage.iteration == 2
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    line = record(2)
+    return line | {"measured": line["measured"] | changes}
 
 
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "array": ([1, 2], "got array"),
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
-    "no-coverage": (record(2, coverage={}), "coverage: "),
+    "no-figures": (record(2, figures={}), "figures: "),
     "loss-nan": (record(2, lm_loss=float("nan")), "not JSON"),
-    "rank-text": (
-        record(2, measured=MEASURED | {"rank_busy_ms": [1.0, "x"]}),
-        "measured.rank_busy_ms[1] 'x'",
+    "figure-text": (
+        record(2, figures=FIGURES | {"imbalance": "x"}),
+        "figures.imbalance 'x'",
     ),
-    "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
-    "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
+    "times-flat": (measured(times_2RPVM=[1.0]), "times must be [2]"),
+    "times-shape": (measured(times_2RPVM=[[[[[1.0]]]]] * 2), "predicted.times_2RPVM"),
+    "times-text": (measured(times_2RPVM="x"), "measured.times_2RPVM"),
     "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
     "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
-    "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
-    "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),
+    "schedule-negative": (measured(schedule_ms=[[-1.0], [1.0]]), "measured.schedule_ms must be 0"),
+    "rank-count": (measured(schedule_ms=[[5.0]]), "measured.schedule_ms (1, 1)"),
 }
 
 
@@ -130,12 +129,12 @@ COVERAGE = {
     "iteration": 2,
     "grid": [1, 2],
     "bucket_blocks": [1, 2],
-    "curves": [[None, [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
+    "curves_LUK": [[[None, None], [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
 }
 
 
 def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
-    earlier = COVERAGE | {"iteration": 1, "curves": [[None, None]]}
+    earlier = COVERAGE | {"iteration": 1, "curves_LUK": [[[None, None]] * 2]}
     log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
     assert log.problems == ()
     assert log.coverage is not None
@@ -149,8 +148,8 @@ def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"curves": [[[0.5, 1.0]]]}, "curves must have 2 buckets and 2 budgets"),
-        ({"curves": [[1.0, 2.0]]}, r"curves\[0\]\[0\] 1.0"),
+        ({"curves_LUK": [[[0.5, 1.0]]]}, r"curves_LUK \(1, 1, 2\)"),
+        ({"curves_LUK": [[1.0, 2.0]]}, r"curves_LUK \(1, 2\)"),
         ({"grid": [1, None]}, r"grid\[1\] None"),
     ],
 )
@@ -163,7 +162,7 @@ def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], me
 
 def test_the_older_file_comes_first(tmp_path: Path) -> None:
     write(tmp_path, HEADER, record(1, lm_loss=1.0), record(2, lm_loss=1.0))
-    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
     newer = HEADER | {"config": {"batching": "length"}, "lines_discarded": 7}
     late = record(3) | {"lines_dropped": 2}
     log = read_run_log(write(tmp_path, newer, record(2, lm_loss=5.0), late))
@@ -191,13 +190,25 @@ def test_a_header_says_which_ranks_wait_for_one_another(
 ) -> None:
     job = replace(JOB, data_parallel_size=4, lockstep_ranks=lockstep_ranks)
     header = json.loads(encode(header_of(job)))
-    assert ("lockstep_ranks" in header) == (lockstep_ranks > 1)
     assert read_run_log(write(tmp_path, header, record(1))).lockstep_ranks == lockstep_ranks
     assert read_run_log(write(tmp_path, record(1))).lockstep_ranks == 1
 
 
+def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Path) -> None:
+    old = {name: value for name, value in HEADER.items() if name != "log_format"}
+    with pytest.raises(RunLogError, match=r"2 lines in another log format .* wrote them"):
+        read_run_log(write(tmp_path, old, {"type": "step", "iteration": 1}))
+    log = read_run_log(
+        write(tmp_path, old, {"type": "step", "iteration": 1}, HEADER, record(2), record(3))
+    )
+    assert [step.iteration for step in log.steps] == [2, 3] and log.header is not None
+    (problem,) = log.problems
+    assert "2 lines in another log format" in problem
+
+
 RANK_HEADER = {
     "type": "rank",
+    "log_format": LOG_FORMAT,
     "world_rank": 0,
     "data_parallel_rank": 0,
     "pipeline_rank": 0,
@@ -215,14 +226,13 @@ def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "schedule_ms": 9.0,
         "micro_batches": [
             {
+                "rank": 0,
                 "position": 0,
                 "cp_size": 1,
-                "member": 0,
                 "samples": [7, 8],
                 "lengths_tokens": [100, 20],
-                "budgets": [[4, 1], [3, 1], [2, 1]],
+                "budgets_LS": [[4, 1], [3, 1], [2, 1]],
                 "coverage": [0.5, None],
-                "guarded": 0,
             }
         ],
         "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
@@ -238,13 +248,13 @@ def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> 
 def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
     run = SampleRun(ranks=2, stages=1, tensor_parallel=2, micro_batches=2, layers=2, steps=2)
     logs = read_rank_logs(run.write(tmp_path), {1, 2})
-    assert len(rank_files(tmp_path)) == 4
+    assert len(list((tmp_path / "ranks").iterdir())) == 4
     assert {header.world_rank for header in logs.headers.values()} == {0, 2}
     assert {place for by_place in logs.steps.values() for place in by_place} == {(0, 0), (1, 0)}
 
 
 def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: Path) -> None:
-    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), name="rank-00000.1.jsonl")
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), name="rank-00000.jsonl.1")
     again = rank_record(2, schedule_start_unix_s=2e9)
     write_rank(tmp_path, RANK_HEADER | {"lines_discarded": 3}, again, rank_record(3))
     logs = read_rank_logs(tmp_path, {1, 2, 3})
@@ -257,12 +267,13 @@ def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: 
 MICRO_BATCH = rank_record(1)["micro_batches"][0]
 BAD_RANK_RECORDS = {
     "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
-    "no-length": ({"lengths_tokens": [100, 0]}, "lengths_tokens[1] 0"),
-    "layers": ({"budgets": [[4, 1]]}, "budgets (1, 2) must be of 3 layers"),
-    "ragged": ({"budgets": [[4, 1], [3], [2, 1]]}, "budgets: must be an array"),
-    "no-budget": ({"budgets": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
+    "no-length": ({"lengths_tokens": [100, 0]}, "at least one token"),
+    "no-samples": ({"lengths_tokens": [], "samples": []}, "at least one token"),
+    "shape": ({"budgets_LS": [[4]]}, "budgets_LS (1, 1) must be [layer][sample]"),
+    "ragged": ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
+    "no-budget": ({"budgets_LS": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
     "coverage": ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
-    "position": ({"position": -1}, "position -1"),
+    "position": ({"position": -1}, "on some rank"),
 }
 
 
@@ -275,7 +286,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
     )
     assert sorted(logs.steps) == [1, 3]
     (problem,) = logs.problems
-    assert re.search(r"rank-00000.jsonl( line 3|: step 2): ", problem)
+    assert "rank-00000.jsonl line 3: " in problem
     assert message in problem
 
 
@@ -304,12 +315,6 @@ def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:
     assert list(logs.headers) == [(1, 0)]
     (problem,) = logs.problems
     assert "rank-00000.jsonl: no header line; this rank is left out" in problem
-
-
-def test_steps_before_the_header_are_counted(tmp_path: Path) -> None:
-    logs = read_rank_logs(write_rank(tmp_path, rank_record(1), RANK_HEADER, rank_record(2)), {1, 2})
-    assert sorted(logs.steps) == [2]
-    assert "1 steps before the first header" in logs.problems[0]
 
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
@@ -356,7 +361,7 @@ def test_a_log_that_outgrew_its_file_is_read_from_the_next(
 ) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b"".join(lines[:4]))
-    os.replace(path, tmp_path / "steps.1.jsonl")
+    os.replace(path, tmp_path / "steps.jsonl.1")
     path.write_bytes(lines[0] + b"".join(lines[5:]))
     assert iterations(tmp_path)[-1] == 6
 

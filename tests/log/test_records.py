@@ -5,25 +5,25 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import step_line
-from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
+from record_cases import PREDICTED, step_line
+from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, planned_step
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import (
-    FinishedStep,
     coverage_record,
     rank_header,
     rank_step,
     step_record,
 )
 from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     RANK_LOG,
-    SIDES,
     STEP_LOG,
     DamagedLineError,
     RankStep,
@@ -59,41 +59,33 @@ def of_rank(record: RankStep) -> RankStep:
     return read
 
 
-def written(**changes: Any) -> dict[str, Any]:
+def written(planned: PlannedStep | None = None, **changes: Any) -> dict[str, Any]:
     """A step's record as it comes back from the file."""
-    planned = planned_step()
-    values: dict[str, Any] = {
-        "iteration": 7,
-        "iteration_ms": 10.5,
-        "planned": planned,
-        "measured": replace(measured_as_planned(planned), lm_loss=2.25),
-        "padded_tokens": 3,
-        "host_ms": {"plan": 1.0},
-    }
-    return as_json(step_record(FinishedStep(**(values | changes))))
+    return as_json(step_record(finished_step(planned or planned_step(), **changes)))
 
 
-def test_every_field_comes_back() -> None:
+def test_a_record_holds_what_the_run_knew() -> None:
+    """Plan, measurement and figures come back as they were."""
     planned = planned_step()
-    measured = measured_as_planned(planned)
-    expectation = planned.plan.expectation
-    times_2RPVM = expectation.times_2RPVM
-    busy_R = times_2RPVM.sum(axis=(0, 3, 4)).max(axis=1)
-    record = written()
-    step = step_from(record)
+    measured = replace(measured_as_planned(planned), lm_loss=2.25)
+    finished = finished_step(planned, measured)
+    step = step_from(as_json(step_record(finished)))
     assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
-    assert (step.tokens, step.complete) == (sum(LENGTHS_TOKENS), True)
-    assert step.coverage.mean == pytest.approx(0.45)
-    assert step.coverage.base_mean == measured.coverage.base_mean
-    assert step.measured_rank_ms == step.predicted_rank_ms == pytest.approx(tuple(busy_R))
-    assert step.predicted.lower_bound_ms == expectation.lower_bound_ms
-    assert step.predicted.work_ratio == expectation.work_ratio
-    assert step.compute_ms == pytest.approx(times_2RPVM.sum(axis=(0, 3, 4)).mean())
-    assert step.schedule_ms == pytest.approx(measured.schedule_ms.max())
-    assert step.shape == times_2RPVM[0].shape
+    assert (step.tokens, step.padded_tokens, step.complete) == (sum(LENGTHS_TOKENS), 3, True)
+    for ours, theirs in (
+        (step.predicted, planned.plan.expectation),
+        (step.measured, measured.times),
+        (step.figures, finished.figures),
+    ):
+        for each in fields(theirs):
+            found, expected = (getattr(of, each.name) for of in (ours, theirs))
+            np.testing.assert_array_equal(
+                np.array(found, float), np.array(expected, float), err_msg=each.name
+            )
+    assert step.figures.coverage == pytest.approx(0.45)
+    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    for side in SIDES:
-        np.testing.assert_array_equal(step.times_2RPVM(side), times_2RPVM)
+    assert not step.waits_in_layers and not step.in_segments
 
 
 def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
@@ -101,81 +93,44 @@ def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
     measured = measured_as_planned(planned)
     own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
     measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
-    record = written(measured=measured)
-    step = step_from(record)
+    step = step_from(written(planned, measured=measured))
+    assert step.waits_in_layers
     np.testing.assert_array_equal(step.passed_2RPVM("measured"), passed_2RPVM)
     np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
-    assert step.measured_rank_ms == pytest.approx(step.predicted_rank_ms)
-    assert step.measured.imbalance_rank_sums == pytest.approx(step.predicted.imbalance_rank_sums)
-    assert step.compute_ms == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
-    assert "own_forward_ms" not in written()["measured"]
+    figures = step.figures
+    assert figures.imbalance == pytest.approx(figures.imbalance_predicted)
+    assert figures.imbalance_rank_sums_measured == pytest.approx(
+        figures.imbalance_rank_sums_predicted
+    )
+    assert figures.computing_ms_measured == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
 
     unknown = replace(measured, waiting_2RPVM=np.full_like(passed_2RPVM, np.nan))
-    step = step_from(written(measured=unknown))
-    assert (step.measured_rank_ms, step.complete, step.compute_ms) == (None, False, None)
-    for wrong in ([[[[1.0]]]], -np.ones(step.shape)):
-        record["measured"]["own_forward_ms"] = np.asarray(wrong).tolist()
-        with pytest.raises(DamagedLineError, match="own_forward_ms"):
-            step_from(record)
+    step = step_from(written(planned, measured=unknown))
+    assert (step.figures.imbalance, step.complete) == (None, False)
+    assert step.figures.computing_ms_measured is None
 
 
 def test_what_was_not_measured_comes_back_as_none() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)
-    unmeasured = np.full(measured.times_2RPVM[0].shape, None).tolist()
-    record = written(iteration_ms=None)
-    record["measured"] |= {"forward_ms": unmeasured, "rank_busy_ms": [None, 1.0]}
-    record["lm_loss"] = None
-    step = step_from(record)
-    assert (step.iteration_ms, step.lm_loss) == (None, None)
-    assert (step.measured_rank_ms, step.complete, step.compute_ms) == (None, False, None)
-    times_2RPVM = step.times_2RPVM("measured")
-    assert np.isnan(times_2RPVM[0]).all()
-    np.testing.assert_array_equal(times_2RPVM[1], measured.times_2RPVM[1])
-
-
-def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
-    unknown = planned_step()
-    equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    uneven_DP = equal_DP.copy()
-    uneven_DP[0, 1] = 1.25
-    equal, uneven = (
-        replace(unknown, scales=replace(unknown.scales, slowness_RP=x))
-        for x in (equal_DP, uneven_DP)
-    )
-    for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
-        step = FinishedStep(
-            iteration=1,
-            iteration_ms=None,
-            planned=planned,
-            measured=measured_as_planned(planned),
-            padded_tokens=0,
-            host_ms={},
-        )
-        record = as_json(step_record(step))
-        assert record["predicted"]["device_slowness"] == expected
-
-
-def shared_first_position() -> dict[str, Any]:
-    """A step whose first row lay on both ranks."""
-    planned = planned_step()
-    by_place = {
-        (micro_batch.rank, micro_batch.position): micro_batch
-        for micro_batch in planned.plan.micro_batches
-    }
-    whole = replace(by_place[0, 0], cp_size=2)
-    del by_place[0, 0], by_place[1, 0]
-    plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
-    return written(planned=replace(planned, plan=plan))
+    times_2RPVM = measured.times_2RPVM.copy()
+    times_2RPVM[0] = math.nan
+    measured = replace(measured, times_2RPVM=times_2RPVM, lm_loss=math.nan)
+    step = step_from(written(planned, measured=measured, iteration_ms=None))
+    assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
+    assert step.figures.busiest_rank_ms_measured is None
+    np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
 
 
 def test_who_shared_a_row_comes_back() -> None:
-    record = shared_first_position()
-    assert record["cp_sizes"] == [[2, 1], [2, 1]]
-    assert step_from(record).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    alone = written()
-    assert alone["cp_sizes"] is None
-    assert step_from(alone).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
+    planned = planned_step()
+    by_place = {(each.rank, each.position): each for each in planned.plan.micro_batches}
+    whole = replace(by_place[0, 0], cp_size=2)
+    del by_place[0, 0], by_place[1, 0]
+    plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
+    shared = replace(finished_step(planned), planned=replace(planned, plan=plan))
+    assert step_from(as_json(step_record(shared))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
+    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -195,16 +150,21 @@ def test_who_shared_a_row_comes_back() -> None:
     ],
 )
 def test_groups_are_powers_of_two_at_multiples_of_their_size(cp_sizes: Any, possible: bool) -> None:
-    record = written() | {"cp_sizes": cp_sizes}
-    times = np.ones((len(cp_sizes), 1, 1, 1)).tolist()
-    for side in ("predicted", "measured"):
-        busy_ms = [1.0] * len(times)
-        record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}
+    ranks = len(cp_sizes)
+    times_2RPVM = np.ones((2, ranks, 1, 1, 1)).tolist()
+    line = step_line(
+        2,
+        cp_sizes_RM=cp_sizes,
+        segments_RM=[[1]] * ranks,
+        device_slowness_RP=[[1.0]] * ranks,
+        predicted=PREDICTED | {"times_2RPVM": times_2RPVM},
+        measured={"times_2RPVM": times_2RPVM, "schedule_ms": [[1.0]] * ranks},
+    )
     if possible:
-        assert step_from(record).cp_sizes_RM.max() == 2
+        assert step_from(line).cp_sizes_RM.max() == 2
     else:
         with pytest.raises(DamagedLineError, match="cp_sizes"):
-            step_from(record)
+            step_from(line)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +177,11 @@ def test_groups_are_powers_of_two_at_multiples_of_their_size(cp_sizes: Any, poss
     ],
 )
 def test_segments_are_of_every_micro_batch(segments: Any, possible: bool) -> None:
-    line = step_line(2, segments=segments)
+    line = step_line(2, segments_RM=segments)
     if possible:
-        assert step_from(line).segments == ((2, 1), (1, 3))
+        assert step_from(line).segments_RM.tolist() == segments
     else:
-        with pytest.raises(DamagedLineError, match="segments"):
+        with pytest.raises(DamagedLineError, match="segments_RM"):
             step_from(line)
 
 
@@ -235,7 +195,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         samples = len(micro_batches[position].samples)
         for layer in JOB.stage_layers[1][chunk]:
             pieces.append(Piece(position, layer, samples))
-            rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
+            rows += [0.1 * layer + 0.01 * i for i in range(samples)]
     spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
     times = StepTimes(schedule_ms=5.0, start_unix_s=1.75e9, spans=spans)
     record = rank_step(
@@ -245,7 +205,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         job=JOB,
         times=times,
         pieces=pieces,
-        executed_and_grown_O2=np.array(rows),
+        executed_O=np.array(rows),
     )
     line = as_json(record)
     assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 9, 5.0)
@@ -258,10 +218,9 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         assert entry["position"] == position
         assert entry["samples"] == [100 + sample for sample in plan.samples]
         assert entry["lengths_tokens"] == [LENGTHS_TOKENS[sample] for sample in plan.samples]
-        assert entry["budgets"] == [[4] * samples] * len(LAYERS)
+        assert entry["budgets_LS"] == [[4] * samples] * len(LAYERS)
         expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
         assert entry["coverage"] == pytest.approx(expected)
-        assert entry["guarded"] == 1
     step = of_rank(record)
     assert step.start_unix_s == 1.75e9
     assert step.spans == (Span("forward", 0, 0, 1.0, 2.0), spans[1])
@@ -280,7 +239,7 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
         job=JOB,
         times=UNTIMED,
         pieces=(),
-        executed_and_grown_O2=np.empty((0, 2)),
+        executed_O=np.empty(0),
     )
     step = of_rank(record)
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
@@ -299,10 +258,10 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
         job=JOB,
         times=UNTIMED,
         pieces=(),
-        executed_and_grown_O2=np.empty((0, 2)),
+        executed_O=np.empty(0),
     )
     read = of_rank(record).micro_batches
-    assert [(each.cp_size, each.member) for each in read] == [(2, 1), (1, 0)]
+    assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
 
 
@@ -310,6 +269,7 @@ def test_the_header_says_which_rank() -> None:
     header = rank_header(PLACE, JOB, "node-1")
     assert as_json(header) == {
         "type": "rank",
+        "log_format": LOG_FORMAT,
         "world_rank": 3,
         "data_parallel_rank": 1,
         "pipeline_rank": 1,
@@ -318,7 +278,7 @@ def test_the_header_says_which_rank() -> None:
         "host": "node-1",
     }
     assert decode(encode(header), RANK_LOG) == header
-    assert (header.place, header.layers) == ((1, 1), LAYERS)
+    assert header.place == (1, 1)
 
 
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
@@ -330,8 +290,8 @@ def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
             iteration=12, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=curves.observed_LU
         )
     )
-    known = [0.12346] * 6
-    assert record["curves"] == [[known, None, known], [None, None, known]]
+    known, missing = [0.12346] * 6, [None] * 6
+    assert record["curves_LUK"] == [[known, missing, known], [missing, missing, known]]
     assert (record["type"], record["iteration"]) == ("coverage", 12)
     assert record["grid"] == [1, 2, 3, 4, 5, 6]
     assert record["bucket_blocks"] == [1, 3, 6]

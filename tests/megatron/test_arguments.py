@@ -280,7 +280,7 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
     [
         "--context-parallel-size 1",
         "--context-parallel-size 4 --sparse-balance-max-context-parallel 8",
-        "--context-parallel-size 2 --sparse-balance-context-parallel static",
+        "--context-parallel-size 2 --sparse-balance-config context-parallel=static",
         "--context-parallel-size 2 --sparse-balance-max-tokens-per-micro-batch 128",
         "--moe-token-dispatcher-type allgather",
         "--moe-token-dispatcher-type alltoall --num-experts 4",

@@ -29,7 +29,7 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_cp_sizes
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start

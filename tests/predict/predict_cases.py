@@ -3,46 +3,66 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.memory import MemoryModel
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.models import MODELS
-from sparsebalance_megatron.predict.scenario import Scenario
+from sparsebalance_megatron.predict.workload import Workload, memory_model
+
+SHAPE = ModelShape(
+    hidden_size=896,
+    ffn_hidden_size=4864,
+    num_attention_heads=14,
+    num_query_groups=2,
+    head_dim=64,
+    vocab_size=151936,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+"""Qwen2.5-0.5B."""
+EXPERTS = replace(SHAPE, experts=ExpertShape(experts=128, top_k=8, ffn_hidden_size=768))
+"""Qwen2.5-0.5B with the experts of Qwen3-30B-A3B."""
+LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
 
 
 def memory_of(job: Job) -> MemoryModel:
-    return MemoryModel(
-        shape=MODELS["qwen2.5-0.5b"].shape,
-        layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
-        virtual_stages=job.virtual_stages,
-        tied_embeddings=True,
-        sequence_parallel=True,
-        optimizer_ranks=job.data_parallel_size,
-    )
+    host_job = HostJob(layout=job, shape=SHAPE, max_sample_tokens=8192, global_batch_size=8)
+    return memory_model(host_job, SparseBalanceConfig())
 
 
-def scenario(**changes: Any) -> Scenario:
+def workload(
+    batches: Sequence[Sequence[int]] = (LENGTHS,),
+    *,
+    layers: int = 24,
+    ranks: int = 2,
+    stages: int = 2,
+    micro_batches: int = 4,
+    cp_size: int = 1,
+    lockstep_ranks: int = 1,
+    cap_tokens: int = 8192,
+    shape: ModelShape = SHAPE,
+    sharded_parameters: bool = False,
+    config: dict[str, Any] | None = None,
+    **of_job: Any,
+) -> Workload:
     """A small model on two ranks of two stages with blocks of 128 tokens."""
-    settings = {"block_size": 128, "base_budget": 8, "dense_up_to": "0"} | changes.pop("config", {})
-    values: dict[str, Any] = {
-        "model": MODELS["qwen2.5-0.5b"],
-        "ranks": 2,
-        "stages": 2,
-        "micro_batches": 4,
-        "cap_tokens": 8192,
-        "longest_tokens": 8192,
-    }
-    return Scenario(config=SparseBalanceConfig(**settings), **(values | changes))
-
-
-def write_job_lengths(path: Path) -> Path:
-    """4,000 lognormal lengths: median 3,900, sigma 1.1, at most 65,536."""
-    normal = np.random.default_rng(0).standard_normal(4000)
-    lengths = np.clip(3900 * np.exp(1.1 * normal), 16, 65536).astype(int)
-    path.write_text("\n".join(map(str, lengths)))
-    return path
+    layout = Job.even(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches)
+    layout = replace(layout, context_parallel_size=cp_size, lockstep_ranks=lockstep_ranks)
+    settings = {"block_size": 128, "base_budget": 8, "max_tokens_per_micro_batch": cap_tokens}
+    settings |= {"dense_up_to": "0"}
+    choices = SparseBalanceConfig(**settings | (config or {}))
+    job = HostJob(
+        layout=layout,
+        shape=shape,
+        max_sample_tokens=8192,
+        global_batch_size=len(batches[0]),
+        **of_job,
+    )
+    memory = memory_model(job, choices, sharded_parameters=sharded_parameters)
+    return replace(Workload.of(job, choices, batches), memory=memory)

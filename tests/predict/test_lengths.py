@@ -10,9 +10,9 @@ from sparsebalance_megatron.predict.lengths import (
     GENERATORS,
     MAX_TOKENS,
     chatqa2_like,
-    chatqa2_tail_like,
     longalign_like,
     read_lengths,
+    samples_of,
 )
 
 
@@ -34,13 +34,11 @@ def test_longalign_matches_the_published_fit():
     assert 0.18 <= (lengths >= 32768).mean() <= 0.22
 
 
-@pytest.mark.parametrize("generate", [chatqa2_like, chatqa2_tail_like])
-def test_chatqa2_is_bimodal(generate):
-    lengths = generate(100_000, 0)
+def test_chatqa2_is_bimodal():
+    lengths = chatqa2_like(100_000, 0)
     assert (lengths < 4096).mean() == pytest.approx(0.5, abs=0.01)
     assert (lengths >= 16384).mean() == pytest.approx(0.5, abs=0.01)
-    longest = 32768 if generate is chatqa2_like else MAX_TOKENS
-    assert 0.95 * longest < lengths.max() <= longest
+    assert 0.95 * 32768 < lengths.max() <= 32768
 
 
 @pytest.mark.parametrize("text", ["[5, 7, 9]", "5\n7\n9\n", "5 7\n\n9"])
@@ -48,3 +46,11 @@ def test_files(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)
     assert read_lengths(path).tolist() == [5, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "samples"),
+    [("split", [100, 100, 20, 50]), ("truncate", [100, 100, 50]), ("drop", [100, 50])],
+)
+def test_documents_longer_than_the_sequence(overlong, samples):
+    assert samples_of(np.array([100, 120, 50]), 100, overlong).tolist() == samples

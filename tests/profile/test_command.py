@@ -73,7 +73,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     """Attention of dense layers is measured where the model has some."""
     output = tmp_path / "new" / "table.json"
     selects = ["--sparse-balance-selection", selection, "--sparse-balance-max-segments", "3"]
-    selects += ["--sparse-balance-segment-tokens", "32"]
+    selects += ["--sparse-balance-config", "segment-tokens=32"]
     selects += ["--sparse-balance-layer-budgets", *layer_budgets] if layer_budgets else []
     process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
     assert process.returncode == 0, process.stderr[-4000:]
@@ -125,7 +125,7 @@ def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Pat
     output = tmp_path / "table.json"
     run = run_training(
         2,
-        [*MODEL_FLAGS, *BALANCE_FLAGS, "--sparse-balance-exchange", exchange],
+        [*MODEL_FLAGS, *BALANCE_FLAGS, "--sparse-balance-config", f"exchange={exchange}"],
         program=(*PROFILE, str(output), "--"),
     ).require_success()
     table = CostTable.load(output)

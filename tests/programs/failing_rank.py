@@ -124,8 +124,6 @@ def change_flags(_: int) -> None:
 
 def change_kernels(_: int) -> None:
     if FAULTY:
-        # Not the verdict of rank 0, which has other kernels here.
-        os.environ["XDG_CACHE_HOME"] += "/rank1"
         right = tokens.backward
         tokens.backward = lambda dout, saved: (*right(dout, saved)[:2], 1.1 * saved.v_TGF)
 

@@ -56,7 +56,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from sparsebalance_megatron import integration, pretrain_gpt  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
-from sparsebalance_megatron.run import session  # noqa: E402
+from sparsebalance_megatron.run import trainer  # noqa: E402
 
 setattr(torch.cuda, cpu._INSTALLED, False)
 MODE = FakeCuda(allow_non_fake_inputs=True)
@@ -295,7 +295,7 @@ def main() -> None:
     dispatcher._maybe_dtoh_and_synchronize = with_even_counts
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     integration.training_hooks = hooks
-    session.check_kernels = lambda *_: "kernels are not run"
+    trainer.check_kernels = lambda *_: "kernels are not run"
     torch.backends.cuda.is_flash_attention_available = lambda: True
     training.setup_model_and_optimizer = functools.wraps(build)(build)
     training.train_step = one_step

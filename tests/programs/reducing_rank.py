@@ -44,7 +44,6 @@ def seen(rank: int, layer: int) -> SimpleNamespace:
         grid_SK=grid_SK,
         executed_S=torch.tensor([1.0, coverage, math.nan]),
         base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
-        grown_S=torch.tensor([False, rank == 1, True]),
     )
     return SimpleNamespace(
         observations={layer: observation},

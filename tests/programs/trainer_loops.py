@@ -503,7 +503,7 @@ class Host:
             }
 
     def pinned_passes(self, ended: Any, model: Any) -> dict[str, Any]:
-        """A forward-only pass and its update, with a guard that would raise what it may."""
+        """A forward-only pass and its update, at budgets far below the base budget."""
         (batch,) = batches(1, 9)
         run_schedule, plan = self.block.run_schedule, partial(ended.planner.plan, lengths_of(batch))
         planned = plan()
@@ -518,7 +518,6 @@ class Host:
             "forward planned": _by_layer(planned),
             "update": pinned,
             "update planned": _by_layer(update),
-            "free after": plan().plan.micro_batches[0].pinned,
         }
 
     def mistakes(self, ended: Any, model: Any) -> dict[str, str]:

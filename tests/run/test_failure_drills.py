@@ -203,7 +203,7 @@ def test_the_last_stage_fails_in_a_step_in_segments(directory: Path, fault: str)
     assert run.exit_code != 0
     assert "nothing was heard from rank 1" in run.output, run.output[-4000:]
     assert run.logged("iteration") == [1, 2]
-    assert all(max(map(max, step["segments"])) > 1 for step in run.steps)
+    assert all(max(map(max, step["segments_RM"])) > 1 for step in run.steps)
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ FLAGS = (
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
 )
-STATIC = ("--sparse-balance-context-parallel", "static")
+STATIC = ("--sparse-balance-config", "context-parallel=static")
 EXPERTS = (
     *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
     *("--moe-ffn-hidden-size", "1024", "--moe-token-dispatcher-type", "alltoall"),

@@ -31,7 +31,6 @@ from harness import (
 )
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.log.log_directory import rank_files
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +65,7 @@ YARN = (
     "--yarn-original-max-position-embeddings 64"
 )
 CUT = f"{PIPELINE} --sparse-balance-max-segments 4 {ON_CPU}"
-KEEP = "--sparse-balance-recompute-attention keep"
+KEEP = "--sparse-balance-config recompute-attention=keep"
 
 
 def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -141,7 +140,7 @@ MODELS = {
         data="even",
     ),
     "blend": Model(
-        (*LLAMA, "--sparse-balance-missing-loss-mask", "train"),
+        (*LLAMA, "--sparse-balance-config", "missing-loss-mask=train"),
         *("latency", "llama", FEW_ROUNDINGS, "0.4 any 0.6 masked"),
     ),
     "conversations": Model((*LLAMA, "--vocab-size", "511"), data="conversations"),
@@ -191,14 +190,17 @@ LAYOUTS = {
 SHARED_ROWS = {
     "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
     "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "context-static-yarn": Layout("yarn", 2, f"{CONTEXT} --sparse-balance-context-parallel static"),
+    "context-static-yarn": Layout(
+        "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
+    ),
     "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-data4-ring": Layout(
-        "llama", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+        "llama", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
     ),
     "wide-hierarchical": Layout(
         *("llama", 4),
-        f"{WIDER} {ON_CPU} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+        f"{WIDER} {ON_CPU} --sparse-balance-config exchange=hierarchical-ring "
+        "--use-distributed-optimizer",
         DRAWN_WIDTHS,
     ),
     "wide-pipeline": Layout("llama", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
@@ -221,18 +223,19 @@ SHARED_ROWS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
     ),
     "context-layers-ring": Layout(
-        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
+        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring"
     ),
     "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-latent-ring": Layout(
-        "latent", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+        "latent", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
     ),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
+        *("vertical-slash", 2),
+        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring {CAPPED}",
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
@@ -255,11 +258,11 @@ CUTS = {
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
     "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
-    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-exchange ring"),
+    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-config exchange=ring"),
     "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
     "segments-wide-hierarchical": (
         *("llama", 8),
-        f"{WIDER} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+        f"{WIDER} --sparse-balance-config exchange=hierarchical-ring --use-distributed-optimizer",
     ),
     "segments-wide-experts": (
         *("experts unbalanced", 8),
@@ -418,8 +421,8 @@ def test_layout_trains_to_the_losses_of_one_rank(
             assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
         return
     for step, other in zip(run.steps, expected.steps, strict=True):
-        mean = other["coverage"]["mean"]
-        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
+        mean = other["figures"]["coverage"]
+        assert step["figures"]["coverage"] == pytest.approx(mean, rel=model.tolerance)
     logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
     rows = [row for log in logs for row in log[0]["micro_batches"]]
     read = dict(
@@ -435,12 +438,14 @@ def test_layout_trains_to_the_losses_of_one_rank(
         )
     else:
         _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
-        assert any(step["cp_sizes"] for step in run.steps) == ("wide" in name)
+        assert any(max(map(max, step["cp_sizes_RM"])) > 1 for step in run.steps) == ("wide" in name)
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
     """Steps have fewer micro-batches than the batch sizes make, and all of them are measured."""
-    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["micro_batches"]
+    most = json.loads((log_dir / "steps.jsonl").read_text().partition("\n")[0])["job"][
+        "micro_batches"
+    ]
     counts = {measured_ms(step).shape[-1] for step in run.steps}
     assert min(counts) < most >= max(counts)
     for step in run.steps:
@@ -452,7 +457,7 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
     the log has times of what ran."""
     for step in run.steps:
         assert (measured_ms(step) > 0.0).all()
-    segments_RM = [step["segments"] for step in run.steps]
+    segments_RM = [step["segments_RM"] for step in run.steps]
     assert max(map(max, segments_RM[0])) > 1
     unequal = any(len(set(map(sum, each_RM))) > 1 for each_RM in segments_RM)
     assert unequal == (len(segments_RM[0]) > lockstep_ranks)
@@ -463,11 +468,11 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
     """Layer -> (blocks, budget) of every sample that ranks logged."""
     found: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for path in rank_files(log_dir):
+    for path in sorted((log_dir / "ranks").iterdir()):
         header, *steps = map(json.loads, path.read_text().splitlines())
         layers = [layer for chunk in header["layers"] for layer in chunk]
         for row in [row for step in steps for row in step["micro_batches"]]:
-            for layer, budgets in zip(layers, row["budgets"], strict=True):
+            for layer, budgets in zip(layers, row["budgets_LS"], strict=True):
                 for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
                     found[layer].add((-(-tokens // 16), budget))
     return found

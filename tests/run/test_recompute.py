@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sparse-balance-recompute-attention keep`` trains to the same digits as ``again``."""
+"""``--sparse-balance-config recompute-attention=keep`` trains to the same digits as ``again``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_kept_attention_trains_to_the_same_digits(
     plan = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
 
     def train(how: str) -> TrainingRun:
-        words = (*plan, *flags.split(), "--sparse-balance-recompute-attention", how)
+        words = (*plan, *flags.split(), "--sparse-balance-config", f"recompute-attention={how}")
         run = train_small_model(2, documents, *words, log_dir=tmp_path / how, program=program)
         return run.require_success()
 
@@ -50,7 +50,10 @@ def test_kept_attention_trains_to_the_same_digits(
     assert kept.logged("lm_loss") == again.logged("lm_loss")
     assert len(set(kept.losses)) == STEPS
     assert kept.grad_norms == again.grad_norms
-    found = [step["recompute"] for step in kept.steps]
-    assert all(count["kept"] >= LAYERS * MICRO_BATCHES for count in found)
-    assert not any(count["again"] or count["otherwise"] for count in found)
-    assert not any(any(step["recompute"].values()) for step in again.steps)
+    names = ("kept_attention", "attended_again", "recomputed_otherwise")
+    found, others = (
+        [tuple(step["figures"][name] for name in names) for step in run.steps]
+        for run in (kept, again)
+    )
+    assert all(kept >= LAYERS * MICRO_BATCHES and rest == [0, 0] for kept, *rest in found)
+    assert set(others) == {(0, 0, 0)}

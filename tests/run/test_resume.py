@@ -27,7 +27,7 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
 from sparsebalance_megatron.run.inputs import source_record
-from sparsebalance_megatron.run.session import compare_runs
+from sparsebalance_megatron.run.trainer import compare_runs
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""
@@ -50,7 +50,7 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
         return run_training(ranks, (*common, *flags), log_dir=log_dir).require_success()
 
     plugin = (
-        *(*BALANCE_FLAGS, "--sparse-balance-calibration", "measured"),
+        *(*BALANCE_FLAGS, "--sparse-balance-config", "calibration=measured"),
         *("--sparse-balance-tuning", "off", "--data-path", str(documents)),
     )
     train("megatron", 1, 2, None, "--mock-data")
@@ -140,7 +140,7 @@ def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
     assert resumed.logged("iteration") == [1, 2, 3, 4]
     assert read_run_log(log_dir).problems == ()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    written = events.Scalars("sparse-balance/coverage-mean")
+    written = events.Scalars("sparse-balance/coverage-min")
     assert [scalar.step for scalar in written] == [1, 2, 3, 4]
     fresh = train(1, 8)
     assert f"logs of an earlier run are kept in {log_dir / 'earlier' / '1'}" in fresh.output

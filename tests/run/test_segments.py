@@ -11,7 +11,7 @@ import pytest
 from harness import PROGRAMS, TrainingRun, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.timeline import simulated_timeline
+from sparsebalance_megatron.view.report.timeline import predicted_timeline
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +40,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
     one, four = (
         train(
             *(ranks, documents, *PIPELINE, *experts.split(), "--sparse-balance-tuning", "off"),
-            *("--global-batch-size", str(ranks), "--sparse-balance-segment-tokens", "32"),
+            *("--global-batch-size", str(ranks), "--sparse-balance-config", "segment-tokens=32"),
             *("--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,
             program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
@@ -50,19 +50,18 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
     assert [step["lm_loss"] for step in four.steps] == pytest.approx(
         [step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS
     )
-    assert all(max(map(max, step["segments"])) > 1 for step in four.steps)
+    assert all(max(map(max, step["segments_RM"])) > 1 for step in four.steps)
     for step in read_run_log(tmp_path / "4").steps:
-        predicted, found = step.predicted, simulated_timeline(step, "predicted")
+        predicted, found = step.predicted, predicted_timeline(step)
         assert found is not None
         assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
-        assert step.segments is not None
-        assert len({tuple(segments) for segments in step.segments}) == 1
+        assert (step.segments_RM == step.segments_RM[0]).all()
         if experts:
             # The times of segments are the group's, those of micro-batches each rank's own.
             assert (step.times_2RPVM("measured") > 0.0).all()
             continue
         (ms_2PU,) = predicted.segment_ms
-        first_U = np.cumsum([0, *step.segments[0][:-1]])
+        first_U = np.cumsum([0, *step.segments_RM[0, :-1]])
         np.testing.assert_allclose(
             np.add.reduceat(ms_2PU, first_U, axis=2),
             step.times_2RPVM("predicted")[:, 0, :, 0],
@@ -73,9 +72,9 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
 def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
     """One long document in a step of short ones: the planner has ranks share it, in segments."""
     documents = write_documents(tmp_path / "train", [250, 16, 18, 14, 17, 15, 19, 13] * 4)
-    both = ("--sparse-balance-max-segments", "4", "--sparse-balance-segment-tokens", "32")
-    both = (*both, "--sparse-balance-context-parallel", "dynamic")
-    both = (*both, "--sparse-balance-gigabytes-per-second", "10000")
+    both = ("--sparse-balance-max-segments", "4", "--sparse-balance-config", "segment-tokens=32")
+    both = (*both, "--sparse-balance-config", "context-parallel=dynamic")
+    both = (*both, "--sparse-balance-config", "gigabytes-per-second=10000")
     both = (*both, "--sparse-balance-max-context-parallel", "2")
     one, shared = (
         train(
@@ -90,8 +89,7 @@ def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
     forms = {
         (cp_size > 1, segments > 1)
         for step in shared.steps
-        if step["cp_sizes"] and "segments" in step
-        for of_rank in zip(step["cp_sizes"], step["segments"], strict=True)
+        for of_rank in zip(step["cp_sizes_RM"], step["segments_RM"], strict=True)
         for cp_size, segments in zip(*of_rank, strict=True)
     }
     assert (True, True) in forms, forms
@@ -105,7 +103,12 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     two stages, too, on which initial weights depend."""
     lists, runs = {}, {}
     forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
-    mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-exchange", exchange)
+    mixed = (
+        "--sparse-balance-max-segments",
+        "4",
+        "--sparse-balance-config",
+        f"exchange={exchange}",
+    )
     mixed = (*mixed, "--sparse-balance-max-context-parallel", "2")
     for ranks, flags in ((2, ()), (4, mixed)):
         folder = tmp_path / f"lists{ranks}"
@@ -130,11 +133,10 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     forms = [
         {
             (cp_size > 1, segments > 1)
-            for of_rank in zip(step["cp_sizes"], step["segments"], strict=True)
+            for of_rank in zip(step["cp_sizes_RM"], step["segments_RM"], strict=True)
             for cp_size, segments in zip(*of_rank, strict=True)
         }
         for step in four.steps
-        if step["cp_sizes"] and "segments" in step
     ]
     assert max(map(len, forms)) >= 3, "shared, cut, or both"
     assert any((True, True) in each for each in forms)
@@ -145,7 +147,7 @@ def test_layers_per_stage_are_named_where_the_head_is_heavy(segments: str, tmp_p
     documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
     run = train(
         *(2, documents, *PIPELINE, "--num-layers", "6", "--train-iters", "1"),
-        *("--make-vocab-size-divisible-by", "4096", "--sparse-balance-segment-tokens", "32"),
+        *("--make-vocab-size-divisible-by", "4096", "--sparse-balance-config", "segment-tokens=32"),
         *("--sparse-balance-max-segments", segments),
     ).require_success()
     named = "sparse balance: stages do unequal work: with --pipeline-model-parallel-layout 'Et*"
@@ -177,7 +179,7 @@ def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path
     whole = attempt("whole", "1", "4")
     cut = attempt("cut", "4", "2")
     resumed = attempt("resumed", "1", "4")
-    assert max(map(max, cut.steps[0]["segments"])) > 1
+    assert max(map(max, cut.steps[0]["segments_RM"])) > 1
     assert [step["iteration"] for step in resumed.steps] == [3, 4]
     assert [step["lm_loss"] for step in resumed.steps] == pytest.approx(
         [step["lm_loss"] for step in whole.steps[2:]], rel=FEW_ROUNDINGS

@@ -36,7 +36,7 @@ def test_ranks_with_shards_train_to_the_losses_of_one_rank(tmp_path: Path) -> No
         environment=CONNECTIONS,
     ).require_success()
     header = json.loads((tmp_path / "sharded" / "steps.jsonl").read_text().partition("\n")[0])
-    assert header["lockstep_ranks"] == 2
+    assert header["job"]["lockstep_ranks"] == 2
     assert len(sharded.steps) == len(alone.steps) == 4
     for step, other in zip(sharded.steps, alone.steps, strict=True):
         assert step["lm_loss"] == pytest.approx(other["lm_loss"], rel=FEW_ROUNDINGS)

@@ -50,7 +50,7 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     ).require_success()
     context = train(
         *(2, documents, *evaluate, *load, "--context-parallel-size", "2"),
-        *("--sparse-balance-context-parallel", "static"),
+        *("--sparse-balance-config", "context-parallel=static"),
         log_dir=tmp_path / "context",
     ).require_success()
     losses = wide.logged("lm_loss") + context.logged("lm_loss")

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import REPOSITORY, read_records, read_steps, train
+from harness import REPOSITORY, measured_ms, read_records, read_steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.run_report import gather
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
-    SIMULATED,
     Timeline,
-    simulated_timeline,
+    predicted_timeline,
 )
 
 pytestmark = pytest.mark.distributed
@@ -51,12 +51,13 @@ def test_step_log_is_whole(directory: Path) -> None:
     assert log.problems == ()
     assert [step.iteration for step in log.steps] == [1, 2, 3, 4]
     (header,) = read_records(directory / "steps.jsonl", "run")
-    assert header["stage_layers"] == [LAYERS[0], LAYERS[1]]
-    assert (header["schedule"], header["device"]) == ("interleaved", "cpu")
+    assert header["job"]["stage_layers"] == [LAYERS[0], LAYERS[1]]
+    assert (header["iterations"], header["device"]) == (STEPS, "cpu")
     (coverage,) = read_records(directory / "steps.jsonl", "coverage")
     assert coverage["iteration"] == 2
-    curves = [curve for layer in coverage["curves"] for curve in layer if curve is not None]
-    assert len(coverage["curves"]) == 4
+    layers = coverage["curves_LUK"]
+    curves = [curve for layer in layers for curve in layer if None not in curve]
+    assert len(layers) == 4
     assert curves
     assert all(curve == sorted(curve) and curve[-1] == 1.0 for curve in curves)
 
@@ -71,11 +72,11 @@ def test_rank_log_says_what_the_step_log_sums_up(directory: Path, rank: int) -> 
         entries = mine["micro_batches"]
         assert [entry["position"] for entry in entries] == list(range(8))
         assert len({sample for entry in entries for sample in entry["samples"]}) == 8
-        assert all(np.shape(entry["budgets"]) == (2, 1) for entry in entries)
+        assert all(np.shape(entry["budgets_LS"]) == (2, 1) for entry in entries)
         assert all(0.0 < entry["coverage"][0] <= 1.0 for entry in entries)
         assert mine["schedule_ms"] == step["measured"]["schedule_ms"][0][rank]
-        for direction, name in (("forward", "forward_ms"), ("backward", "backward_ms")):
-            known = np.array(step["measured"][name][0][rank], dtype=float)
+        for direction, ms_RPVM in zip(DIRECTIONS, measured_ms(step), strict=True):
+            known = ms_RPVM[0, rank]
             spans = [span for span in mine["spans"] if span[0] == direction]
             assert len(spans) == known.size - np.isnan(known).sum()
             for _, chunk, position, start_ms, end_ms, *_ in spans:
@@ -98,8 +99,7 @@ def test_coverage_of_the_ranks_makes_that_of_the_step(directory: Path) -> None:
     for step, *mine in zip(read_steps(directory), *logs, strict=True):
         entries = [entry for rank in mine for entry in rank["micro_batches"]]
         coverage = [value for entry in entries for value in entry["coverage"]]
-        assert np.mean(coverage) == pytest.approx(step["coverage"]["mean"], abs=1e-5)
-        assert sum(entry["guarded"] for entry in entries) == step["guarded_samples"]
+        assert np.mean(coverage) == pytest.approx(step["figures"]["coverage"], abs=1e-5)
 
 
 def test_tensorboard_has_every_documented_scalar(directory: Path) -> None:
@@ -116,10 +116,10 @@ def test_tensorboard_has_every_documented_scalar(directory: Path) -> None:
         if tag.startswith("sparse-balance/") and not tag.endswith(" vs samples")
     }
     assert written == documented | from_log_line
-    for name, key in (("coverage-mean", "mean"), ("coverage-min", "min")):
+    for name, key in (("coverage-base", "coverage_base"), ("coverage-min", "coverage_min")):
         logged = [scalar.value for scalar in events.Scalars(f"sparse-balance/{name}")]
         assert logged == pytest.approx(
-            [step["coverage"][key] for step in read_steps(directory)], rel=1e-6
+            [step["figures"][key] for step in read_steps(directory)], rel=1e-6
         )
     makespans = events.Scalars("sparse-balance/makespan-ms-measured")
     assert [scalar.step for scalar in makespans] == list(range(2, STEPS + 1))
@@ -164,9 +164,9 @@ def test_the_trace_holds_every_forward_and_backward(directory: Path, tmp_path: P
 def test_the_schedule_that_ran_is_the_one_that_is_simulated(directory: Path) -> None:
     evidence = gather(read_run_log(directory), (STEPS,))
     measured = evidence.timeline("measured", STEPS)
-    simulated = simulated_timeline(evidence.log.steps[-1], "measured")
+    simulated = predicted_timeline(evidence.log.steps[-1])
     assert measured is not None and simulated is not None
-    assert (measured.source, simulated.source) == (MEASURED, SIMULATED)
+    assert measured.source == MEASURED
     for stage in range(STAGES):
         assert operations(measured, stage) == operations(simulated, stage)
 

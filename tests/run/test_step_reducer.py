@@ -67,7 +67,6 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     np.testing.assert_array_equal(count_U, [4, 0, 4])
     np.testing.assert_allclose(executed_U, [4, 0, 0.5 + 0.6 + 0.51 + 0.61], rtol=1e-6)
     np.testing.assert_allclose(base_U - executed_U, [0, 0, 4 * 0.05], atol=1e-6)
-    assert coverage.grown == 2
 
 
 @pytest.mark.distributed
@@ -81,7 +80,6 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
         grid_SK=torch.ones(1, 2),
         executed_S=torch.ones(1),
         base_S=torch.ones(1),
-        grown_S=torch.zeros(1, dtype=torch.bool),
     )
     found = [
         ObservedCoverage.gather(
@@ -118,15 +116,13 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         grid_SK=observed_SK,
         executed_S=observed_SK[:, 1],
         base_S=observed_SK[:, 2],
-        grown_S=torch.arange(samples) == 0,
     )
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
     context = SimpleNamespace(
         observations={0: observation}, layout=layout, position=0, padding_documents=0, counts=True
     )
-    measured, executed_and_grown_O2 = learnt_from(context)
-    np.testing.assert_array_equal(executed_and_grown_O2[:, 0], observed_SK[:, 1])
-    np.testing.assert_array_equal(executed_and_grown_O2[:, 1], np.arange(samples) == 0)
+    measured, executed_O = learnt_from(context)
+    np.testing.assert_array_equal(executed_O, observed_SK[:, 1])
     return measured
 
 
@@ -185,7 +181,6 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
             grid_SK=torch.tensor([curve]),
             executed_S=torch.tensor([executed]),
             base_S=torch.tensor([executed]),
-            grown_S=torch.tensor([False]),
         )
         for curve, executed in (([0.25, 0.5, 0.75, 1.0], 0.5), ([torch.nan] * 4, 1.0))
     )

@@ -111,13 +111,13 @@ class GatheredLists:
         return out_THF, lse_TH
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`.assembled.Part`."""
+        """See :class:`.blocks.Part`."""
         return merge_partials(out_THF, lse_TH, *self.attend())
 
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """See :class:`.assembled.Part`."""
+        """See :class:`.blocks.Part`."""
         for whole, part in zip(gradients, self.gradients(dout_THF, out_THF, lse_TH), strict=True):
             whole += part
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from sparsebalance_megatron.attention.kernels.assembled import AssembledKernel
+from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel
 from sparsebalance_megatron.attention.kernels.gathered import own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
@@ -91,7 +91,7 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`.assembled.Part`."""
+        """See :class:`.blocks.Part`."""
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
@@ -118,7 +118,7 @@ class _PastBlocks:
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """See :class:`.assembled.Part`."""
+        """See :class:`.blocks.Part`."""
         dq_THD, dk_TGD, dv_TGF = gradients
         for head in range(self._kv_heads):
             heads = self._query_heads(head)

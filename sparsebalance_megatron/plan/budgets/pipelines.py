@@ -3,8 +3,8 @@
 
 Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches, C chunks, J = R x M
 micro-batches, Q price levels, E rank groups, W ranks of a rank group, U units of a rank group,
-I rank groups that still rise, X candidates, G segments of all ranks, O operations; a leading 2:
-forward and backward.
+I rank groups that still rise, X candidates, Y segments of all ranks, Z = Y x P, O operations; a
+leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ class PipelinesInSegments:
 
     Attributes:
         times: the operations of all ranks, at level 0.
-        ms_Q2GP: what every segment takes on every stage with all units at one level.
-        unit_GP: the unit of each of them, among those of all rank groups.
-        first_G: whether the unit's first rank runs the segment: others run it at the same time.
+        ms_Q2YP: what every segment takes on every stage with all units at one level.
+        unit_YP: the unit of each of them, among those of all rank groups.
+        first_Y: whether the unit's first rank runs the segment: others run it at the same time.
         groups: rank groups, of neighbouring ranks.
     """
 
     times: OperationTimes
-    ms_Q2GP: np.ndarray
-    unit_GP: np.ndarray
-    first_G: np.ndarray
+    ms_Q2YP: np.ndarray
+    unit_YP: np.ndarray
+    first_Y: np.ndarray
     shape_JC: tuple[int, int]
     groups: int
 
@@ -178,7 +178,7 @@ class PipelinesInSegments:
             budgets_QLS: budgets with all units at one level.
         """
         job, cp_sizes_RM = costs.job, where.cp_sizes_RM
-        ms_Q2GP = np.stack(
+        ms_Q2YP = np.stack(
             [segmented_times(costs, where, budgets_LS)[2] for budgets_LS in budgets_QLS]
         )
         segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
@@ -193,19 +193,19 @@ class PipelinesInSegments:
             unit_J = first_places(cp_sizes_RM)
             first_J = unit_J == np.arange(rows)
         segments_J = np.concatenate(segments_RM)
-        unit_G1 = np.repeat(unit_J, segments_J)[:, None]
+        unit_Y1 = np.repeat(unit_J, segments_J)[:, None]
         return cls(
-            times=OperationTimes.of_segments(segments_RM, ms_Q2GP[0], cp_sizes_RM),
-            ms_Q2GP=ms_Q2GP,
-            unit_GP=unit_G1 * costs.chunks + np.arange(costs.chunks),
-            first_G=np.repeat(first_J, segments_J),
+            times=OperationTimes.of_segments(segments_RM, ms_Q2YP[0], cp_sizes_RM),
+            ms_Q2YP=ms_Q2YP,
+            unit_YP=unit_Y1 * costs.chunks + np.arange(costs.chunks),
+            first_Y=np.repeat(first_J, segments_J),
             shape_JC=(rows, costs.chunks),
             groups=job.data_parallel_size // group_ranks,
         )
 
     @property
     def levels(self) -> int:
-        return len(self.ms_Q2GP) - 1
+        return len(self.ms_Q2YP) - 1
 
     @property
     def operation_cost(self) -> int:
@@ -223,11 +223,11 @@ class PipelinesInSegments:
         return ends_RX.reshape(self.groups, -1, len(level_XIU)).max(axis=1)[groups_I].T
 
     def longest_through_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        through_2PG = operations_through_ms(self._times(groups_I, level_IU[None])).reshape(
-            2, self.unit_GP.shape[1], -1
+        through_2PY = operations_through_ms(self._times(groups_I, level_IU[None])).reshape(
+            2, self.unit_YP.shape[1], -1
         )
         through_EU = np.zeros(self.rises_EU.size)
-        np.maximum.at(through_EU, self.unit_GP, through_2PG.max(axis=0).T)
+        np.maximum.at(through_EU, self.unit_YP, through_2PY.max(axis=0).T)
         return through_EU.reshape(self.rises_EU.shape)[groups_I]
 
     def next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
@@ -244,22 +244,22 @@ class PipelinesInSegments:
     @cached_property
     def _unit_ms_EUQ(self) -> np.ndarray:
         """Forward and backward ms of all segments of a unit at every level."""
-        unit_ms_UQ = np.zeros((np.prod(self.shape_JC), len(self.ms_Q2GP)))
-        ms_GPQ = self.ms_Q2GP.sum(axis=1).transpose(1, 2, 0)
-        np.add.at(unit_ms_UQ, self.unit_GP[self.first_G], ms_GPQ[self.first_G])
-        return unit_ms_UQ.reshape(self.groups, -1, len(self.ms_Q2GP))
+        unit_ms_UQ = np.zeros((np.prod(self.shape_JC), len(self.ms_Q2YP)))
+        ms_YPQ = self.ms_Q2YP.sum(axis=1).transpose(1, 2, 0)
+        np.add.at(unit_ms_UQ, self.unit_YP[self.first_Y], ms_YPQ[self.first_Y])
+        return unit_ms_UQ.reshape(self.groups, -1, len(self.ms_Q2YP))
 
     def _times(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> OperationTimes:
         """Times of all ranks, a column for each candidate; rank groups that rise no longer are not
         looked at."""
         level_XEU = np.zeros((len(level_XIU), *self.rises_EU.shape), dtype=np.int64)
         level_XEU[:, groups_I] = level_XIU
-        level_XGP = level_XEU.reshape(len(level_XIU), -1)[:, self.unit_GP]
-        _, _, segments, stages = self.ms_Q2GP.shape
-        place_GP = np.arange(segments * stages).reshape(segments, stages)
-        ms_Q2Y = self.ms_Q2GP.reshape(len(self.ms_Q2GP), 2, -1)
-        ms_2XGP = np.stack([ms_Q2Y[level_XGP, direction, place_GP] for direction in (0, 1)])
-        ms_OX = np.ascontiguousarray(ms_2XGP.transpose(0, 3, 2, 1)).reshape(-1, len(level_XIU))
+        level_XYP = level_XEU.reshape(len(level_XIU), -1)[:, self.unit_YP]
+        _, _, segments, stages = self.ms_Q2YP.shape
+        place_YP = np.arange(segments * stages).reshape(segments, stages)
+        ms_Q2Z = self.ms_Q2YP.reshape(len(self.ms_Q2YP), 2, -1)
+        ms_2XYP = np.stack([ms_Q2Z[level_XYP, direction, place_YP] for direction in (0, 1)])
+        ms_OX = np.ascontiguousarray(ms_2XYP.transpose(0, 3, 2, 1)).reshape(-1, len(level_XIU))
         return OperationTimes(
             graph=self.times.graph,
             ms_OR=ms_OX,

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
-
-from msgspec import UNSET
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import RunHeader
+from sparsebalance_megatron.plan.job import Job
 
 _SAME_MODEL_AND_DATA = ("layers", "seq_length", "global_batch_size", "counts", "sources")
 """Fields without which a comparison says nothing of the plugin."""
 _OF_THE_RUN = (
-    *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "stage_layers"),
-    *("lockstep_ranks", "device", "cost_source", "megatron_core", "torch", "schedule"),
+    *(each.name for each in fields(Job)),
+    *("pipeline_stages", "virtual_stages", "device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
 """Settings that change no step."""
@@ -47,8 +47,10 @@ def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
 
 
 def _differing(baseline: RunHeader, run: RunHeader, names: tuple[str, ...]) -> list[str]:
-    both = ({name: getattr(header, name) for name in names} for header in (baseline, run))
-    before, after = both
+    before, after = (
+        {name: getattr(header if hasattr(header, name) else header.job, name) for name in names}
+        for header in (baseline, run)
+    )
     return [text for name in names if (text := _difference(name, before, after))]
 
 
@@ -60,5 +62,5 @@ def _difference(name: str, baseline: Mapping[str, Any], run: Mapping[str, Any]) 
 
 
 def _shown(value: Any) -> str:
-    text = "none" if value is None or value is UNSET else str(value)
+    text = "none" if value is None else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.view.report.differences import differences
 
 WARM_UP_STEPS = 5
@@ -72,8 +72,6 @@ class Explanation:
       have no meaning by themselves.
     - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
       None for fewer than six pairs.
-    - ``machine_spread``: how much computing time against the work varies from step to step: half
-      the range of the middle half, over the median, for the run of the two in which it is larger.
     """
 
     baseline: TimeSplit
@@ -82,7 +80,6 @@ class Explanation:
     waiting_ms: float
     rest_ms: float
     machine_ms: float
-    machine_spread: float
     speedup_interval: tuple[float, float] | None
     same_base_budgets: bool = True
 
@@ -111,21 +108,12 @@ class RunSummary:
     """One run in numbers; None where nothing was measured.
 
     All but the losses and the list of times leave out the warm-up: the first
-    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run. Medians are over steps.
+    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run.
 
     - ``iteration_ms``: every step that has a time, warm-up included.
-    - ``rank_imbalance``: median of max/mean over the data-parallel ranks' measured busy times, a
-      rank's busy time being that of its busiest pipeline stage.
-    - ``predicted_ms``, ``measured_ms``: median busy time of the busiest rank.
-    - ``predicted_error``: median of ``|predicted / measured - 1|`` over steps and ranks, busy time
-      against busy time, so that waiting is in neither.
-    - ``lower_bound_ms``: median of the planner's bound on a step: no placement can be faster.
-    - ``work_ratio``: median of predicted work over that of the same samples at base budgets; below
-      1 attention was cut, so a speedup is not balance alone.
     - ``split``: where the mean step's time goes.
-    - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
-    - ``coverage_gain``, ``coverage_gain_by_token``: mean coverage less that of base budgets, where
-      every sample counts alike, and where every token does.
+    - ``figures``: over steps, the mean of coverages and the median of other
+      :class:`.step_figures.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
       this out, and ``split`` counts it as waiting.
     """
@@ -136,15 +124,7 @@ class RunSummary:
     iteration_ms: tuple[float, ...]
     loss_first: float | None
     loss_last: float | None
-    rank_imbalance: float | None
-    coverage_mean: float | None
-    coverage_gain: float | None
-    coverage_gain_by_token: float | None
-    predicted_error: float | None
-    predicted_ms: float | None
-    measured_ms: float | None
-    lower_bound_ms: float | None
-    work_ratio: float | None
+    figures: Mapping[str, float | None]
     split: TimeSplit | None = None
     lockstep_ranks: int = 1
 
@@ -155,15 +135,13 @@ class Comparison:
 
     ``speedup``: the baseline's time over the run's, of all steps together. It and the explanation
     of the difference are None unless both runs saw the same number of tokens in every step;
-    otherwise the steps hold different samples. ``speedup_of_medians``: the ratio of median
-    iteration times, which single steps sway more. ``differences``: settings that the
-    runs do not share, one phrase each.
+    otherwise the steps hold different samples. ``differences``: settings that the runs do not
+    share, one phrase each.
     """
 
     baseline: RunSummary
     sparse_balance: RunSummary
     speedup: float | None
-    speedup_of_medians: float | None
     problems: tuple[str, ...]
     explanation: Explanation | None = None
     differences: tuple[str, ...] = ()
@@ -203,8 +181,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
     return Comparison(
         baseline=before,
         sparse_balance=after,
-        speedup=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
-        speedup_of_medians=_ratio(before.iteration_ms_median, after.iteration_ms_median),
+        speedup=sum(old for old, _ in timed) / sum(new for _, new in timed) if timed else None,
         problems=tuple(problems),
         explanation=explanation,
         differences=differing,
@@ -215,44 +192,29 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
-    lost_by_token = [
-        (step.coverage.lost_by_token, step.tokens)
-        for step in after
-        if step.coverage.lost_by_token is not None and step.tokens
+    times_ms = [
+        [step.iteration_ms for step in each if step.iteration_ms] for each in (steps, after)
     ]
+    figures: dict[str, float | None] = {}
+    for name in (each.name for each in fields(StepFigures)):
+        known = [
+            (value, step.tokens)
+            for step in after
+            if isinstance(value := getattr(step.figures, name), int | float)
+        ]
+        values, tokens = zip(*known, strict=True) if known else ((), ())
+        how = fmean if name.startswith("coverage") else median
+        figures[name] = how(values) if values else None
+        if name == "coverage_gained_by_token" and sum(tokens):
+            figures[name] = fmean(values, tokens)
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up_steps(len(steps)),
-        iteration_ms_median=_average(step.iteration_ms for step in after),
-        iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
+        iteration_ms_median=median(times_ms[1]) if times_ms[1] else None,
+        iteration_ms=tuple(times_ms[0]),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
-        rank_imbalance=_average(
-            imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
-        ),
-        coverage_mean=_average((step.coverage.mean for step in after), fmean),
-        coverage_gain=_average(
-            (
-                step.coverage.mean - step.coverage.base_mean
-                for step in after
-                if step.coverage.mean is not None and step.coverage.base_mean is not None
-            ),
-            fmean,
-        ),
-        coverage_gain_by_token=-fmean(*zip(*lost_by_token, strict=True)) if lost_by_token else None,
-        predicted_error=_average(
-            abs(predicted / measured - 1.0)
-            for step in after
-            if step.measured_rank_ms and step.predicted_rank_ms
-            for predicted, measured in zip(
-                step.predicted_rank_ms, step.measured_rank_ms, strict=True
-            )
-            if measured > 0.0
-        ),
-        predicted_ms=_average(max(step.predicted_rank_ms or (), default=None) for step in after),
-        measured_ms=_average(max(step.measured_rank_ms or (), default=None) for step in after),
-        lower_bound_ms=_average(step.predicted.lower_bound_ms for step in after),
-        work_ratio=_average(step.predicted.work_ratio for step in after),
+        figures=figures,
         split=split_time(after),
         lockstep_ranks=lockstep_ranks,
     )
@@ -292,8 +254,10 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
     if before is None or after is None:
         return None
     known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
-    work = np.array([_work(new) / _work(old) for old, new in known])
-    old_ms = np.array([old.compute_ms for old, _ in known])
+    work = np.array(
+        [(new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) for old, new in known]
+    )
+    old_ms = np.array([old.figures.computing_ms_measured for old, _ in known])
     less_attention_ms = float((old_ms * (work - 1.0)).mean())
     return Explanation(
         baseline=before,
@@ -302,14 +266,16 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
         waiting_ms=after.waiting_ms - before.waiting_ms,
         rest_ms=after.rest_ms - before.rest_ms,
         machine_ms=after.compute_ms - before.compute_ms - less_attention_ms,
-        machine_spread=max(_spread(each) for each in zip(*known, strict=True)),
         speedup_interval=_interval(known),
     )
 
 
 def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
     """ms of computing, waiting and the rest of every step; NaN where it was not measured whole."""
-    known = [(step.iteration_ms, step.compute_ms, step.schedule_ms) for step in steps]
+    known = [
+        (step.iteration_ms, step.figures.computing_ms_measured, step.figures.makespan_ms_measured)
+        for step in steps
+    ]
     iteration_ms, compute_ms, schedule_ms = np.array(known, dtype=np.float64).reshape(-1, 3).T
     # The schedule of a step lies within it, but for the clocks of hosts.
     schedule_ms = np.minimum(np.maximum(schedule_ms, compute_ms), iteration_ms)
@@ -324,21 +290,6 @@ def _mean(parts: np.ndarray) -> TimeSplit | None:
     return TimeSplit(
         steps=len(parts), compute_ms=compute_ms, waiting_ms=waiting_ms, rest_ms=rest_ms
     )
-
-
-def _work(step: StepRecord) -> float:
-    return 1.0 if step.predicted.work_ratio is None else step.predicted.work_ratio
-
-
-def _spread(steps: Sequence[StepRecord]) -> float:
-    """Spread of measured over predicted computing times, where both are known."""
-    ratios = [
-        sum(step.measured_rank_ms) / sum(step.predicted_rank_ms)
-        for step in steps
-        if step.measured_rank_ms and step.predicted_rank_ms and sum(step.predicted_rank_ms) > 0.0
-    ]
-    low, middle, high = np.quantile(ratios or [0.0], (0.25, 0.5, 0.75))
-    return float((high - low) / 2.0 / middle) if middle > 0.0 else 0.0
 
 
 def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
@@ -357,15 +308,3 @@ def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
         random_state=np.random.default_rng(0),
     ).confidence_interval
     return float(found.low), float(found.high)
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _average(
-    values: Iterable[float | None], how: Callable[[list[float]], float] = median
-) -> float | None:
-    """``how`` of the values that are known; None where none is."""
-    known = [value for value in values if value is not None]
-    return how(known) if known else None

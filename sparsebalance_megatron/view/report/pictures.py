@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars on a time axis, which ``templates/`` draw as SVG: where a step's time goes.
 
-Against the baseline, rank by rank, and one step in full.
+One step in full, and the mean step against the baseline's.
 
-Shape legend: R data-parallel ranks, L layers, S samples of a micro-batch.
+Shape legend: L layers, S samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import Place, StepRecord
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.log.records import Place
 from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.timeline import Timeline
@@ -36,9 +35,9 @@ COLOURS: Mapping[str, tuple[str, str]] = {
 """Name to (light, dark). A kind of time has one colour in all pictures."""
 
 KINDS = {
+    "waiting": "waiting",
     "forward": "forward",
     "computing": "computing",
-    "waiting": "waiting",
     "rest": "optimizer, gradients",
     "noise": "noise",
 }
@@ -136,7 +135,6 @@ class Chart:
 
 
 _MOST_ROWS = 16
-_MOST_RANKS = 32
 _WIDEST_PLOT = 1100.0
 _WIDTH_PER_BAR = 10.0
 _LARGEST_RATIO_ON_ONE_AXIS = 6.0
@@ -162,66 +160,11 @@ def waterfall(explanation: Explanation) -> Chart:
 
 
 def _split(split: TimeSplit) -> tuple[Piece, ...]:
-    return _stacked(split.compute_ms, split.waiting_ms, split.rest_ms)
-
-
-def _stacked(compute_ms: float, waiting_ms: float, rest_ms: float) -> tuple[Piece, ...]:
-    parts = {"computing": compute_ms, "waiting": waiting_ms, "rest": rest_ms}
+    parts = {"computing": split.compute_ms, "waiting": split.waiting_ms, "rest": split.rest_ms}
     starts_ms = accumulate(parts.values(), initial=0.0)
     return tuple(
         Piece(kind=kind, start_ms=start_ms, ms=ms, title=f"{kind}: {ms:,.4g} ms")
         for (kind, ms), start_ms in zip(parts.items(), starts_ms, strict=False)
-    )
-
-
-def rank_bars(runs: Mapping[str, Sequence[StepRecord]]) -> Chart | None:
-    """A bar of computing, waiting and the rest per data-parallel rank: means over steps.
-
-    Args:
-        runs: steps of every run, by the run's name.
-
-    Returns:
-        None where no step has measured times of all micro-batches.
-    """
-    found = {name: _rank_rows(steps) for name, steps in runs.items()}
-    known = {name: rows for name, rows in found.items() if rows}
-    if not known:
-        return None
-    end_ms = max(row.end_ms for rows in known.values() for row in rows)
-    waits = [row.pieces[1].ms / row.end_ms for row in list(known.values())[-1]]
-    ranks = max(step.shape[0] for steps in runs.values() for step in steps)
-    shown = max(len(rows) for rows in known.values())
-    return Chart(
-        alt=f"Bars of {shown} ranks: they wait {min(waits):.0%} to {max(waits):.0%} of the step.",
-        panels=tuple(Panel(heading=name, rows=rows, end_ms=end_ms) for name, rows in known.items()),
-        remarks=(f"{shown} of {ranks} ranks, from the busiest to the idlest",)
-        if shown < ranks
-        else (),
-    )
-
-
-def _rank_rows(steps: Sequence[StepRecord]) -> tuple[Row, ...]:
-    known = [step for step in steps if step.complete and step.iteration_ms and step.schedule_ms]
-    if not known:
-        return ()
-    compute_R = np.mean(
-        [stage_busy_ms(step.times_2RPVM("measured")).mean(axis=1) for step in known], axis=0
-    )
-    schedule_ms = float(np.mean([step.schedule_ms or 0.0 for step in known]))
-    step_ms = float(np.mean([step.iteration_ms or 0.0 for step in known]))
-    ranks = list(range(len(compute_R)))
-    if len(ranks) > _MOST_RANKS:
-        ranks = _evenly(np.argsort(-compute_R, kind="stable").tolist(), _MOST_RANKS)
-    return tuple(
-        Row(
-            label=f"rank {rank}",
-            pieces=_stacked(
-                float(compute_R[rank]),
-                max(schedule_ms - float(compute_R[rank]), 0.0),
-                max(step_ms - schedule_ms, 0.0),
-            ),
-        )
-        for rank in ranks
     )
 
 

@@ -53,7 +53,7 @@ def coverage_plots(record: CoverageRecord | None, config: Mapping[str, Any]) -> 
 
 
 def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any]) -> Plot:
-    """The layers' band, their mean, the base budget and the coverage that samples must keep."""
+    """The layers' band, their mean and the base budget."""
     width, height, blocks = 180.0, 100.0, record.bucket_blocks[bucket]
     budgets_K = np.array([budget for budget in record.grid if budget <= blocks])
     curves_LK = record.curves_LUK[:, bucket, : len(budgets_K)]
@@ -64,13 +64,10 @@ def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any
         _points(x_K, height * (1.0 - each_K))
         for each_K in (curves_LK.min(axis=0), mean_K, curves_LK.max(axis=0))
     )
-    base, threshold = config.get("base_budget"), config.get("coverage_threshold")
-    base_x = least_y = None
+    base, base_x = config.get("base_budget"), None
     alike = config.get("layer_budgets") is None
     if alike and isinstance(base, int) and 1 <= base <= budgets_K[-1]:
         base_x = float(np.interp(np.log2(base), np.log2(budgets_K), x_K))
-        if isinstance(threshold, float):
-            least_y = height * (1.0 - float(np.interp(base, budgets_K, mean_K)) + threshold)
     every = -(-len(budgets_K) // _MOST_BUDGETS_NAMED)
     least = 1 << bucket
     return Plot(
@@ -82,7 +79,6 @@ def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any
         x_ticks=list(zip(x_K.tolist(), map(str, budgets_K), strict=True))[::every],
         y_ticks=[(height * (1.0 - share), f"{share:g}") for share in (0.0, 0.5, 1.0)],
         dotted_x=base_x,
-        dashed_y=least_y,
     )
 
 
@@ -128,9 +124,14 @@ def _loss_plot(title: str, series: Mapping[str, Mapping[int, float]]) -> Plot:
         height=height,
         lines=lines,
         x_ticks=[(0.0, str(first)), (width, str(last))],
-        y_ticks=[(y(value), f"{value:.3g}") for value in (low, high)],
+        y_ticks=[(y(value), _shown(value)) for value in (low, high)],
         dashed_y=y(0.0) if low < 0.0 < high else None,
     )
+
+
+def _shown(value: float) -> str:
+    """Three digits, without an exponent."""
+    return np.format_float_positional(value, precision=3, fractional=False, trim="-")
 
 
 def _points(x: np.ndarray, y: np.ndarray) -> list[str]:

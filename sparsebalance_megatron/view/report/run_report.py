@@ -8,24 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sparsebalance_megatron.log.log_directory import rank_folder
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES, StepRecord
+from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
     compare,
     paired,
     settled,
-    split_time,
     summarize,
 )
 from sparsebalance_megatron.view.report.pictures import (
     COLOURS,
     Chart,
-    rank_bars,
     step_chart,
     waterfall,
 )
@@ -34,11 +29,12 @@ from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
     named_places,
-    simulated_timeline,
+    predicted_timeline,
 )
 from sparsebalance_megatron.view.report.words import (
     Table,
     caveats,
+    descriptions,
     headline,
     numbers_table,
     run_facts,
@@ -72,9 +68,9 @@ class Evidence:
             return None
         contents = self.ranks.steps.get(iteration, {})
         if side == "predicted":
-            timeline = simulated_timeline(step, side, self.log.schedule)
+            timeline = predicted_timeline(step, self.log.schedule)
         else:
-            timeline = measured_timeline(step, contents, self.log.schedule)
+            timeline = measured_timeline(step, contents)
         return timeline and replace(timeline, contents=contents)
 
     def timelines(self, iteration: int) -> dict[str, Timeline]:
@@ -88,7 +84,7 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
     ranks = read_rank_logs(log.directory, iterations)
     missing = [place for place in log.steps[-1].places if place not in ranks.headers]
     if ranks.headers and missing:
-        problem = f"{rank_folder(log.directory)}: no log of {named_places(missing)}; left out"
+        problem = f"{log.directory / 'ranks'}: no log of {named_places(missing)}; left out"
         ranks = replace(ranks, problems=(*ranks.problems, problem))
     return Evidence(log=log, ranks=ranks)
 
@@ -96,8 +92,7 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
     """The iteration asked for, or else a typical one that was measured.
 
-    Typical: after the warm-up, nearest to the means of step time and of the share of waiting, of
-    both runs.
+    Typical: of the median time, after the warm-up, of the steps that both runs took.
 
     Raises:
         ReportError: if the log does not hold the iteration asked for.
@@ -110,45 +105,34 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
                 f"{known[0]} to {known[-1]}; choose one of them"
             )
         return asked
-    steps = [(step,) for step in settled(log.steps)]
-    for candidates in (paired(log, baseline) if baseline else [], steps):
-        traits = {each[-1].iteration: _traits(each) for each in candidates}
-        typical = {iteration: values for iteration, values in traits.items() if values}
-        if typical:
-            found = np.array(list(typical.values()))
-            means = np.maximum(found.mean(axis=0), 1e-9)
-            distance = np.abs(found / means - 1.0).sum(axis=1)
-            return list(typical)[int(distance.argmin())]
-    return next((step for (step,) in reversed(steps) if step.complete), log.steps[-1]).iteration
-
-
-def _traits(sides: Sequence[StepRecord]) -> list[float]:
-    """Time and share of waiting of the step, of every run; empty where one is not known."""
-    splits = [split_time([step]) if step.complete else None for step in sides]
-    known = [split for split in splits if split is not None and split.step_ms > 0.0]
-    if len(known) < len(sides):
-        return []
-    return [value for split in known for value in (split.step_ms, split.waiting_ms / split.step_ms)]
+    pairs = paired(log, baseline) if baseline else []
+    candidates = [new for _, new in pairs] or [*settled(log.steps)]
+    timed = [step for step in candidates if step.complete and step.iteration_ms is not None]
+    if not timed:
+        return next(
+            (step for step in reversed(candidates) if step.complete), log.steps[-1]
+        ).iteration
+    timed.sort(key=lambda step: step.iteration_ms or 0.0)
+    return timed[len(timed) // 2].iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Contents of a page.
 
-    ``missing``: what cannot be drawn of the step, and why. ``notes``: what the logs lack.
-    ``sampled``: which steps the bars of ranks are the mean of.
+    ``runs``: what the runs are, a sentence each. ``missing``: what cannot be drawn of the step,
+    and why. ``notes``: what the logs lack.
     """
 
     title: str
     facts: str
+    runs: Sequence[str]
     headline: str
     differences: Sequence[str]
     caveats: Sequence[str]
     numbers: RunSummary | Comparison
     numbers_table: Table
     waterfall: Chart | None
-    ranks: Chart | None
-    sampled: str
     loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
@@ -161,7 +145,7 @@ class Report:
     @property
     def not_drawn(self) -> list[str]:
         """Names of the pictures that the page lacks, and what the step lacks."""
-        pictures = {"ranks": self.ranks, "step": self.step, "coverage": self.coverage}
+        pictures = {"step": self.step, "coverage": self.coverage}
         lacking = [f"{name}: not drawn" for name, drawn in pictures.items() if not drawn]
         return [*self.missing, *lacking]
 
@@ -181,18 +165,20 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     iteration = choose_iteration(log, baseline_log, step)
     worst = worst_steps(log.steps)
     evidence = gather(log, {iteration, *(each.iteration for each in worst)})
-    wanted = [(evidence, "predicted", "predicted"), (evidence, "measured", "measured")]
+    wanted = [
+        (evidence, "this run, measured", "measured"),
+        (evidence, "this run, predicted", "predicted"),
+    ]
     problems = [*evidence.problems]
     numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
-    averaged, why = {"this run": settled(log.steps)}, None
+    headers, why = {"This run": log.header}, None
     if baseline_log is not None:
         baseline = gather(baseline_log, {iteration})
-        wanted.append((baseline, "baseline, measured", "measured"))
+        wanted.insert(0, (baseline, "baseline, measured", "measured"))
         numbers = compare(baseline_log, log)
         problems += [*baseline.problems, *numbers.problems]
         why = numbers.explanation
-        if pairs := paired(log, baseline_log):
-            averaged = dict(zip(("baseline", "this run"), zip(*pairs, strict=True), strict=True))
+        headers = {"Baseline": baseline_log.header} | headers
     timelines = {name: run.timeline(side, iteration) for run, name, side in wanted}
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
     notes = list(dict.fromkeys(problems))
@@ -203,20 +189,19 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         # The last two parts of a directory name a run.
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
+        runs=descriptions(headers),
         headline=headline(numbers),
         differences=settings_that_differ(numbers),
         caveats=caveats(numbers),
         numbers=numbers,
         numbers_table=numbers_table(numbers),
         waterfall=None if why is None else waterfall(why),
-        ranks=rank_bars(averaged),
-        sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
         loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(drawn) if drawn else None,
         missing=[
-            f"{name.capitalize()}: not drawn, not all of its times are logged."
+            f"{name.capitalize()}: not drawn, its times are not logged."
             for name in timelines
             if name not in drawn
         ],

@@ -20,9 +20,6 @@ from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 PREDICTED = "the schedule simulated with the predicted times"
-SIMULATED = (
-    "times are measured, but starts were not logged: the schedule is simulated with the times"
-)
 MEASURED = "starts and ends by the clocks of the ranks"
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
@@ -32,7 +29,7 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
+    ``source``: how starts are known, :data:`PREDICTED` or :data:`MEASURED`.
     ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
     all spans together, for other ranks in their layers. ``remarks``: what is not in it.
     ``contents``: what the ranks logged of the step.
@@ -89,68 +86,40 @@ class Timeline:
                 yield place, free_ms, end_ms
 
 
-def simulated_timeline(
-    record: StepRecord, side: str, schedule: Schedule = megatron_order
-) -> Timeline | None:
-    """The schedule of the run simulated with the predicted or the measured times.
-
-    Segments take equal parts of a micro-batch where their own times are not known.
-
-    Returns:
-        None where a time is missing or negative.
-    """
+def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) -> Timeline | None:
+    """The schedule of the run simulated with the predicted times; None where it cannot be."""
+    spans: dict[Place, list[Span]] = {place: [] for place in record.places}
     try:
-        events_R = _simulated(record, side, schedule)
+        for rank, event in _simulated(record, schedule):
+            what = event.direction, event.chunk, event.micro_batch
+            span = Span(*what, event.start_ms, event.end_ms, event.segment)
+            spans[rank, event.stage].append(span)
     except PlanError:
         return None
-    spans: dict[Place, list[Span]] = {place: [] for place in record.places}
-    for rank, events in enumerate(events_R):
-        for event in events:
-            what = event.direction, event.chunk, event.micro_batch
-            spans[rank, event.stage].append(
-                Span(*what, event.start_ms, event.end_ms, event.segment)
-            )
-    source = PREDICTED if side == "predicted" else SIMULATED
-    return Timeline(
-        spans=spans,
-        source=source,
-        segments=record.segments or (),
-        waited_ms=_waited_ms(record, side, spans),
-    )
+    return Timeline(spans=spans, source=PREDICTED, segments=record.segments_RM.tolist())
 
 
-def _waited_ms(record: StepRecord, side: str, places: Iterable[Place]) -> float:
-    """What these places waited for other ranks within layers."""
-    waited_2RPVM = record.passed_2RPVM(side) - record.times_2RPVM(side)
-    return float(sum(np.nansum(waited_2RPVM[:, rank, stage]) for rank, stage in places))
-
-
-def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
-    """Events of every rank; raises PlanError where a time is missing or negative."""
-    times_2RPVM = record.passed_2RPVM(side)
-    if not record.segments:
-        return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
-    ms_R2PU = [
-        (times_2RPVM[:, rank, :, 0] / np.array(segments)).repeat(segments, axis=2)
-        for rank, segments in enumerate(record.segments)
-    ]
-    if side == "predicted" and record.predicted.segment_ms:
-        ms_R2PU = list(record.predicted.segment_ms)
-    ms_2UP = np.concatenate(ms_R2PU, axis=2).swapaxes(1, 2)
-    times = OperationTimes.of_segments(record.segments, ms_2UP, record.cp_sizes_RM)
+def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
+    """Rank and event; raises PlanError where a time is missing or negative."""
+    segment_ms = record.predicted.segment_ms
+    if not segment_ms:
+        times = OperationTimes.of_micro_batches(
+            record.predicted.times_2RPVM, record.cp_sizes_RM, schedule
+        )
+        for rank, events in enumerate(simulate(times)):
+            yield from ((rank, event) for event in events)
+        return
+    ms_2UP = np.concatenate(segment_ms, axis=2).swapaxes(1, 2)
+    times = OperationTimes.of_segments(record.segments_RM.tolist(), ms_2UP, record.cp_sizes_RM)
     # The micro-batches of all ranks, one after another.
     (events,) = simulate(times)
-    events_R: list[list[Event]] = [[] for _ in record.segments]
     for event in events:
-        rank, position = divmod(event.micro_batch, len(record.segments[0]))
-        events_R[rank].append(replace(event, micro_batch=position))
-    return events_R
+        rank, position = divmod(event.micro_batch, record.segments_RM.shape[1])
+        yield rank, replace(event, micro_batch=position)
 
 
-def measured_timeline(
-    record: StepRecord, ranks: Mapping[Place, RankStep], schedule: Schedule = megatron_order
-) -> Timeline | None:
-    """True starts where ranks logged them, or else the schedule simulated with measured times.
+def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
+    """What the ranks logged of a step.
 
     Ranks are set side by side by the wall clocks of their hosts, as long as those can be right:
     ranks begin a step together to within what they wait for data, so clocks that lie further apart
@@ -158,14 +127,13 @@ def measured_timeline(
 
     Args:
         ranks: what every rank logged of this step.
-        schedule: of the run.
 
     Returns:
-        None where neither is complete enough.
+        None where no rank logged anything.
     """
     spoken = {place: step for place, step in sorted(ranks.items()) if step.spans}
     if not spoken:
-        return simulated_timeline(record, "measured", schedule)
+        return None
     starts_s = {place: step.start_unix_s for place, step in spoken.items()}
     known_s = [start_s for start_s in starts_s.values() if start_s is not None]
     remarks = []
@@ -189,10 +157,18 @@ def measured_timeline(
     return Timeline(
         spans=spans,
         source=MEASURED,
-        segments=record.segments or (),
-        waited_ms=_waited_ms(record, "measured", [each for each in spans if each in record.places]),
+        segments=record.segments_RM.tolist(),
+        waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
         remarks=tuple(remarks),
     )
+
+
+def _waited_ms(record: StepRecord, places: Iterable[Place]) -> float:
+    """What these places waited for other ranks within layers."""
+    waiting_2RPVM = record.measured.waiting_2RPVM
+    if waiting_2RPVM is None:
+        return 0.0
+    return float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
 from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, StepRecord
-from sparsebalance_megatron.plan.metrics import imbalance, stage_busy_ms
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 _RUN_PROCESS = 1
@@ -129,26 +128,17 @@ class Tracer:
         yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
     def _counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
-        """Coverage and imbalance of the step; measured over predicted time of every stage."""
-        coverage = {"executed": record.coverage.mean, "at base budgets": record.coverage.base_mean}
-        ranks_ms = {"predicted": record.predicted_rank_ms, "measured": record.measured_rank_ms}
-        imbalances = {side: imbalance(ms) if ms else None for side, ms in ranks_ms.items()}
-        tracks = [
-            (_RUN_PROCESS, "coverage", coverage),
-            (_RUN_PROCESS, "imbalance of ranks", imbalances),
-        ]
-        predicted_RP, measured_RP = (stage_busy_ms(record.times_2RPVM(side)) for side in SIDES)
-        for place in record.places:
-            if ("measured", place) in self._threads and predicted_RP[place] > 0.0:
-                ratio = round(float(measured_RP[place] / predicted_RP[place]), 4)
-                name = f"measured over predicted, stage {place[1]}"
-                tracks.append((_process("measured", place[0]), name, {"ratio": ratio}))
-        for process, name, values in tracks:
+        """Coverage and imbalance of the step."""
+        figures = record.figures
+        coverage = {"executed": figures.coverage, "at base budgets": figures.coverage_base}
+        imbalances = {"predicted": figures.imbalance_predicted, "measured": figures.imbalance}
+        tracks = [("coverage", coverage), ("imbalance of ranks", imbalances)]
+        for name, values in tracks:
             known = {
                 key: value for key, value in values.items() if value is not None and isfinite(value)
             }
             if known:
-                at = {"pid": process, "ts": _us(start_ns)}
+                at = {"pid": _RUN_PROCESS, "ts": _us(start_ns)}
                 yield {"name": name, "ph": "C", **at, "args": known}
 
 
@@ -163,26 +153,26 @@ def _span_arguments(place: Place, span: Span, record: StepRecord, timeline: Time
         "chunk": span.chunk,
         "ms": round(span.ms, 4),
     }
-    if record.segments:
+    if record.in_segments:
         found["segment"] = span.segment
     index = (*place, span.chunk, span.position)
     if all(each < size for each, size in zip(index, record.shape, strict=True)):
         # Of the whole micro-batch.
         for side in SIDES:
-            ms = float(getattr(getattr(record, side), f"{span.direction}_ms")[index])
+            ms = float(record.passed_2RPVM(side)[DIRECTIONS.index(span.direction)][index])
             if isfinite(ms):
                 found[f"{side}_ms"] = round(ms, 4)
         own_ms = float(record.times_2RPVM("measured")[DIRECTIONS.index(span.direction)][index])
         if record.waits_in_layers and isfinite(own_ms):
             found["own_ms"] = round(own_ms, 4)
     held = timeline.held(place, span)
-    return found | _held_arguments(held) if held else found
+    return found | _held_arguments(held, place) if held else found
 
 
-def _held_arguments(held: RankMicroBatch) -> Event:
+def _held_arguments(held: RankMicroBatch, place: Place) -> Event:
     found: Event = {"tokens": held.tokens, "lengths_tokens": list(held.lengths_tokens)}
     if held.cp_size > 1:
-        found |= {"cp_size": held.cp_size, "member": held.member}
+        found |= {"cp_size": held.cp_size, "member": place[0] - held.rank}
     if held.budgets_LS.size:
         found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
         found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()
@@ -199,7 +189,7 @@ def _step_arguments(record: StepRecord, timelines: Mapping[str, Timeline]) -> Ev
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
     values = {name: getattr(record, name) for name in ("iteration_ms", "lm_loss", "tokens")}
-    values |= {name: getattr(record.predicted, name) for name in ("lower_bound_ms", "work_ratio")}
+    values |= {name: getattr(record.figures, name) for name in ("lower_bound_ms", "work_ratio")}
     return found | {name: value for name, value in values.items() if value is not None}
 
 

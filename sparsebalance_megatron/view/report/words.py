@@ -6,8 +6,9 @@ Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,8 @@ from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.text_table import shown_ms
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
 
-_SIZES = (
-    *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
-    *("megatron_core", "torch", "device", "cost_source"),
-)
+_OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
+_SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
 _MOST_WORST_STEPS = 5
 _WORST_HEADINGS = (
     *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
@@ -47,13 +46,9 @@ def headline(numbers: RunSummary | Comparison) -> str:
 
 
 def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
-    if comparison.speedup_of_medians is None:
-        return "Speedup: not measured, because a run has no iteration times."
     if comparison.speedup is None:
         return (
-            f"Measured: {comparison.speedup_of_medians:.2f} times as fast as {baseline} by median "
-            "iterations. Total times are not compared: the runs share no timed step, or saw other "
-            "samples."
+            f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
         )
     words = f"Measured: {comparison.speedup:.2f} times as fast as {baseline}"
     why = comparison.explanation
@@ -107,11 +102,41 @@ def settings_that_differ(
     ]
 
 
+def descriptions(headers: Mapping[str, RunHeader | None]) -> list[str]:
+    """A sentence on every run by its name: what attention reads, and how samples are placed."""
+    return [f"{name}: {_described(header.config)}." for name, header in headers.items() if header]
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    tuning, placed = config.get("tuning"), _PLACED.get(str(config.get("batching")), "")
+    if "dense:all" in str(config.get("layer_budgets")):
+        return f"dense attention, {placed}"
+    blocks, tokens = config.get("base_budget"), config.get("block_size")
+    return (
+        f"block-sparse attention, {_TUNED.get(str(tuning), tuning)} {blocks} blocks of {tokens} "
+        f"tokens, {placed}"
+    )
+
+
+_PLACED = {
+    "arrival": "samples in order of arrival",
+    "length": "samples placed by tokens",
+    "latency": "samples placed by predicted latency",
+    "makespan": "samples placed for the shortest step",
+}
+_TUNED = {
+    "off": "every sample at the base budget of",
+    "raise": "budgets raised where ranks would wait, from the base budget of",
+    "anchor": "budgets moved to the mean latency (the paper), around the base budget of",
+}
+
+
 def run_facts(header: RunHeader | None) -> str:
     """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
-    known = {name: getattr(header, name) for name in _SIZES}
+    known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
+    known |= {name: getattr(header, name) for name in _SOFTWARE}
     config = header.config
     known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
@@ -135,40 +160,41 @@ def numbers_table(
 ) -> Table:
     """The runs side by side, and where each number comes from."""
     runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
-    rows = [(name, *map(value, runs.values()), kind) for name, kind, value in _ROWS]
+    rows = [(name, *map(text, runs.values()), kind) for name, kind, text in _rows()]
     return Table(("", *runs, "how it is known"), rows)
 
 
-_ROWS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
-    ("iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)),
-    ("mean step, ms", "measured", lambda run: _part(run, "step_ms")),
-    ("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
-    ("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
-    ("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
-    ("imbalance of ranks, max/mean", "measured", lambda run: text_of(run.rank_imbalance, ".3f")),
-    ("busiest rank, ms: measured", "measured", lambda run: ms_text(run.measured_ms)),
-    ("busiest rank, ms: predicted", "predicted", lambda run: ms_text(run.predicted_ms)),
-    ("step, ms: predicted lower bound", "predicted", lambda run: ms_text(run.lower_bound_ms)),
-    ("error of predicted rank times", "both", lambda run: text_of(run.predicted_error, ".1%")),
-    (
-        "computing, relative to fixed budgets",
-        "predicted",
-        lambda run: text_of(run.work_ratio, ".1%"),
-    ),
-    ("score coverage (mean)", "measured", lambda run: text_of(run.coverage_mean, ".4f")),
-    (
-        *("  above fixed budgets, by samples", "measured"),
-        lambda run: text_of(run.coverage_gain, "+.4f"),
-    ),
-    (
-        *("  above fixed budgets, by tokens", "measured"),
-        lambda run: text_of(run.coverage_gain_by_token, "+.4f"),
-    ),
-    ("loss, first step", "measured", lambda run: text_of(run.loss_first, ".4f")),
-    ("loss, last step", "measured", lambda run: text_of(run.loss_last, ".4f")),
-    ("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),
+def _rows() -> Iterator[tuple[str, str, Callable[[RunSummary], str]]]:
+    """What each number is, where it comes from, and its text."""
+    yield "iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)
+    yield "mean step, ms", "measured", lambda run: _part(run, "step_ms")
+    yield "  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")
+    yield "  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")
+    yield "  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")
+    for name, kind, figure, layout in _FIGURES:
+        yield name, kind, partial(_figure, name=figure, layout=layout)
+    yield "loss, first step", "measured", lambda run: text_of(run.loss_first, "z.4f")
+    yield "loss, last step", "measured", lambda run: text_of(run.loss_last, "z.4f")
+    yield "steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"
+
+
+_FIGURES = (
+    ("imbalance of ranks, max/mean", "measured", "imbalance", ".3f"),
+    ("busiest rank, ms: measured", "measured", "busiest_rank_ms_measured", "ms"),
+    ("busiest rank, ms: predicted", "predicted", "busiest_rank_ms_predicted", "ms"),
+    ("step, ms: predicted lower bound", "predicted", "lower_bound_ms", "ms"),
+    ("error of predicted rank times", "both", "predicted_error", ".1%"),
+    ("work, relative to base budgets", "predicted", "work_ratio", ".1%"),
+    ("score coverage (mean)", "measured", "coverage", "z.4f"),
+    ("  of base budgets", "measured", "coverage_base", "z.4f"),
+    ("  gained over base budgets, by tokens", "measured", "coverage_gained_by_token", "+z.4f"),
 )
-"""What a number is, where it comes from, and its text."""
+"""Rows of a run's figures: words, where a figure comes from, its name, its layout."""
+
+
+def _figure(run: RunSummary, *, name: str, layout: str) -> str:
+    value = run.figures[name]
+    return ms_text(value) if layout == "ms" else text_of(value, layout)
 
 
 def ms_text(value: float | None) -> str:
@@ -192,9 +218,9 @@ def worst_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     Without a cost table predicted times are relative, so they are scaled to the median step.
     """
     known = [
-        (step, max(step.measured_rank_ms), max(step.predicted_rank_ms))
+        (step, step.figures.busiest_rank_ms_measured, step.figures.busiest_rank_ms_predicted)
         for step in settled(steps)
-        if step.measured_rank_ms and step.predicted_rank_ms and max(step.predicted_rank_ms) > 0.0
+        if step.figures.busiest_rank_ms_measured and step.figures.busiest_rank_ms_predicted
     ]
     if not known:
         return []

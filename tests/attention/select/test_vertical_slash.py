@@ -20,8 +20,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named, vertical_slash
-from sparsebalance_megatron.attention.select.columns import column_blocks
-from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.ranking import Ranking, column_blocks
 from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import work_model_named

@@ -17,7 +17,7 @@ from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.select import (  # noqa: E402
-    pooling_kernel,
+    ranking_kernels,
     row_ranking_kernel,
 )
 
@@ -82,7 +82,7 @@ def test_auto_takes_the_kernels_and_results_repeat() -> None:
 
 def test_lengths_and_budgets_of_one_power_of_two_compile_nothing() -> None:
     def compiled() -> int:
-        kernels = (pooling_kernel._mean_kernel, row_ranking_kernel._rank_kernel)
+        kernels = (ranking_kernels._mean_kernel, row_ranking_kernel._rank_kernel)
         return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
     _ranked("token-kv-head", [0, 64 * BLOCK], "triton")

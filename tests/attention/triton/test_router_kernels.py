@@ -26,8 +26,8 @@ from sparsebalance_megatron.attention.select import (
     selector_named,
 )
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
-from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
+from sparsebalance_megatron.attention.select.ranking_kernels import pooled_means
 from sparsebalance_megatron.attention.select.summaries import block_means
 from sparsebalance_megatron.config import Router
 

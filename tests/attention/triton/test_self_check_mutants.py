@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
+from sparsebalance_megatron.attention.self_check import check_attention
+from sparsebalance_megatron.config import SparseBalanceConfig
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -27,7 +28,6 @@ from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     token_query_kernels,
 )
 from sparsebalance_megatron.attention.select import (  # noqa: E402
-    pooling_kernel,
     ranking_kernels,
     row_ranking_kernel,
 )
@@ -76,7 +76,7 @@ MUTANTS = {
         *(BY_TOKEN, row_ranking_kernel, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
     ),
     "means are sums": (
-        *(BY_TOKEN, pooling_kernel, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
+        *(BY_TOKEN, ranking_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
     ),
     "a budget is one less": (
         *(BY_TOKEN, ranking_kernels, "_counts_kernel"),
@@ -104,18 +104,19 @@ def _mutate(
 
 
 def _problems(selection: str) -> list[str]:
-    case = CheckedCase(
+    config = SparseBalanceConfig(
         selection=selection,
-        implementation="triton",
+        attention="triton",
         router="auto" if selection == WITH_COLUMNS else "triton",
-        query_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        value_dim=32,
         block_size=16,
-        dtype="float32",
     )
-    return check_case(case, torch.device("cpu")).problems()
+    return check_attention(
+        config,
+        heads=(4, 2),
+        head_dims=(16, 32),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    ).problems()
 
 
 @pytest.mark.parametrize("selection", [BY_BLOCK, BY_TOKEN, WITH_COLUMNS])

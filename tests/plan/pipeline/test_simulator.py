@@ -14,7 +14,7 @@ from oracles import plan as oracle
 from plan.plan_cases import costs_without_constants, flat, job_shape, random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import first_places, unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes

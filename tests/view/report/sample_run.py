@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 from plan.plan_cases import flat
+from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.measurement import (
     CoverageTotals,
@@ -23,15 +25,22 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
     rank_header,
     rank_step,
-    run_header,
     step_record,
 )
-from sparsebalance_megatron.log.records import CoverageRecord, RankStep, Record, RunHeader, encode
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
+    CoverageRecord,
+    RankStep,
+    Record,
+    RunHeader,
+    encode,
+)
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
@@ -39,11 +48,10 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.predict.models import MODELS, counted_cost
 from sparsebalance_megatron.predict.workload import prior_coverage
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
-COST = counted_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)
+COST = CostModel.analytic(SHAPE, BLOCK_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +150,10 @@ class SampleRun:
         ]
 
     def header(self) -> RunHeader:
-        return run_header(
+        return RunHeader(
+            log_format=LOG_FORMAT,
+            iterations=None,
+            sources=(),
             config={
                 "block_size": BLOCK_SIZE,
                 "base_budget": BASE_BUDGET,
@@ -178,26 +189,28 @@ class SampleRun:
             base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
             count=1.0,
             minimum=expected.coverage_min or 0.0,
-            grown=0.0,
+        )
+        planned = PlannedStep(
+            plan=plan,
+            samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
+            scales=StageScales.ones(self.stages, self.virtual_stages),
+            plan_ms=3.0,
+            wait_ms=0.5,
+        )
+        measured = StepMeasurement(
+            times_2RPVM=times_2RPVM,
+            schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
+            coverage=coverage,
+            lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
+            tokens=sum(each.tokens for each in plan.micro_batches),
+            differing_ranks=(),
         )
         return FinishedStep(
             iteration=iteration,
             iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
-            planned=PlannedStep(
-                plan=plan,
-                samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
-                scales=StageScales.ones(self.stages, self.virtual_stages),
-                plan_ms=3.0,
-                wait_ms=0.5,
-            ),
-            measured=StepMeasurement(
-                times_2RPVM=times_2RPVM,
-                schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
-                coverage=coverage,
-                lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
-                tokens=sum(each.tokens for each in plan.micro_batches),
-                differing_ranks=(),
-            ),
+            planned=planned,
+            measured=measured,
+            figures=StepFigures.of(planned, measured),
             padded_tokens=0,
             host_ms={"plan": 0.5},
         )
@@ -228,7 +241,7 @@ class SampleRun:
                 ),
             ),
             pieces=pieces,
-            executed_and_grown_O2=np.stack([executed_O, np.zeros_like(executed_O)], axis=1),
+            executed_O=executed_O,
         )
 
     def coverage_record(self, iteration: int) -> CoverageRecord:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from record_cases import step_record
 
 from sparsebalance_megatron.log.records import StepRecord
@@ -19,21 +18,16 @@ def step(
     iteration: int, compute_ms: float, waiting_ms: float, rest_ms: float, **changes: Any
 ) -> StepRecord:
     """A step in which every stage computes for equally long."""
-    times = {f"{way}_ms": [[[[compute_ms / 2.0]]]] * 2 for way in ("forward", "backward")}
-    measured = {
-        "schedule_ms": [[compute_ms + waiting_ms]] * 2,
-        "rank_busy_ms": [compute_ms + waiting_ms, compute_ms],
+    figures = {
+        "computing_ms_measured": compute_ms,
+        "computing_ms_predicted": compute_ms,
+        "makespan_ms_measured": compute_ms + waiting_ms,
     }
     values: dict[str, Any] = {
         "iteration_ms": compute_ms + waiting_ms + rest_ms,
-        "measured": times | measured,
-        "predicted": times | {"rank_busy_ms": [compute_ms] * 2},
+        "figures": figures | changes.pop("figures", {}),
     }
     return step_record(iteration, **(values | changes))
-
-
-def with_work(record: StepRecord, ratio: float) -> StepRecord:
-    return replace(record, predicted=replace(record.predicted, work_ratio=ratio))
 
 
 def test_the_split_of_a_mean_step() -> None:
@@ -43,20 +37,16 @@ def test_the_split_of_a_mean_step() -> None:
     assert split.step_ms == 100.0
 
 
-TIMED = {"forward_ms": [[[[1.0]]]] * 2, "backward_ms": [[[[1.0]]]] * 2}
-UNTIMED = TIMED | {"forward_ms": [[[[None]]]] * 2}
-
-
 @pytest.mark.parametrize(
     "missing",
     [
         {"iteration_ms": None},
-        {"measured": UNTIMED},
-        {"measured": TIMED | {"schedule_ms": [[None]]}},
+        {"figures": {"computing_ms_measured": None}},
+        {"figures": {"makespan_ms_measured": None}},
     ],
 )
 def test_steps_without_a_part_are_left_out(missing: dict[str, Any]) -> None:
-    unknown = step_record(2, **({"measured": TIMED, "predicted": TIMED} | missing))
+    unknown = step(2, 1, 1, 1, **missing)
     split = split_time([step(1, 80, 15, 5), unknown])
     assert split is not None and split.steps == 1
     assert split_time([unknown]) is None
@@ -66,7 +56,8 @@ def test_steps_without_a_part_are_left_out(missing: dict[str, Any]) -> None:
 def test_less_attention_less_waiting_and_the_machine_are_told_apart() -> None:
     """A tenth less work on a machine that takes a fifth longer for it."""
     old = [step(i, 1000, 300, 50) for i in range(8)]
-    new = [with_work(step(i, 1000 * 0.9 * 1.2, 100, 60), 0.9) for i in range(8)]
+    less = {"figures": {"work_ratio": 0.9}}
+    new = [step(i, 1000 * 0.9 * 1.2, 100, 60, **less) for i in range(8)]
     found = explain(list(zip(old, new, strict=True)))
     assert found is not None
     assert found.less_attention_ms == pytest.approx(-100.0)
@@ -84,7 +75,7 @@ _MS = st.floats(1.0, 1e4)
 )
 def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
     pairs = [
-        (step(i, *each[:3]), with_work(step(i, *each[3:6]), each[6]))
+        (step(i, *each[:3]), step(i, *each[3:6], figures={"work_ratio": each[6]}))
         for i, each in enumerate(drawn)
     ]
     found = explain(pairs)
@@ -98,12 +89,13 @@ def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
         assert min(ratios) - 1e-9 <= interval[0] <= interval[1] <= max(ratios) + 1e-9
 
 
-def test_coverage_lost_is_weighed_by_tokens() -> None:
-    def covered(tokens: int, lost: float | None) -> StepRecord:
-        coverage = {"mean": 0.7, "base_mean": 0.6, "lost_by_token": lost}
-        return step_record(1, tokens=tokens, coverage=coverage)
+def test_coverage_gained_is_weighed_by_tokens() -> None:
+    def covered(tokens: int, gained: float | None) -> StepRecord:
+        figures = {"coverage": 0.7, "coverage_base": 0.6, "coverage_gained_by_token": gained}
+        return step_record(1, tokens=tokens, figures=figures)
 
-    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)])
-    assert found.coverage_gain == pytest.approx(0.1)
-    assert found.coverage_gain_by_token == pytest.approx(-(0.01 * 100 + 0.05 * 300) / 400)
-    assert summarize([covered(5, None)]).coverage_gain_by_token is None
+    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)]).figures
+    assert (found["coverage"], found["coverage_base"]) == pytest.approx((0.7, 0.6))
+    weighed = (0.01 * 100 + 0.05 * 300) / 400
+    assert found["coverage_gained_by_token"] == pytest.approx(weighed)
+    assert summarize([covered(5, None)]).figures["coverage_gained_by_token"] is None

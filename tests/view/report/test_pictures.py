@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures show: parts that add up, micro-batches that ranks share, coverage of layers."""
+"""What pictures show: parts that add up, and micro-batches that ranks share."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 from record_cases import rank_micro_batch, rank_step
-from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.pictures import (
-    rank_bars,
     step_chart,
     waterfall,
 )
@@ -28,7 +23,6 @@ EXPLANATION = Explanation(
     waiting_ms=-70.0,
     rest_ms=0.0,
     machine_ms=50.0,
-    machine_spread=0.0,
     speedup_interval=None,
 )
 
@@ -47,19 +41,6 @@ def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
     assert [row.end_ms for row in (panel.rows[0], panel.rows[-1])] == [600.0, 550.0]
 
 
-def test_bars_of_ranks_have_the_parts_of_their_mean_step(tmp_path: Path) -> None:
-    steps = read_run_log(SampleRun(ranks=3, steps=4).write(tmp_path)).steps[1:3]
-    chart = rank_bars({"this run": steps, "baseline": ()})
-    assert chart is not None
-    (panel,) = chart.panels
-    step_ms = np.mean([step.iteration_ms or np.nan for step in steps])
-    for rank, row in enumerate(panel.rows):
-        assert row.end_ms == pytest.approx(step_ms)
-        computed_ms = [step.times_2RPVM("measured")[:, rank].sum() / 2 for step in steps]
-        assert row.pieces[0].ms == pytest.approx(np.mean(computed_ms))
-    assert rank_bars({"this run": ()}) is None
-
-
 def view(cp_size: int) -> Timeline:
     """Two ranks share position 1 where ``cp_size`` is 2."""
     spans = [
@@ -73,9 +54,9 @@ def view(cp_size: int) -> Timeline:
                 rank_micro_batch(
                     position=position,
                     lengths_tokens=(100, 400),
-                    budgets=np.array([[1.0, 7.0]]),
+                    budgets_LS=np.array([[1, 7]]),
                     cp_size=of,
-                    member=rank % of,
+                    rank=rank - rank % of,
                 )
                 for position, of in enumerate((1, cp_size))
             )

@@ -3,37 +3,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import record_cases
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 from plan.plan_cases import flat
 from record_cases import step_record
 
-from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.learn.measurement import MeasuredTimes, Span
 from sparsebalance_megatron.log.records import RankStep, StepRecord
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
     PREDICTED,
-    SIMULATED,
     measured_timeline,
-    simulated_timeline,
+    predicted_timeline,
 )
 
 
-def times(measured_RPVM: np.ndarray, predicted_RPVM: np.ndarray | None = None) -> StepRecord:
-    """Backwards take twice as long as forwards."""
+def times(forward_RPVM: np.ndarray, **changes: Any) -> StepRecord:
+    """As predicted; backwards take twice as long as forwards."""
+    ranks, stages, _, positions = forward_RPVM.shape
+    times_2RPVM = np.stack([forward_RPVM, 2 * forward_RPVM])
+    ones_RM = np.ones((ranks, positions), int)
+    values = {"cp_sizes_RM": ones_RM, "segments_RM": ones_RM} | {
+        name: np.array(value) for name, value in changes.items()
+    }
     record = step_record(1)
-    predicted_RPVM = measured_RPVM if predicted_RPVM is None else predicted_RPVM
-    sides = {"measured": measured_RPVM, "predicted": predicted_RPVM}
-    for name, times_RPVM in sides.items():
-        busy_ms = (0.0,) * len(times_RPVM)
-        changes = {"forward_ms": times_RPVM, "backward_ms": 2 * times_RPVM, "rank_busy_ms": busy_ms}
-        sides[name] = replace(getattr(record, name), **changes)
-    return replace(record, **sides)
+    return structs.replace(
+        record,
+        device_slowness_RP=np.ones((ranks, stages)),
+        predicted=replace(record.predicted, times_2RPVM=times_2RPVM),
+        measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=np.ones((ranks, stages))),
+        **values,
+    )
 
 
 def rank_step(start_unix_s: float | None, *spans: Span) -> RankStep:
@@ -56,7 +66,7 @@ def test_a_simulated_timeline_holds_everything_once(
 ) -> None:
     shape = (ranks, stages, virtual_stages, stages * groups)
     predicted = np.random.default_rng(seed).uniform(0.1, 5.0, shape)
-    found = simulated_timeline(times(np.ones(shape), predicted), "predicted")
+    found = predicted_timeline(times(predicted))
     assert found is not None and found.source == PREDICTED
     durations = {
         (place, *span[:3]): span.ms for place, spans in found.spans.items() for span in spans
@@ -71,47 +81,47 @@ def test_a_simulated_timeline_holds_everything_once(
     )
 
 
-def test_a_simulated_timeline_is_the_simulators() -> None:
+def test_a_predicted_timeline_is_the_simulators() -> None:
     forward_PM = np.array([[1.0, 2.0], [3.0, 1.0]])
-    found = measured_timeline(times(forward_PM[None, :, None, :]), {})
+    found = predicted_timeline(times(forward_PM[None, :, None, :]))
     (events,) = simulate(flat(np.stack([forward_PM, 2 * forward_PM])[:, None, :, None]))
-    assert found is not None and found.source == SIMULATED
+    assert found is not None
     assert found.makespan_ms == max(event.end_ms for event in events)
     assert [(stage, *span[3:5]) for (_, stage), spans in found.spans.items() for span in spans] == [
         (event.stage, event.start_ms, event.end_ms) for event in events
     ]
 
 
-@pytest.mark.parametrize("side", ["predicted", "measured"])
-def test_segments_take_what_is_known_of_them(side: str) -> None:
-    """Equal parts where only times of whole micro-batches are."""
+def with_segments(record: StepRecord, segment_ms: Sequence[np.ndarray]) -> StepRecord:
+    predicted = replace(record.predicted, segment_ms=tuple(segment_ms))
+    return structs.replace(record, predicted=predicted)
+
+
+def test_segments_take_what_is_predicted_of_them() -> None:
     forward_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 1.0]], [[5.0, 2.0]]]])
-    record = replace(times(forward_RPVM), segments=((2, 3), (1, 1)))
+    record = times(forward_RPVM, segments_RM=((2, 3), (1, 1)))
     generator = np.random.default_rng(0)
-    segment_ms = tuple(generator.uniform(0.1, 5.0, (2, 2, count)) for count in (5, 2))
-    record = replace(record, predicted=replace(record.predicted, segment_ms=segment_ms))
-    found = simulated_timeline(record, side)
+    segment_ms = [generator.uniform(0.1, 5.0, (2, 2, count)) for count in (5, 2)]
+    found = predicted_timeline(with_segments(record, segment_ms))
     assert found is not None
     for (rank, stage), spans in found.spans.items():
         held = {(span.position, span.segment): span.ms for span in spans if span[0] == "forward"}
-        parts = [
-            (position, segment, forward_RPVM[rank, stage, 0, position] / segments)
-            for position, segments in enumerate(record.segments[rank])
+        places = [
+            (position, segment)
+            for position, segments in enumerate(record.segments_RM[rank])
             for segment in range(segments)
         ]
-        known = segment_ms[rank][0, stage] if side == "predicted" else [ms for *_, ms in parts]
-        expected = {part[:2]: ms for part, ms in zip(parts, known, strict=True)}
-        assert held == pytest.approx(expected)
+        assert held == pytest.approx(dict(zip(places, segment_ms[rank][0, stage], strict=True)))
         assert found.segment_words((rank, stage), spans[0]) == (
             " segment 1 of 2" if rank == 0 else ""
         )
 
 
-def test_nothing_is_simulated_from_a_time_that_is_missing() -> None:
+def test_nothing_is_drawn_of_times_that_are_missing() -> None:
     broken = np.ones((1, 2, 1, 2))
     broken[0, 1, 0, 1] = np.nan
-    assert measured_timeline(times(broken), {}) is None
-    assert simulated_timeline(times(np.ones((1, 2, 1, 2)), broken), "predicted") is None
+    assert predicted_timeline(times(broken)) is None
+    assert measured_timeline(times(np.ones((1, 2, 1, 2))), {}) is None
 
 
 def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
@@ -141,16 +151,16 @@ def test_waiting_within_layers_is_no_computing() -> None:
     passed_RPVM = np.full((2, 1, 1, 1), 10.0)
     own_RPVM = np.array([10.0, 10.0 / 3]).reshape(passed_RPVM.shape)
     record = times(passed_RPVM)
-    own = replace(record.measured, own_forward_ms=own_RPVM, own_backward_ms=2 * own_RPVM)
-    record = replace(record, measured=own)
+    waiting_2RPVM = np.stack([passed_RPVM - own_RPVM, 2 * (passed_RPVM - own_RPVM)])
+    measured = replace(record.measured, waiting_2RPVM=waiting_2RPVM)
+    record = structs.replace(record, measured=measured)
     spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
     logged = {(rank, 0): rank_step(100.0, *spans) for rank in (0, 1)}
-    for ranks in ({}, logged):
-        found = measured_timeline(record, ranks)
-        assert found is not None
-        assert found.makespan_ms == pytest.approx(30.0)
-        assert found.busy_share == pytest.approx(40.0 / 60.0)
-    predicted = simulated_timeline(record, "predicted")
+    found = measured_timeline(record, logged)
+    assert found is not None
+    assert found.makespan_ms == pytest.approx(30.0)
+    assert found.busy_share == pytest.approx(40.0 / 60.0)
+    predicted = predicted_timeline(record)
     assert predicted is not None
     assert predicted.busy_share == pytest.approx(1.0)
 
@@ -173,27 +183,28 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])
     predicted = forward_2M[:, None, None, :]
-    shared = replace(times(predicted, predicted), cp_sizes=((1, 2), (1, 2)))
+    shared = times(predicted, cp_sizes_RM=((1, 2), (1, 2)))
     # Without a pipeline a micro-batch runs backward, twice as long, before the next one begins.
     expected = {0: [(0, 1), (1, 3), (9, 11), (11, 15)], 1: [(0, 3), (3, 9), (9, 11), (11, 15)]}
-    for found in (simulated_timeline(shared, "predicted"), measured_timeline(shared, {})):
-        assert found is not None
-        ran = {
-            rank: sorted(span[3:5] for span in spans) for (rank, _), spans in found.spans.items()
-        }
-        assert ran == expected
+    found = predicted_timeline(shared)
+    assert found is not None
+    ran = {rank: sorted(span[3:5] for span in spans) for (rank, _), spans in found.spans.items()}
+    assert ran == expected
 
 
 def test_ranks_that_shared_a_segment_begin_it_together() -> None:
     """Rank 0 has three segments of 1 ms beside it, rank 1 one of 5 ms."""
     forward_RM = np.array([[3.0, 2.0], [5.0, 2.0]])
-    record = replace(times(forward_RM[:, None, None, :]), cp_sizes=((1, 2), (1, 2)))
-    cut = replace(record, segments=((3, 2), (1, 2)))
-    found = simulated_timeline(cut, "measured")
+    record = partial(times, forward_RM[:, None, None, :], cp_sizes_RM=((1, 2), (1, 2)))
+    both = np.array([1.0, 2.0])[:, None, None]
+    segment_ms = [both * np.ones((2, 1, 5)), both * np.array([5.0, 1.0, 1.0])]
+    found = predicted_timeline(with_segments(record(segments_RM=((3, 2), (1, 2))), segment_ms))
     assert found is not None
     first, second = (
         [span[3:5] for span in found.spans[rank, 0] if span.position == 1] for rank in (0, 1)
     )
     assert len(first) == 4 and first == second
-    unequal = replace(record, segments=((3, 1), (1, 2)))
-    assert simulated_timeline(unequal, "measured") is None
+    unequal = with_segments(
+        record(segments_RM=((3, 1), (1, 2))), [segment_ms[0][..., :4], segment_ms[1]]
+    )
+    assert predicted_timeline(unequal) is None

@@ -25,7 +25,7 @@ from plan.search.test_lockstep_order import arguments
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.bounds.step_bounds import step_bounds
+from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -160,4 +160,4 @@ def test_unhideable_samples_are_named():
         makespans_ms(flat(np.stack([giant[..., order], 2 * giant[..., order]]))).max()
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
-    assert best >= bounds.bound_ms > bounds.mixed_ms
+    assert best >= bounds.bound_ms > bounds.long_ms

@@ -13,13 +13,52 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.predict.rows import Row
+from sparsebalance_megatron.predict.workload import Workload
+
+
+class PlacedAsVerl(Workload):
+    """Fixed budgets on samples that verl's rule places, by predicted times at those budgets."""
+
+    def planned_steps(
+        self, clock: Callable[[], float] = time.perf_counter
+    ) -> Iterator[PlannedStep]:
+        """One step per batch, in order."""
+        planner, layers = self.planner(clock), self.job.layers
+        dense_L, base_L = (
+            each(layers) for each in (self.plan_settings.dense_L, self.plan_settings.base_L)
+        )
+        scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
+        for step, batch in enumerate(self.batches):
+            costs = step_costs(batch, self.job, self.cost, scales, dense_L)
+            base_LS = np.minimum(base_L[:, None], costs.blocks_S)
+            weights = costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist()
+            placed = verl_placement(
+                weights, batch, self.job, self.plan_settings.max_tokens_per_micro_batch
+            )
+            job = replace(self.job, micro_batches=len(placed[0]))
+            yield planner.plan(step, batch, job, planner.knowledge(), placement=placed)
+
+
+def peers_of(workload: Workload) -> dict[str, Workload]:
+    """The workload as other balancers plan it, at fixed budgets."""
+    fixed = Row({"batching": "latency", "tuning": "off"}, "").of(workload)
+    return {
+        "verl": PlacedAsVerl(**vars(fixed)),
+        "ODC": replace(fixed, job=replace(fixed.job, lockstep_ranks=1)),
+    }
 
 
 def verl_placement(

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted step times of the paper's setups and others: the simulated figures of RESULTS.
+
+    nice python benchmarks/simulate.py --json benchmarks/results/simulate.json
+
+Times are counted operations of an H200. Every row plans the same generated lengths; speeds are over
+dense attention in order of arrival.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from simulated.peers import peers_of
+from simulated.setups import LENGTHS, SETUPS
+
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
+from sparsebalance_megatron.predict.outcome import Outcome, predict
+from sparsebalance_megatron.predict.rows import DENSE, EXACT, OURS, rows_of
+from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.text_table import shown_ms, text_table
+
+MOST_SEGMENTS = 8
+SELECTIONS = (DEFAULT_SELECTION, "previous-block")
+"""The default, and one whose lists a block of queries shares: counted at their own rates."""
+_NUMBERS = (
+    *("makespan_ms", "speedup", "bound_ratio", "coverage_mean", "work_ratio", "bubble_share"),
+    "plan_ms",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plan, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--setup", nargs="+", choices=tuple(SETUPS), default=tuple(SETUPS))
+    parser.add_argument("--selection", nargs="+", default=SELECTIONS, metavar="NAME")
+    parser.add_argument("--lengths", choices=tuple(LENGTHS), help="default: each setup's")
+    parser.add_argument("--steps", type=int, help="default: as RESULTS has for each setup")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base-budget", type=int, default=SparseBalanceConfig.base_budget)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--max-segments", type=int, default=MOST_SEGMENTS)
+    parser.add_argument("--segment-tokens", type=int, default=SparseBalanceConfig.segment_tokens)
+    parser.add_argument("--sparse-efficiency", type=float, help="default: each selection's")
+    parser.add_argument("--rows", choices=("main", "all"), default="main")
+    parser.add_argument("--quick", action="store_true", help="one setup of one step; for tests")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.setup, arguments.steps = ("paper-ablation",), 1
+    found: dict[str, Any] = {}
+    for name in arguments.setup:
+        setup = SETUPS[name]
+        for data in (arguments.lengths,) if arguments.lengths else setup.data:
+            for selection in arguments.selection:
+                workload = setup.workload(
+                    data,
+                    steps=arguments.steps or setup.steps,
+                    seed=arguments.seed,
+                    config=SparseBalanceConfig(
+                        selection=selection,
+                        base_budget=arguments.base_budget,
+                        max_segments=arguments.max_segments,
+                        segment_tokens=arguments.segment_tokens,
+                    ),
+                    cp_size=arguments.context_parallel_size,
+                    sparse_efficiency=arguments.sparse_efficiency,
+                )
+                outcomes = predicted(workload, every=arguments.rows == "all")
+                place = f"{name}, {data}, {selection}"
+                print(f"\n{place}, {len(workload.batches)} steps", *table(outcomes), sep="\n")
+                found[place] = {
+                    row: {number: asdict(outcome)[number] for number in _NUMBERS}
+                    for row, outcome in outcomes.items()
+                }
+                # A long run that is stopped leaves what it has.
+                if arguments.json is not None:
+                    text = json.dumps({"costs": workload.cost.source, "setups": found}, indent=1)
+                    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.json.write_text(f"{text}\n", encoding="utf-8")
+
+
+def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
+    """All rows in one piece, and two in segments, where there are stages and no lockstep."""
+    job = workload.job
+    whole = replace(workload, plan_settings=replace(workload.plan_settings, max_segments=1))
+    ways = {name: row.of(whole) for name, row in rows_of(whole, every=every).items()}
+    cuts = workload.plan_settings.max_segments > 1 and job.pipeline_stages > 1
+    if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
+        rows = rows_of(workload)
+        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}
+    if job.lockstep_ranks > 1:
+        ways |= peers_of(whole)
+    outcomes: dict[str, Outcome] = {}
+    for name, way in ways.items():
+        outcomes[name] = predict(way, baseline=outcomes.get(DENSE))
+    return outcomes
+
+
+def table(outcomes: dict[str, Outcome]) -> list[str]:
+    """Lines with a row for each way to plan."""
+    return text_table(
+        [
+            {
+                "": name,
+                "step ms": shown_ms(each.makespan_ms),
+                "speed": f"{each.speedup:.2f}",
+                "bound ratio": f"{each.bound_ratio:.2f}",
+                "coverage": f"{each.coverage_mean:.3f}",
+                "work ratio": f"{each.work_ratio:.2f}",
+                "plan ms": f"{each.plan_ms:.1f}",
+            }
+            for name, each in outcomes.items()
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

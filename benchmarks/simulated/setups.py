@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named jobs of Qwen2.5-3B on generated lengths; two are the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import with_dense_length
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.learn.host_planner import HostJob
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.predict.lengths import GENERATORS, MAX_TOKENS, batches_of, chatqa2_like
+from sparsebalance_megatron.predict.workload import Workload
+
+LAYERS = 36
+SHAPE = ModelShape(
+    hidden_size=2048,
+    ffn_hidden_size=11008,
+    num_attention_heads=16,
+    num_query_groups=2,
+    head_dim=128,
+    vocab_size=151936,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+"""Qwen2.5-3B, as published on huggingface.co."""
+
+
+def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
+    """As :func:`.chatqa2_like`, but the long half is 16,384 + Exp(8,000), truncated at 64K.
+
+    How far the long half reaches is not published, and the largest sample bounds what balance can
+    do; this shows how much depends on it.
+    """
+    uniform = np.random.default_rng([seed, 1]).random(samples)
+    longest, mean = MAX_TOKENS - 16384, 8000.0
+    tail = (-mean * np.log1p(-uniform * -np.expm1(-longest / mean))).astype(np.int64)
+    lengths = chatqa2_like(samples, seed)
+    return np.where(lengths >= 16384, 16384 + tail, lengths)
+
+
+LENGTHS: Mapping[str, Callable[[int, int], np.ndarray]] = {
+    **GENERATORS,
+    "chatqa2-tail": chatqa2_tail_like,
+}
+"""Name to ``generator(samples, seed) -> lengths in tokens``."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job; ``ranks`` are data-parallel ones, and ``steps`` are those of RESULTS.
+
+    ``lockstep_ranks`` wait for one another in every layer, as a group of expert parallelism does,
+    at the costs of the dense model.
+    """
+
+    data: tuple[str, ...]
+    ranks: int
+    stages: int
+    tensor_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    lockstep_ranks: int = 1
+    steps: int = 24
+
+    def workload(
+        self,
+        data: str,
+        *,
+        steps: int,
+        seed: int,
+        config: SparseBalanceConfig,
+        cp_size: int = 1,
+        sparse_efficiency: float | None = None,
+    ) -> Workload:
+        """Global batches of generated lengths.
+
+        Args:
+            cp_size: ranks that share every micro-batch, of the same ranks.
+            sparse_efficiency: share of the peak that sparse attention reaches; None takes the
+                selection's.
+        """
+        lengths = LENGTHS[data](steps * self.global_batch_size, seed)
+        shape = replace(SHAPE, tensor_parallel_size=self.tensor_parallel_size)
+        layout = Job.even(
+            layers=LAYERS,
+            ranks=self.ranks,
+            stages=self.stages,
+            micro_batches=self.global_batch_size * cp_size // (self.micro_batch_size * self.ranks),
+        )
+        job = HostJob(
+            layout=replace(
+                layout, context_parallel_size=cp_size, lockstep_ranks=self.lockstep_ranks
+            ),
+            shape=shape,
+            max_sample_tokens=MAX_TOKENS,
+            global_batch_size=self.global_batch_size,
+            neighbours_per_node=8 // self.tensor_parallel_size,
+        )
+        batches = batches_of(lengths, self.global_batch_size, steps, data)
+        found = Workload.of(job, config, batches, micro_batch_size=self.micro_batch_size)
+        if sparse_efficiency is None:
+            return found
+        cost = CostModel.analytic(
+            shape,
+            config.block_size,
+            selection=config.selection,
+            device=config.counted_device,
+            efficiency=replace(DEFAULT_EFFICIENCY, sparse=sparse_efficiency),
+        )
+        tokens = with_dense_length(config, cost, MAX_TOKENS).dense_up_to_tokens
+        settings = replace(found.plan_settings, dense_up_to_tokens=tokens)
+        return replace(found, cost=cost, plan_settings=settings)
+
+
+SETUPS: Mapping[str, Setup] = {
+    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16, steps=48),
+    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16, steps=48),
+    "scale-1024": Setup(("longalign",), 64, 4, 4, 1, 512),
+    "scale-10240": Setup(("longalign",), 640, 4, 4, 1, 20480, steps=8),
+    "packed": Setup(("prolong",), 8, 4, 1, 4, 512),
+    "lockstep-longalign": Setup(("longalign",), 8, 1, 2, 1, 64, lockstep_ranks=8),
+    "lockstep-chatqa2": Setup(("chatqa2",), 8, 1, 2, 1, 64, lockstep_ranks=8),
+    "lockstep-pipeline": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 32, lockstep_ranks=8),
+    "lockstep-pipeline-2": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 16, lockstep_ranks=8),
+}
+"""Fields in the order of :class:`Setup`."""

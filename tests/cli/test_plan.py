@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance plan`` from the command line: rows, flags that vary, widths, whose times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost.cost_cases import measured
+from harness import long_tailed_lengths, write_documents
+from predict.predict_cases import SHAPE
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.megatron_model import model_flags
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import RunIdentity
+
+CONFIG = {
+    **{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864},
+    **{"num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 24},
+    **{"vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True},
+}
+STEP = ("--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with lengths and a model."""
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.json").write_text(json.dumps([400 * (1 + i % 13) for i in range(40)]))
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def plan(*words: str, flags: tuple[str, ...] = STEP, steps: str = "2") -> int:
+    own = ("--gpus", "4", "--lengths", "lengths.json", "--model", "model", "--steps", steps)
+    return cli.main(["plan", *own, *words, "--", *flags])
+
+
+def found(capsys: Captured, *words: str, flags: tuple[str, ...] = STEP) -> dict[str, Any]:
+    assert plan("--json", *words, flags=flags) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_rows_of_one_job(capsys: Captured) -> None:
+    printed = found(capsys)
+    assert list(printed["rows"]) == ["dense", "exact", "fixed budgets", "paper", "ours"]
+    assert (printed["steps"], printed["given"], printed["device"]) == (2, "ours", "H200")
+    assert printed["rows"]["dense"]["speedup"] == 1.0
+    dense = printed["rows"][printed["fastest_dense"]]["makespan_ms"]
+    for row in printed["rows"].values():
+        assert row["over_dense"] == pytest.approx(dense / row["makespan_ms"])
+    every = found(capsys, "--rows", "all")["rows"]
+    assert {"LBB", "SAB", "DST", "fixed budgets, arrival"} < set(every)
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_screens_are_as_narrow_as_the_terminal(
+    columns: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for vary in ((), ("--vary", "tensor-model-parallel-size 1 2")):
+        assert plan(*vary, flags=(*STEP, "--sparse-balance-base-budget", "4")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        words = " ".join(" ".join(lines).split())
+        # Flags and models' sentences are not broken within a word.
+        assert all(len(line) <= int(columns) or " " not in line.strip() for line in lines)
+        assert "Times are those of an H200, counted, and of no other device" in words
+        assert "Break-even: " in words and "Memory: " in words
+
+
+def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
+    vary = ("--vary", "tensor-model-parallel-size 1 2 3", "--vary", "use-distributed-optimizer")
+    own = ("--sparse-balance-base-budget", "4")
+    printed = found(capsys, *vary, flags=(*STEP, *own))
+    rows = printed["rows"]
+    assert {row["varied"] for row in rows} == {"1 no", "1 yes", "2 no", "2 yes"}
+    ms = [row["given"]["makespan_ms"] for row in rows]
+    assert ms == sorted(ms)
+    dense_ms = min(row["exact"]["makespan_ms"] for row in rows)
+    assert [row["over_dense"] * row["given"]["makespan_ms"] for row in rows] == pytest.approx(
+        [dense_ms] * 4
+    )
+    assert set(printed["left_out"]) == {"3 no", "3 yes"}
+    assert all("world size (4) is not divisible" in why for why in printed["left_out"].values())
+    # What it names can be predicted, and launched, as it stands.
+    fastest, dense = printed["fastest"], printed["fastest_dense"]
+    assert fastest[-1] in ("1", "2", "--use-distributed-optimizer")
+    alone = found(capsys, flags=tuple(fastest))
+    assert alone["rows"]["ours"]["makespan_ms"] == pytest.approx(ms[0])
+    alone = found(capsys, flags=tuple(dense))
+    assert alone["given"] == "exact"
+    assert alone["rows"]["exact"]["makespan_ms"] == pytest.approx(dense_ms)
+
+
+def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, folder: Path) -> None:
+    large = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    (folder / "model/config.json").write_text(json.dumps(CONFIG | large | heads))
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    recompute += ("--recompute-num-layers", "1", "--tensor-model-parallel-size", "4")
+    flags = ("--global-batch-size", "64", *recompute)
+    words = [
+        "plan",
+        "--gpus",
+        "64",
+        "--model",
+        "model",
+        "--steps",
+        "1",
+        "--lengths-from",
+        "prolong",
+    ]
+    vary = ("--vary", "pipeline-model-parallel-size 1 8")
+    assert cli.main([*words, *vary, "--json", "--", *flags]) == 0
+    fits, too_large = json.loads(capsys.readouterr().out)["rows"]
+    assert (fits["varied"], fits["fits"]) == ("8", True)
+    assert (too_large["varied"], too_large["fits"], too_large["given"]) == ("1", False, None)
+    assert cli.main([*words, *vary, "--", *flags]) == 0
+    output = capsys.readouterr().out
+    assert f"{too_large['at_most_gib']:,.1f}*\n" in output
+    assert f"{fits['at_most_gib']:,.1f}\n" in output
+    assert cli.main([*words, "--", *flags]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "does not fit the 140 GiB of an H200. Raise --tensor-model-parallel-size" in output
+
+
+def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path) -> None:
+    model = read_config(folder / "model")
+    flags = model_flags(model, divisor=128, padded_vocab_size=model.vocab_size)
+    words = tuple(word for flag in flags for word in flag)
+    expected = found(capsys)
+    assert expected["flags"] == [*words, *STEP, "--sparse-balance"]
+    own = ("--gpus", "4", "--lengths", "lengths.json", "--steps", "2", "--json")
+    assert cli.main(["plan", *own, "--", *words, *STEP]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for rows in (expected["rows"], again["rows"]):
+        for row in rows.values():
+            del row["plan_ms"]
+    assert again == expected
+
+
+def test_stored_documents_are_planned_in_the_order_of_training(capsys: Captured) -> None:
+    """A blend without .bin files, as a file with the lengths of its order."""
+    from sparsebalance_megatron.data.blend import parse_blend
+    from sparsebalance_megatron.data.samples import open_samples
+
+    words = []
+    for seed, (weight, name) in enumerate([("0.7", "web"), ("0.3", "books")]):
+        documents = long_tailed_lengths(25, longest=4000, seed=seed)
+        words += [weight, str(write_documents(Path(name), documents, seed=seed))]
+    common = {"max_tokens": 1024, "overlong": "split", "seed": 1234}
+    trained = open_samples(
+        parse_blend(words, "--data-path"), "train", split_weights="100,0,0", **common
+    )
+    in_order = trained.lengths_of(trained.global_batch(0, 16)).tolist()
+    for name in ("web", "books"):
+        Path(f"{name}.bin").unlink()
+    Path("lengths.json").write_text(json.dumps(in_order))
+    flags = (*STEP, "--seq-length", "1024", "--split", "100,0,0")
+    own = ("--gpus", "4", "--model", "model", "--steps", "2", "--json", "--", *flags)
+    results = []
+    for given in (["--data-path", *words], []):
+        lengths = () if given else ("--lengths", "lengths.json")
+        assert cli.main(["plan", *lengths, *own, *given]) == 0
+        results.append(json.loads(capsys.readouterr().out)["rows"]["ours"]["step_ms"])
+    assert results[0] == results[1]
+
+
+def test_a_cost_table_brings_its_times_and_its_device(capsys: Captured, folder: Path) -> None:
+    step_ms = []
+    for slowness in (1.0, 3.0):
+        identity = RunIdentity(
+            device="NVIDIA H100 80GB HBM3",
+            dtype="float32",
+            block_size=256,
+            selection="token-query-head",
+            shape=SHAPE,
+        )
+        table = folder / f"table{slowness}.json"
+        cost = CostModel.analytic(SHAPE, 256)
+        measured(cost, identity, [[512], [2048], [8192]], slowness=slowness).save(table)
+        flags = (*STEP, "--sparse-balance-cost-table", str(table))
+        printed = found(capsys, flags=flags)
+        assert (printed["device"], printed["memory_gib"]) == ("NVIDIA H100 80GB HBM3", 80.0)
+        step_ms.append(printed["rows"]["fixed budgets"]["makespan_ms"])
+    assert step_ms[1] == pytest.approx(3 * step_ms[0], rel=0.02)
+    assert plan(flags=(*flags, "--sparse-balance-block-size", "512")) == 2
+    assert "block_size is 256 in the table, 512 in this run" in capsys.readouterr().err
+
+
+def test_selections_are_counted_at_their_own_rates(capsys: Captured) -> None:
+    vary = ("--vary", "sparse-balance-selection token-query-head previous-block")
+    rows = {row["varied"]: row for row in found(capsys, *vary)["rows"]}
+    by_token, by_block = rows["token-query-head"], rows["previous-block"]
+    assert by_token["given"]["makespan_ms"] > by_block["given"]["makespan_ms"]
+    assert by_token["exact"]["makespan_ms"] == by_block["exact"]["makespan_ms"]
+
+
+@pytest.mark.parametrize("lengths", [("--lengths-from", "prolong"), ()])
+def test_lengths_of_a_name_or_of_nobody(lengths: tuple[str, ...], capsys: Captured) -> None:
+    words = ["plan", "--gpus", "4", "--model", "model", "--steps", "1", *lengths, "--", *STEP]
+    assert cli.main(words) == (0 if lengths else 2)
+    printed = capsys.readouterr()
+    wanted = "order generated like prolong" if lengths else "--lengths FILE"
+    assert wanted in " ".join((printed.out + printed.err).split())
