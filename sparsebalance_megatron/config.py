@@ -282,6 +282,16 @@ class SparseBalanceConfig:
                 f"context parallelism; use {flag_name('context_parallel')}=dynamic"
             )
 
+    def leaves_attention(self, context_parallel_size: int) -> bool:
+        """Whether Megatron's own attention may run: all layers are dense, and every micro-batch
+        runs on one rank, in one piece, with nothing kept for a recomputed pass."""
+        return (
+            self.layer_budgets == "dense:all"
+            and self.tuning == "off"
+            and self.max_segments == max(self.max_context_parallel or 1, context_parallel_size) == 1
+            and self.recompute_attention == "again"
+        )
+
     @property
     def dense_up_to_tokens(self) -> int:
         """:attr:`dense_up_to`; 0 where costs are still to decide

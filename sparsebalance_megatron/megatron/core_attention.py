@@ -52,6 +52,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     LayoutCache,
     LocalMicroBatch,
 )
+from sparsebalance_megatron.megatron.unsupported import check_replaced_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -61,6 +62,7 @@ class AttentionOptions:
     """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
     ``config``: a checkpoint that is loaded may change up to which length documents are dense.
+    ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences.
     ``layouts`` holds the last packed sequence that came without a carrier. ``peaks`` is where a
     model that does not train counts its layers' peaks of far attention; None where nobody asks.
     """
@@ -69,6 +71,7 @@ class AttentionOptions:
     grid: tuple[int, ...]
     layouts: LayoutCache = field(default_factory=LayoutCache, repr=False)
     peaks: PeakHistograms | None = None
+    leaves_attention: bool = False
 
     @cached_property
     def selector(self) -> Selector[Any, Any]:
@@ -111,6 +114,9 @@ class BudgetedCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
+        if options.leaves_attention:
+            # The model's own would have had them, but takes no packed sequences.
+            check_replaced_attention(config, options.config)
         self._layer_index = layer_number - 1
         self._options = options
         chosen = options.config
@@ -422,8 +428,16 @@ def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int |
     return spec
 
 
+def _takes_packed_sequences(core_attention: Any) -> bool:
+    """Whether a builder of core attention is not of Megatron's local one, which takes none."""
+    module = getattr(core_attention, "module", core_attention)
+    return not (isinstance(module, type) and issubclass(module, DotProductAttention))
+
+
 def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
     """A copy of ``spec`` whose self-attention layers use :class:`BudgetedCoreAttention`.
+
+    Where options leave attention to the model, layers keep theirs if it takes packed sequences.
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
@@ -440,6 +454,8 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
                 f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
                 "use plain, grouped-query or multi-latent attention layers"
             )
+        if options.leaves_attention and _takes_packed_sequences(submodules.core_attention):
+            continue
         if issubclass(self_attention.module, MLASelfAttention):
             self_attention.module = with_true_positions(self_attention.module)
         submodules.core_attention = ModuleSpec(

@@ -121,6 +121,13 @@ class LocalMicroBatch:
         dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
         return np.asarray(dense_S[: len(dense_S) - self.padding_documents])
 
+    def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
+        """Note that layers whose attention is the model's own read everything."""
+        one_S = torch.ones(self.layout.documents, device=self.budgets_LS.device)
+        grid_SK = one_S[:, None].expand(-1, grid_budgets)
+        seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=one_S)
+        self.observations.update(dict.fromkeys(layers, seen))
+
     def without(self, documents: int) -> LocalMicroBatch:
         """The micro-batch of all but the first documents, with observations of its own."""
         return replace(

@@ -24,6 +24,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -59,6 +60,12 @@ class JobInputs:
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
+
+    @property
+    def attention_options(self) -> AttentionOptions:
+        """Options of the model's layers."""
+        leaves = self.config.leaves_attention(self.settings.context_parallel_size)
+        return AttentionOptions(self.config, self.grid, leaves_attention=leaves)
 
     def dense_length(self) -> str:
         """A line on which documents are attended to densely."""

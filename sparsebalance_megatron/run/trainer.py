@@ -26,7 +26,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
@@ -74,7 +74,7 @@ class TrainerRun:
         self.inputs = inputs
         self.device = device
         self.scheduler: Scheduler
-        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
         self._after_step = after_step
@@ -228,6 +228,7 @@ class TrainerRun:
             ends_steps=self._ends_steps,
             extra_steps=extra_steps,
             agreement=packing.agreement,
+            leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
         run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)

@@ -24,7 +24,6 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.core_attention import (
-    AttentionOptions,
     sparse_balance_layer_spec,
 )
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
@@ -69,7 +68,7 @@ class TrainingHooks:
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
         self.forward_step = run.wrap_forward_step(inner)
-        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self._options = inputs.attention_options
         self.layer_spec = sparse_balance_layer_spec(self._options)
 
     def counting_peaks(self) -> PeakHistograms:

@@ -49,7 +49,7 @@ def counted(sparse, block_size=BLOCK):
 @pytest.mark.parametrize("lockstep_ranks", [1, 2])
 @pytest.mark.parametrize("segments", [1, 4])
 def test_dense_documents_cost_what_they_do_in_dense_layers(lockstep_ranks, segments):
-    """By their length, or since the base budget covers them; also of a measured table."""
+    """They are dense by their length, or since the base budget covers them."""
     most = {"max_segments": segments, "segment_tokens": 64, "tuning": "off"}
     for seed in range(4):
         for how in ({"dense_up_to_tokens": 2**12}, {"base_budget": 64}):
@@ -64,7 +64,7 @@ def test_dense_documents_cost_what_they_do_in_dense_layers(lockstep_ranks, segme
 
 @pytest.mark.parametrize("sparse", [0.05, 0.13, 0.24, 0.36, 0.6])
 def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
-    """At our placement, in 200 random jobs, some of whose ranks wait in every layer, some of whose
+    """Placement is ours in 200 random jobs, some of whose ranks wait in every layer, some of whose
     layers have budgets of their own."""
     cost = counted(sparse)
     for seed in range(40):
@@ -95,7 +95,7 @@ def test_dense_documents_are_fixed_and_others_rise():
 
 
 def test_lengths_by_hand():
-    """Blocks of 64; layers at 8, 4 and 40 blocks, and a dense one."""
+    """There are blocks of 64, layers at 8, 4 and 40 blocks, and a dense one."""
     settings = plan_settings(layer_budgets="4:1 40:2 dense:3", dense_up_to_tokens=16 * 64)
     assert settings.dense_blocks_L(4).tolist()[:3] == [16, 8, 80]
     lengths = [1, 512, 513, 1024, 1025, 5120, 5121]

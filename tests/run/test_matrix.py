@@ -45,6 +45,10 @@ STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
+OWN_ATTENTION = (str(PROGRAMS / "own_attention.py"),)
+SHARDED = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+"""Megatron refuses FSDP2 where kernels queue up behind one another."""
 DRAWN_SEGMENTS = (str(PROGRAMS / "drawn_segments.py"),)
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -182,6 +186,10 @@ LAYOUTS = {
     "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 2, PIPELINE),
+    "exact-sharded": Layout("exact", 2, SHARDED),
+    "own-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}", OWN_ATTENTION),
+    "own-pipeline": Layout("exact", 2, f"{PIPELINE} {RECOMPUTE} uniform", OWN_ATTENTION),
+    "own-sharded": Layout("exact", 2, SHARDED, OWN_ATTENTION),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -293,6 +301,7 @@ POSITIONS = {
         WITH_NORMS,
     ),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
+    "positions-own": Layout("exact experts", 2, "--expert-model-parallel-size 2", OWN_ATTENTION),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
     "positions-context": Layout(
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
@@ -316,6 +325,8 @@ PER_PUSH = frozenset(
         "exact-pipeline",
         "segments-exact",
         "positions-exact",
+        "own-pipeline",
+        "own-sharded",
     }
 )
 """They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
@@ -506,7 +517,12 @@ def _train(
     load = ("--load", str(weights[model]), "--finetune")
     plugin = _plugin(documents, model, batching)
     flags = (*MODELS[model].flags, *TRAINING_FLAGS, *load, *plugin, *flags)
-    return run_training(ranks, flags, log_dir=log_dir, program=program).require_success()
+    environment = CONNECTIONS if "--use-torch-fsdp2" in flags else {}
+    run = run_training(
+        ranks, flags, log_dir=log_dir, program=program, environment=environment
+    ).require_success()
+    assert ("own attention ran" in run.output) == (program == OWN_ATTENTION)
+    return run
 
 
 def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
