@@ -4,24 +4,34 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+    replace_core_attention,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import (
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
     CoverageObservation,
 )
+from sparsebalance_megatron.megatron.unsupported import check_model
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = (100, 16, 230)
@@ -326,3 +336,77 @@ def test_dense_are_first_documents_within_planned_and_base_budget(
 ) -> None:
     params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
     assert params.micro_batch.dense_documents(0, base_budget) == covered
+
+
+EXACT = {"layer_budgets": "dense:all", "tuning": "off"}
+
+
+def _spec_with(core_attention: Any) -> Any:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("leaves", "core_attention", "kept"),
+    [
+        pytest.param(True, MegatronModule, True, id="takes-packed-sequences"),
+        pytest.param(True, ModuleSpec(module=MegatronModule), True, id="a-spec"),
+        pytest.param(True, DotProductAttention, False, id="takes-none"),
+        pytest.param(False, MegatronModule, False, id="sparse-shared-or-cut"),
+    ],
+)
+def test_exact_attention_is_the_models_own_where_it_takes_packed_sequences(
+    leaves: bool, core_attention: Any, kept: bool
+) -> None:
+    options = AttentionOptions(SparseBalanceConfig(**EXACT), (1,), leaves_attention=leaves)
+    given = _spec_with(core_attention)
+    found = replace_core_attention(given, options).submodules.self_attention.submodules
+    if kept:
+        assert found.core_attention is core_attention or (
+            found.core_attention.module is core_attention.module
+        )
+    else:
+        assert found.core_attention.module is BudgetedCoreAttention
+
+
+@pytest.mark.parametrize(
+    ("choices", "cp_size", "leaves"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),
+        ({"max_context_parallel": 2}, 1, False),
+        ({"max_segments": 4}, 1, False),
+        ({"recompute_attention": "keep"}, 1, False),
+        ({"tuning": "raise"}, 1, False),
+        ({"layer_budgets": "dense:0"}, 1, False),
+    ],
+)
+def test_sliding_windows_and_their_like_are_refused_where_attention_is_replaced(
+    choices: dict[str, Any], cp_size: int, leaves: bool
+) -> None:
+    config = SparseBalanceConfig(**EXACT | choices)
+    assert config.leaves_attention(cp_size) == leaves
+    model = {"calculate_per_token_loss": True, "context_parallel_size": cp_size}
+    engine = Namespace(**model, window_size=(128, 0), transformer_impl="transformer_engine")
+    local = Namespace(**vars(engine) | {"transformer_impl": "local"})
+    for given in (engine, local):
+        if leaves and given is engine:
+            check_model(given, config)
+        else:
+            with pytest.raises(ConfigError, match="--window-size 128 0"):
+                check_model(given, config)
+
+
+def test_a_model_whose_own_attention_takes_no_packed_sequences_has_no_windows() -> None:
+    """A host's own layers say only when they are built what attention they have."""
+    options = AttentionOptions(SparseBalanceConfig(**EXACT), (1,), leaves_attention=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        window_size=(128, 0),
+    )
+    with pytest.raises(ConfigError, match="--window-size 128 0: the block selection replaces"):
+        BudgetedCoreAttention(config, 1, AttnMaskType.causal, "self", options=options)
