@@ -34,6 +34,8 @@ class Thoroughness:
     """Blocks of a document up to which dense attention is measured too."""
 
 
+_LEAST_DENSE_CELLS = 2
+"""The shortest sequences, on which dense attention is measured whatever their blocks."""
 FULL = Thoroughness(
     warm_up=2,
     least_repeats=5,
@@ -90,14 +92,15 @@ def plan_cells(
     parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
-    cells = []
+    cells, measured_densely = [], 0
     for lengths in sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut)):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
         cells.append(Cell(parts=parts, lengths_tokens=lengths, budget_blocks=base))
-        if dense:
+        if dense or measured_densely < _LEAST_DENSE_CELLS:
+            measured_densely += 1
             cells.append(
                 Cell(parts=(Part.DENSE_ATTENTION,), lengths_tokens=lengths, budget_blocks=blocks)
             )

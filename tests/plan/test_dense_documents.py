@@ -58,7 +58,11 @@ def test_dense_documents_cost_what_they_do_in_dense_layers(lockstep_ranks, segme
             )
             dense = plan_settings(layer_budgets="dense:all", **most)
             found, expected = planned(**ours), planned(**ours | {"plan_settings": dense})
-            assert found.digest() == expected.digest()
+            placed, others = (
+                [(each.samples, each.rank, each.position) for each in plan.micro_batches]
+                for plan in (found, expected)
+            )
+            assert placed == others
             assert found.expectation.makespan_ms == expected.expectation.makespan_ms
 
 
@@ -89,7 +93,7 @@ def test_dense_documents_are_fixed_and_others_rise():
     blocks_S = -(-lengths_S // BLOCK)
     dense_LS = given["plan_settings"].dense_LS(given["job"].layers, lengths_S)
     assert 0 < dense_LS[0].sum() < len(lengths_S)
-    assert (plan.budgets_LS == blocks_S)[dense_LS].all()
+    assert (plan.budgets_LS == np.maximum(blocks_S, 8))[dense_LS].all()
     assert (plan.budgets_LS >= 8)[~dense_LS].all()
     assert plan.expectation.samples_raised > 0
 
