@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from simulated.lengths import MAX_TOKENS, longalign_like
 from simulated.setups import LAYERS, SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -32,7 +33,6 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.predict.lengths import MAX_TOKENS, longalign_like
 
 STAGES = 4
 BLOCK_SIZE = SparseBalanceConfig().block_size

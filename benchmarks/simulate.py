@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from simulated.lengths import LENGTHS
 from simulated.peers import peers_of
-from simulated.setups import LENGTHS, SETUPS
+from simulated.setups import SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.predict.outcome import Outcome, predict

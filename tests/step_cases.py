@@ -46,7 +46,6 @@ def step_measurement(
         "counts_LU": np.zeros((1, 1)),
         "executed_L": np.zeros(1),
         "counts_L": np.zeros(1),
-        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum"), 0.0),
     }
     return StepMeasurement(
         times_2RPVM=times_2RPVM,
@@ -102,9 +101,7 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         counts_LU=np.full((JOB.layers, 1), float(len(LENGTHS_TOKENS))),
         executed_L=executed_L,
         counts_L=np.full(JOB.layers, float(len(LENGTHS_TOKENS))),
-        executed_sum=float(executed_L.sum()),
         base_sum=float(executed_L.sum()),
-        count=float(JOB.layers * len(LENGTHS_TOKENS)),
         minimum=0.1,
     )
 

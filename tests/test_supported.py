@@ -43,7 +43,7 @@ def test_one_line_says_what_is_missing(
     ("words", "package"),
     [
         ("examples", "msgspec"),
-        ("plan --gpus 1 --model x --lengths-from prolong", "torch"),
+        ("plan --gpus 1 --model x -- --data-path y", "torch"),
         ("convert to-hf x --hf-config x -o y", "safetensors"),
         ("prepare-data --input x --tokenizer-train 300 --output-prefix y", "tokenizers"),
         ("prepare-data --input x.gz --tokenizer-train 300 --output-prefix y", "pyarrow"),

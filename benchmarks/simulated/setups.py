@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from simulated.lengths import LENGTHS, MAX_TOKENS
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
@@ -15,7 +14,7 @@ from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.lengths import GENERATORS, MAX_TOKENS, batches_of, chatqa2_like
+from sparsebalance_megatron.predict.lengths import batches_of
 from sparsebalance_megatron.predict.workload import Workload
 
 LAYERS = 36
@@ -30,26 +29,6 @@ SHAPE = ModelShape(
     tensor_parallel_size=1,
 )
 """Qwen2.5-3B, as published on huggingface.co."""
-
-
-def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
-    """As :func:`.chatqa2_like`, but the long half is 16,384 + Exp(8,000), truncated at 64K.
-
-    How far the long half reaches is not published, and the largest sample bounds what balance can
-    do; this shows how much depends on it.
-    """
-    uniform = np.random.default_rng([seed, 1]).random(samples)
-    longest, mean = MAX_TOKENS - 16384, 8000.0
-    tail = (-mean * np.log1p(-uniform * -np.expm1(-longest / mean))).astype(np.int64)
-    lengths = chatqa2_like(samples, seed)
-    return np.where(lengths >= 16384, 16384 + tail, lengths)
-
-
-LENGTHS: Mapping[str, Callable[[int, int], np.ndarray]] = {
-    **GENERATORS,
-    "chatqa2-tail": chatqa2_tail_like,
-}
-"""Name to ``generator(samples, seed) -> lengths in tokens``."""
 
 
 @dataclass(frozen=True)

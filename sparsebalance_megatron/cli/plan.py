@@ -7,44 +7,31 @@ import itertools
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.cli.output import print_json, print_wrapped
+from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.rates import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
     Comparison,
-    Layout,
-    Layouts,
-    compare,
+    TableRow,
     compare_layouts,
     compared_steps,
-    layouts_steps,
+    worth_planning,
 )
-from sparsebalance_megatron.predict.even_stages import even_stages
-from sparsebalance_megatron.predict.lengths import (
-    GENERATORS,
-    MAX_TOKENS,
-    WorkloadError,
-    read_lengths,
-)
-from sparsebalance_megatron.predict.outcome import unhideable_steps
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.predict.rows import EXACT, ROWS
+from sparsebalance_megatron.predict.workload import STEPS, Workload
 from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.text_table import terminal_columns
-from sparsebalance_megatron.view.predictions import (
-    comparison_lines,
-    header_line,
-    layouts_lines,
-)
+from sparsebalance_megatron.text_table import shown_ms, terminal_columns
+from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
 
-STEPS = 20
-"""Global batches that are planned by default, also by dry runs."""
-
+_GIVEN = "as given"
 _MOST_GPUS, _MOST_STEPS, _MOST_ROWS = 10**6, 10**4, 1000
 _DATA = frozenset(
     {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path"}
@@ -68,21 +55,17 @@ def add_flags(parser: ArgumentParser) -> None:
         "values of flags are compared in one table."
     )
     parser.usage = (
-        "sparse-balance plan --gpus N [--lengths FILE | --lengths-from NAME] [--model DIR] "
+        "sparse-balance plan --gpus N [--lengths FILE] [--model DIR] "
         "[--vary 'FLAG VALUE VALUE ...']... [--steps N] [--rows all] [--json] "
         "-- <flags of training>"
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
+    parser.add_argument(
         "--lengths",
         type=Path,
         metavar="FILE",
         help="tokens of documents in the order of training, a JSON list or one per line; default: "
         "those of training's --data-path, of which only the .idx files are read",
-    )
-    lengths.add_argument(
-        "--lengths-from", choices=tuple(GENERATORS), help="generated lengths like a data set's"
     )
     parser.add_argument(
         "--model",
@@ -115,18 +98,14 @@ def run(arguments: Namespace) -> int:
     job = _Job(arguments)
     if choices:
         return _compare_layouts(arguments, job, choices)
-    workload, every = job.workload(), arguments.rows == "all"
-    progress = Progress("plan", compared_steps(workload, every=every))
-    comparison = compare(workload, every=every, watch=progress)
-    progress.close()
-    stages = even_stages(workload)
+    workload = job.workload()
+    comparison, lines = predicted(
+        workload, job.order, terminal_columns(), every=arguments.rows == "all"
+    )
     if arguments.json:
-        layers = None if stages is None else stages.layers
-        print_json(_comparison_json(comparison, job.flags, layers))
-        return 0
-    layout = None if stages is None else str(stages)
-    print_wrapped([header_line(workload, job.order)])
-    print(*comparison_lines(comparison, terminal_columns(), layout=layout), sep="\n")
+        print_json(_json(comparison) | {"flags": job.flags})
+    else:
+        print(*lines, sep="\n")
     return 0
 
 
@@ -145,15 +124,13 @@ class _Job:
             raise WorkloadError(
                 "no model: give --model DIR, or after -- the flags of a model, such as --num-layers"
             )
-        lengths = None if arguments.lengths is None else read_lengths(arguments.lengths)
-        self._lengths, self.order = lengths, "as filed" if lengths is not None else "of training"
-        if arguments.lengths_from is not None:
-            self.order = f"generated like {arguments.lengths_from}"
-        elif lengths is None and given.isdisjoint(_DATA):
+        if arguments.lengths is None and given.isdisjoint(_DATA):
             raise WorkloadError(
-                "no lengths: give --lengths FILE, --lengths-from NAME, or after -- the --data-path "
-                "of training"
+                "no lengths: give --lengths FILE, or after -- the --data-path of training"
             )
+        own_lengths = arguments.lengths is not None
+        self._lengths = read_lengths(arguments.lengths) if own_lengths else None
+        self.order = "as filed" if own_lengths else "of training"
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
         from sparsebalance_megatron.megatron.datasets import quiet_imports
         from sparsebalance_megatron.run.dry_run import runs_on_cpu
@@ -175,13 +152,9 @@ class _Job:
             ValueError: of this package: the flags, or their data, make no job.
         """
         arguments, lengths = self._arguments, self._lengths
-        longest = MAX_TOKENS if arguments.lengths_from else None
-        longest = longest if lengths is None else int(lengths.max())
+        longest = None if lengths is None else int(lengths.max())
         flags = _completed([*self.flags, *more], longest)
         job = self._described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
-        if arguments.lengths_from is not None:
-            samples = arguments.steps * job.settings.batch_sizes.size_of(0)
-            lengths = GENERATORS[arguments.lengths_from](samples, job.settings.seed)
         return job.workload(lengths, str(arguments.lengths), arguments.steps)
 
 
@@ -247,103 +220,99 @@ def _choices(text: str) -> _Choices:
 
 
 def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices]) -> int:
-    """Plan every combination, print."""
-    rows = {
-        tuple(" ".join(each[1:]) or ["no", "yes"][len(each)] for each in chosen): [
-            *itertools.chain(*chosen)
-        ]
-        for chosen in itertools.islice(
-            itertools.product(*(words for _, words in choices)), _MOST_ROWS + 1
-        )
-    }
-    if len(rows) > _MOST_ROWS:
+    """Plan every combination as given and with dense attention, print."""
+    combinations = list(
+        itertools.islice(itertools.product(*(words for _, words in choices)), _MOST_ROWS + 1)
+    )
+    if len(combinations) > _MOST_ROWS:
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
-    layouts, refused = [], {}
-    progress = Progress("flags", len(rows), "rows")
-    for name, words in rows.items():
+    rows, refused = [], {}
+    words_of: dict[tuple[str, ...], list[str]] = {}
+    progress = Progress("flags", len(combinations), "rows")
+    for chosen in combinations:
+        names = tuple(" ".join(each[1:]) or ("no", "yes")[len(each)] for each in chosen)
+        words = list(itertools.chain(*chosen))
+        words_of[*names, _GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
         try:
-            layouts.append(Layout.of(name, job.workload(words)))
+            workload = job.workload(words)
         except ValueError as error:
             if not type(error).__module__.startswith("sparsebalance_megatron"):
                 raise
-            refused[name] = str(error)
+            refused[shlex.join(words)] = str(error)
+        else:
+            rows.append(TableRow(names=(*names, _GIVEN), workload=workload))
+            exact = ROWS[EXACT].of(workload)
+            if not workload.is_dense and not any(_dense_alike(exact, row.workload) for row in rows):
+                rows.append(TableRow(names=(*names, EXACT), workload=exact))
         progress()
     progress.close()
-    if not layouts:
+    if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
-    progress = Progress("plan", layouts_steps(layouts))
-    found = compare_layouts(layouts, progress)
+    progress = Progress("plan", compared_steps(worth_planning(rows)))
+    found = compare_layouts(rows, progress)
     progress.close()
-    refused |= found.refused
-    best, dense = (rows[each.varied] for each in (found.found[0], found.dense))
-    dense_flags = in_mode("exact", [*job.flags, *dense])
+    refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
+    fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
+    dense_flags = [*job.flags, *dense]
+    if found.dense.names[-1] == EXACT:
+        dense_flags = in_mode("exact", dense_flags)
     if arguments.json:
-        print_json(
-            _layouts_json(found)
-            | {
-                "flags": job.flags,
-                "varied": {" ".join(name): words for name, words in rows.items()},
-                "fastest": [*job.flags, *best],
-                "fastest_dense": dense_flags,
-                "left_out": {" ".join(name): reason for name, reason in refused.items()},
-            }
-        )
+        flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
+        print_json(_json(found) | flags | {"left_out": refused})
         return 0
     dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
-    exact = shlex.join(in_mode("exact", dense))
-    exact += f" (without {' '.join(dropped)})" if dropped else ""
-    print_wrapped([header_line(found.found[0].workload, job.order)])
-    columns, flags = terminal_columns(), [flag for flag, _ in choices]
-    print(*layouts_lines(found, flags, shlex.join(best), exact, columns), sep="\n")
+    without = f" (without {' '.join(dropped)})" if dropped else ""
+    verdict = [
+        f"Fastest: {shlex.join(fastest)}: {shown_ms(found.given.ms)} ms, "
+        f"{over_dense(found, 'the fastest with dense attention')}.",
+        f"Fastest with dense attention: {shlex.join(dense)}{without}: "
+        f"{shown_ms(found.dense.ms)} ms.",
+    ]
     reasons: dict[str, list[str]] = {}
-    for name, reason in refused.items():
-        reasons.setdefault(reason, []).append(shlex.join(rows[name]) or "none of these flags")
-    print_wrapped([f"Left out: {'; '.join(which)}: {why}" for why, which in reasons.items()])
+    for words_text, reason in refused.items():
+        reasons.setdefault(reason, []).append(words_text or "none of these flags")
+    verdict += [f"Left out: {'; '.join(which)}: {why}." for why, which in reasons.items()]
+    keys = [*(flag[2:] for flag, _ in choices), ""]
+    meanings = {EXACT: ROWS[EXACT].meaning}
+    print(
+        *prediction_lines(
+            found, job.order, terminal_columns(), keys=keys, meanings=meanings, verdict=verdict
+        ),
+        sep="\n",
+    )
     return 0
 
 
-def _comparison_json(
-    comparison: Comparison, flags: Sequence[str], layers: Sequence[int] | None
-) -> dict[str, Any]:
-    workload = comparison.workload
-    return {
-        **_common_json(workload, comparison.slowness),
-        "flags": flags,
-        "given": comparison.given,
-        "fastest_dense": comparison.dense,
-        "layers_per_stage": layers,
-        "steps_with_unhideable_sample": unhideable_steps(workload),
-        "rows": {
-            name: asdict(outcome) | {"over_dense": comparison.over_dense(name)}
-            for name, outcome in comparison.outcomes.items()
-        },
-    }
+def _dense_alike(one: Workload, other: Workload) -> bool:
+    """Whether two workloads with dense attention alone take the same, whatever else differs."""
+    parts = [
+        [rows for part, rows in of.items() if part not in (Part.ATTENTION, Part.ROUTER)]
+        for each in (one, other)
+        for of in (each.cost.forward_ms, each.cost.backward_ms)
+    ]
+    settings = replace(other.plan_settings, base_budget=one.plan_settings.base_budget)
+    same = (one.job, one.memory, one.plan_settings) == (other.job, other.memory, settings)
+    return other.is_dense and same and parts[:2] == parts[2:]
 
 
-def _layouts_json(layouts: Layouts) -> dict[str, Any]:
-    return {
-        **_common_json(layouts.found[0].workload, layouts.slowness),
-        "rows": [
-            {
-                "varied": " ".join(each.varied),
-                "at_most_gib": each.at_most_bytes / GIBIBYTE,
-                "fits": each.fits,
-                "given": None if each.given is None else asdict(each.given),
-                "exact": None if each.exact is None else asdict(each.exact),
-                "over_dense": each.given and layouts.dense_ms / each.given.makespan_ms,
-            }
-            for each in layouts.found
-        ],
-    }
-
-
-def _common_json(workload: Workload, slowness: float | None) -> dict[str, Any]:
-    efficiency = workload.cost.efficiency
+def _json(comparison: Comparison) -> dict[str, Any]:
+    workload, slowness = comparison.given.workload, comparison.slowness
+    efficiency, memory = workload.cost.efficiency, memory_gib(workload.cost.device)
     return {
         "steps": len(workload.batches),
         "costs": workload.cost.source,
         "device": workload.cost.device,
-        "memory_gib": memory_gib(workload.cost.device),
+        "memory_gib": memory,
+        "given": " ".join(comparison.given.names),
+        "dense": " ".join(comparison.dense.names),
         "break_even_slowness": slowness,
         "break_even_efficiency": efficiency.sparse / slowness if efficiency and slowness else None,
+        "rows": {
+            " ".join(row.names): {
+                "fits": row.fits,
+                "at_most_gib": row.at_most_bytes / GIBIBYTE,
+                **({} if row.outcome is None else asdict(row.outcome)),
+            }
+            for row in comparison.rows
+        },
     }

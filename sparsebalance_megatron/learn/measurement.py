@@ -111,35 +111,31 @@ class CoverageTotals:
         sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves, without
             samples that were not routed since their budgets cover them.
         counts_L, executed_L: pairs, and executed coverage, by layer.
-        executed_sum, base_sum, count: executed coverage, that of base budgets, and pairs.
+        base_sum: coverage of base budgets.
         minimum: the least executed coverage.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
         tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
-        lengths_3U: executed coverage, that of base budgets, and pairs by length bucket.
     """
 
     sums_LUK: np.ndarray
     counts_LU: np.ndarray
     counts_L: np.ndarray
     executed_L: np.ndarray
-    executed_sum: float
-    base_sum: float
-    count: float
-    minimum: float
+    base_sum: float = 0.0
+    minimum: float = math.inf
     unobserved: int = 0
     tokens: float = 0.0
     lost_tokens: float = 0.0
-    lengths_3U: np.ndarray = field(default_factory=lambda: np.zeros((3, 1)))
 
     @property
     def executed_mean(self) -> float:
         """Mean executed coverage; NaN where nothing was observed."""
-        return self.executed_sum / (self.count or math.nan)
+        return float(self.executed_L.sum() / (self.counts_L.sum() or math.nan))
 
     @property
     def base_mean(self) -> float:
         """The mean that the base budgets would have had; NaN where nothing was observed."""
-        return self.base_sum / (self.count or math.nan)
+        return float(self.base_sum / (self.counts_L.sum() or math.nan))
 
     @property
     def lost_by_token(self) -> float:

@@ -122,7 +122,7 @@ class StepFigures:
             coverage=totals.executed_mean,
             coverage_predicted=expected.coverage_mean,
             coverage_base=totals.base_mean,
-            coverage_min=totals.minimum if totals.count else math.nan,
+            coverage_min=totals.minimum if totals.counts_L.any() else math.nan,
             coverage_gained_by_token=-totals.lost_by_token,
             coverage_depth_quarter=tuple(
                 float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters

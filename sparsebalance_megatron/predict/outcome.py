@@ -7,7 +7,7 @@ Shape legend: L layers, S samples of a global batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,6 @@ from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_steps
-from sparsebalance_megatron.predict.rows import Row
 from sparsebalance_megatron.predict.workload import Workload
 
 _NEAR = 0.005
@@ -43,11 +42,8 @@ class Outcome:
     Attributes:
         makespan_ms: of a step.
         speedup: the baseline's total time over this one's; 1 without a baseline.
-        speedup_least: in the worst single step.
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
-        coverage_base: likewise, at base budgets.
-        coverage_min_drop: the largest loss of any sample and layer against its base budget.
         work_ratio: work over that at base budgets.
         plan_ms: median.
         tokens_per_second_per_gpu: of all steps.
@@ -60,13 +56,10 @@ class Outcome:
 
     makespan_ms: float
     speedup: float
-    speedup_least: float
     bound_ratio: float
     imbalance_microbatch: float
     imbalance_rank: float
     coverage_mean: float | None
-    coverage_base: float
-    coverage_min_drop: float
     work_ratio: float
     plan_ms: float
     step_ms: tuple[float, ...]
@@ -76,11 +69,6 @@ class Outcome:
     dense_tokens_share: float
     stages: tuple[StageMemory, ...]
     stages_at_most: tuple[StageMemory, ...]
-
-    @property
-    def at_most_bytes(self) -> float:
-        """Memory of the stage that needs most, with every micro-batch at the token cap."""
-        return max(stage.total_bytes for stage in self.stages_at_most)
 
 
 def predict(
@@ -114,15 +102,10 @@ def predict(
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         speedup=float(baseline_ms.sum() / step_ms.sum()),
-        speedup_least=float((baseline_ms / step_ms).min()),
         bound_ratio=float(ratios.mean()),
         imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
         imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
         coverage_mean=float(np.mean(coverage)) if coverage else None,
-        coverage_base=float(
-            np.mean([_base_coverage(workload, batch) for batch in workload.batches])
-        ),
-        coverage_min_drop=max(_largest_drop(workload, plan) for plan in plans),
         work_ratio=float(np.mean([each.work_ratio for each in expected])),
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
@@ -134,24 +117,6 @@ def predict(
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
     )
-
-
-def predict_rows(
-    workload: Workload,
-    rows: Mapping[str, Row],
-    clock: Callable[[], float] = time.perf_counter,
-    watch: Watch = lambda: None,
-) -> dict[str, Outcome]:
-    """Every row's outcome on the same samples; the first row is the baseline.
-
-    Raises:
-        PlanError: a batch has no placement under the policy's cap.
-    """
-    outcomes: dict[str, Outcome] = {}
-    for name, row in rows.items():
-        first = next(iter(outcomes.values()), None)
-        outcomes[name] = predict(row.of(workload), baseline=first, clock=clock, watch=watch)
-    return outcomes
 
 
 def break_even_slowness(
@@ -204,24 +169,6 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
-
-
-def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
-    blocks_S = -(-lengths_S // workload.plan_settings.block_size)
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    base_LS = workload.plan_settings.base_LS(len(budgets_LS), lengths_S)
-    drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
-        blocks_S, budgets_LS
-    )
-    return max(0.0, float(np.nan_to_num(drop_LS).max()))
-
-
-def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
-    """Mean over samples and layers."""
-    blocks_S = -(-np.array(batch) // workload.plan_settings.block_size)
-    base_LS = workload.plan_settings.base_LS(workload.job.layers, batch)
-    return float(np.nanmean(workload.coverage.coverage_LS(blocks_S, base_LS)))
 
 
 def _router_ms(workload: Workload, plan: StepPlan) -> float:

@@ -69,7 +69,7 @@ def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
         every: further rows too, which take a part of the default each.
     """
     settings, rows = workload.plan_settings, dict(ROWS)
-    if _is_dense(workload):
+    if workload.is_dense:
         rows = {name: rows[name] for name in (DENSE, EXACT)}
     elif every:
         rows |= _FURTHER_ROWS
@@ -86,11 +86,7 @@ def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
 def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
     """The row that is planned as the workload itself; None where there is none."""
     settings = workload.plan_settings
-    if _is_dense(workload):
+    if workload.is_dense:
         settings = replace(settings, layer_budgets=MODES["exact"]["layer_budgets"])
     planned = {name: row.of(workload).plan_settings for name, row in rows.items()}
     return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
-
-
-def _is_dense(workload: Workload) -> bool:
-    return bool(workload.plan_settings.dense_L(workload.job.layers).all())

@@ -28,9 +28,10 @@ from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, c
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
+from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.predict.lengths import WorkloadError, batches_of, samples_of
 from sparsebalance_megatron.predict.workload import Workload, without_warnings
-from sparsebalance_megatron.run.inputs import first_batches, read_job_inputs
+from sparsebalance_megatron.run.inputs import first_batches, read_costs, workload_of
 
 _SHARDED_PARAMETERS = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
 
@@ -85,9 +86,11 @@ class DescribedJob:
         else:
             lengths_tokens = samples_of(lengths_tokens, settings.seq_length, self.config.overlong)
             batches = batches_of(lengths_tokens, size, steps, place)
+        layers = settings.host_job.layout.layers
+        config = with_layer_budgets(self.config, layers, lengths_tokens)
         with without_warnings():
-            inputs = read_job_inputs(settings, self.config, self.device_type, lengths_tokens)
-        return inputs.workload_of(batches)
+            cost = read_costs(settings, config, self.device_type)
+        return workload_of(settings, config, cost, batches)
 
 
 def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> DescribedJob:

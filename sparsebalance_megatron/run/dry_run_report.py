@@ -22,17 +22,12 @@ from sparsebalance_megatron.log.log_directory import LogDirectory
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.predict.comparison import compare, compared_steps
-from sparsebalance_megatron.predict.even_stages import even_stages
-from sparsebalance_megatron.predict.workload import without_warnings
-from sparsebalance_megatron.progress import Progress
+from sparsebalance_megatron.predict.workload import STEPS, without_warnings
 from sparsebalance_megatron.run.described_job import described_job
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
-from sparsebalance_megatron.view.predictions import comparison_lines, header_line
+from sparsebalance_megatron.view.predictions import predicted
 
-_PREDICTED_STEPS = 20
-"""As many as `sparse-balance plan` plans by default."""
 _WEIGHTS_SOURCE = (
     "weights, gradients and optimizer with the formula of Megatron's theoretical_memory_usage"
 )
@@ -65,18 +60,14 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     print("\n".join(describe(job.args, inputs, first, unchecked)), flush=True)
-    workload = inputs.workload(_PREDICTED_STEPS)
-    progress = Progress("dry run", compared_steps(workload))
-    comparison = compare(workload, watch=progress)
-    progress.close()
-    given, stages = comparison.outcomes[comparison.given], even_stages(workload)
-    lines = [
-        *memory_lines(given.stages, given.stages_at_most, _WEIGHTS_SOURCE),
-        "",
-        *wrapped(header_line(workload, f"of training with seed {settings.seed}"), columns),
-        *comparison_lines(comparison, columns, layout=None if stages is None else str(stages)),
-    ]
-    print("", *lines, sep="\n", flush=True)
+    workload = inputs.workload(STEPS)
+    comparison, lines = predicted(
+        workload, f"of training with seed {settings.seed}", terminal_columns()
+    )
+    given = comparison.given.outcome
+    assert given is not None
+    memory = memory_lines(given.stages, given.stages_at_most, _WEIGHTS_SOURCE)
+    print("", *memory, "", *lines, sep="\n", flush=True)
     if inputs.valid is not None:
         largest = inputs.largest_evaluation_step(inputs.valid, scheduler.coverage).plan
         tokens_RM = largest.rank_tokens_RM()

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.even_stages import even_stages
-from sparsebalance_megatron.predict.workload import Workload, memory_model, prior_coverage
+from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 
 _LONGEST_VALUE = 80
@@ -39,10 +38,11 @@ _LONGEST_VALUE = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """What plans of a run follow from, besides its samples.
+class Inputs:
+    """Inputs of a run, alike on all ranks.
 
     Attributes:
+        valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
@@ -52,6 +52,9 @@ class JobInputs:
     config: SparseBalanceConfig
     settings: RunSettings
     plan_settings: PlanSettings
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
     dense_by_costs: bool = False
@@ -71,7 +74,7 @@ class JobInputs:
         """A line on which documents are attended to densely."""
         return dense_length_line(self.config, self.cost, self.settings.seq_length)
 
-    def with_kept_dense_length(self, tokens: int | None) -> Self:
+    def with_kept_dense_length(self, tokens: int | None) -> Inputs:
         """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
         if tokens is None or not self.dense_by_costs:
             return self
@@ -80,43 +83,6 @@ class JobInputs:
             config=replace(self.config, dense_up_to=str(tokens)),
             plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
         )
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of the first step."""
-        return self.settings.batch_sizes.size_of(0)
-
-    def workload_of(self, batches: tuple[tuple[int, ...], ...]) -> Workload:
-        """Global batches of samples of these lengths, with the prior of coverage."""
-        settings = self.settings
-        return Workload(
-            batches=batches,
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=prior_coverage(self.job.layers, self.grid[-1]),
-            memory=memory_model(
-                settings.host_job,
-                self.config,
-                tied_embeddings=settings.tied_embeddings,
-                sequence_parallel=settings.sequence_parallel,
-                distributed_optimizer=settings.distributed_optimizer,
-                sharded_parameters=settings.sharded_parameters,
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(JobInputs):
-    """Inputs of a run, alike on all ranks.
-
-    Attributes:
-        valid, test: None where the run does not evaluate on them.
-    """
-
-    train: SampleIndex
-    valid: SampleIndex | None
-    test: SampleIndex | None
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
@@ -146,7 +112,8 @@ class Inputs(JobInputs):
 
     def workload(self, steps: int) -> Workload:
         """The first training steps: what later steps may be like."""
-        return self.workload_of(first_batches(self.train, self.global_batch_size, steps))
+        batches = first_batches(self.train, self.settings.batch_sizes.size_of(0), steps)
+        return workload_of(self.settings, self.config, self.cost, batches)
 
     def scheduler(self) -> Scheduler:
         """Make the scheduler of a run that has observed nothing yet."""
@@ -198,36 +165,37 @@ def first_batches(index: SampleIndex, size: int, steps: int) -> tuple[tuple[int,
     )
 
 
-def read_job_inputs(
+def workload_of(
     settings: RunSettings,
     config: SparseBalanceConfig,
-    device_type: str,
-    lengths_tokens: np.ndarray,
-) -> JobInputs:
-    """Read the cost table, which must be of ``device_type``, and lay out the job.
+    cost: CostModel,
+    batches: tuple[tuple[int, ...], ...],
+) -> Workload:
+    """Global batches of samples of these lengths on a run's job."""
+    return Workload.of(
+        settings.host_job,
+        config,
+        batches,
+        cost=cost,
+        micro_batch_size=settings.micro_batch_size,
+        tied_embeddings=settings.tied_embeddings,
+        sequence_parallel=settings.sequence_parallel,
+        distributed_optimizer=settings.distributed_optimizer,
+        sharded_parameters=settings.sharded_parameters,
+    )
 
-    Args:
-        lengths_tokens: of all training samples.
-    """
-    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
+
+def read_costs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
+    """Read the cost table, which must be of ``device_type``, or count."""
     job = settings.host_job
     run = run_identity(job.shape, settings.dtype, config, device_type).flat()
     if config.dry_run is not None:  # not necessarily where training will run
         del run["device"]
-    cost, dense_by_costs = job.cost_model(config, run), config.dense_up_to == "auto"
-    config = with_dense_length(config, cost, job.max_sample_tokens)
-    return JobInputs(
-        config=config,
-        settings=settings,
-        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
-        grid=job.coverage(config).grid,
-        cost=cost,
-        dense_by_costs=dense_by_costs,
-    )
+    return job.cost_model(config, run)
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
-    """Read the index of samples, and what plans follow from besides; see read_job_inputs."""
+    """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
@@ -263,8 +231,21 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
-    of_job = read_job_inputs(settings, config, device_type, lengths_tokens)
-    return Inputs(**vars(of_job), train=train, valid=valid, test=test)
+    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
+    job, cost = settings.host_job, read_costs(settings, config, device_type)
+    dense_by_costs = config.dense_up_to == "auto"
+    config = with_dense_length(config, cost, job.max_sample_tokens)
+    return Inputs(
+        config=config,
+        settings=settings,
+        plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
+        train=train,
+        valid=valid,
+        test=test,
+        grid=job.coverage(config).grid,
+        cost=cost,
+        dense_by_costs=dense_by_costs,
+    )
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:

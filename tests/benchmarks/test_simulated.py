@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of other balancers: every sample once, caps, equal numbers, near-equal sums."""
+"""Generated lengths have the published shape; placements of other balancers keep their rules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated.lengths import LENGTHS, MAX_TOKENS, longalign_like
 from simulated.peers import verl_placement
 from simulated.setups import SETUPS
 
@@ -60,3 +61,29 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(name: str) -> None:
             )
             ours, exact = (predict(ROWS[row].of(given)) for row in ("fixed budgets", EXACT))
             assert ours.makespan_ms <= 1.005 * exact.makespan_ms, (data, sparse)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_seeded_and_in_range(name):
+    generate = LENGTHS[name]
+    lengths = generate(5000, 3)
+    assert lengths.dtype == np.int64
+    assert 1 <= lengths.min() <= lengths.max() <= MAX_TOKENS
+    assert (generate(5000, 3) == lengths).all()
+    assert (generate(5000, 4) != lengths).mean() > 0.9
+
+
+def test_longalign_matches_the_published_fit():
+    lengths = longalign_like(200_000, 0)
+    assert lengths.min() >= 8192
+    assert 22_000 <= lengths.mean() <= 23_500
+    assert 0.58 <= (lengths >= 16384).mean() <= 0.62
+    assert 0.18 <= (lengths >= 32768).mean() <= 0.22
+
+
+@pytest.mark.parametrize(("name", "longest"), [("chatqa2", 32768), ("chatqa2-tail", MAX_TOKENS)])
+def test_chatqa2_is_bimodal(name, longest):
+    lengths = LENGTHS[name](100_000, 0)
+    assert (lengths < 4096).mean() == pytest.approx(0.5, abs=0.01)
+    assert (lengths >= 16384).mean() == pytest.approx(0.5, abs=0.01)
+    assert 0.95 * longest < lengths.max() <= longest

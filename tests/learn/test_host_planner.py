@@ -68,9 +68,7 @@ def measurement(planned: Any, curves: Any, factor: float = 1.5) -> StepMeasureme
         sums_LUK=np.linspace(0.3, 1.0, grid) * np.ones((layers, buckets, 1)),
         counts_LU=np.ones((layers, buckets)),
         executed_L=np.full(layers, 0.5),
-        executed_sum=0.5 * layers,
         base_sum=0.52 * layers,
-        count=float(layers),
     )
 
 

@@ -41,17 +41,12 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
     curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
-    buckets = schedule.coverage.buckets
-    lost_U = 0.02 * np.cos(rise + np.arange(buckets))
     return step_measurement(
         expectation.times_2RPVM * slow_P11,
         sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
         counts_LU=np.ones(schedule.coverage.observed_LU.shape),
         executed_L=np.ones(schedule.job.layers),
-        executed_sum=1.0,
         base_sum=1.0,
-        count=1.0,
-        lengths_3U=np.array([1.0 - lost_U, np.ones(buckets), np.ones(buckets)]) / buckets,
     )
 
 

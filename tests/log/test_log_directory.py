@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,16 @@ import pytest
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 
 HOLDER = """
-import sys
+import os, sys, time
 from sparsebalance_megatron.log.log_directory import LogDirectory
 held = LogDirectory(sys.argv[1])
 held.make(claim=True)
-print("held", flush=True)
+# Saving a checkpoint asynchronously forks; the child may outlive the run.
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+    os._exit(0)
+print(child, flush=True)
 sys.stdin.read()
 """
 
@@ -35,12 +41,15 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
         stdout=subprocess.PIPE,
         text=True,
     ) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
         with pytest.raises(LogDirectoryError, match=rf"\(process {other.pid} on .*own"):
             LogDirectory(tmp_path).make(claim=True)
         LogDirectory(tmp_path).make(claim=False)
         other.kill()
-    LogDirectory(tmp_path).make(claim=True)
+        other.wait()
+        LogDirectory(tmp_path).make(claim=True)
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_process_may_begin_again_where_it_began_before(tmp_path: Path) -> None:

@@ -65,22 +65,16 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 BAD_LINES: dict[str, tuple[Any, str]] = {
-    "array": ([1, 2], "got array"),
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
     "no-figures": (record(2, figures={}), "figures: "),
-    "loss-nan": (record(2, lm_loss=float("nan")), "not JSON"),
     "figure-text": (
         record(2, figures=FIGURES | {"imbalance": "x"}),
         "figures.imbalance 'x'",
     ),
     "times-flat": (measured(times_2RPVM=[1.0]), "times must be [2]"),
-    "times-shape": (measured(times_2RPVM=[[[[[1.0]]]]] * 2), "predicted.times_2RPVM"),
     "times-text": (measured(times_2RPVM="x"), "measured.times_2RPVM"),
-    "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
     "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
-    "schedule-negative": (measured(schedule_ms=[[-1.0], [1.0]]), "measured.schedule_ms must be 0"),
-    "rank-count": (measured(schedule_ms=[[5.0]]), "measured.schedule_ms (1, 1)"),
 }
 
 
@@ -175,23 +169,12 @@ def test_the_older_file_comes_first(tmp_path: Path) -> None:
     assert "1 steps before a resume" in repeated
 
 
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_a_reader_simulates_the_schedule_of_the_run(tmp_path: Path, group_size: int | None) -> None:
-    job = replace(JOB, micro_batch_group_size=group_size)
-    header = json.loads(encode(header_of(job)))
-    assert read_run_log(write(tmp_path, header, record(1))).schedule == job.schedule
-    assert job.schedule == MegatronSchedule(group_size)
-    assert read_run_log(write(tmp_path, record(1))).schedule == megatron_order
-
-
-@pytest.mark.parametrize("lockstep_ranks", [1, 2])
-def test_a_header_says_which_ranks_wait_for_one_another(
-    tmp_path: Path, lockstep_ranks: int
-) -> None:
-    job = replace(JOB, data_parallel_size=4, lockstep_ranks=lockstep_ranks)
-    header = json.loads(encode(header_of(job)))
-    assert read_run_log(write(tmp_path, header, record(1))).lockstep_ranks == lockstep_ranks
-    assert read_run_log(write(tmp_path, record(1))).lockstep_ranks == 1
+def test_a_reader_knows_the_schedule_of_the_run_and_who_waits(tmp_path: Path) -> None:
+    job = replace(JOB, data_parallel_size=4, lockstep_ranks=2, micro_batch_group_size=4)
+    log = read_run_log(write(tmp_path, json.loads(encode(header_of(job))), record(1)))
+    assert (log.schedule, log.lockstep_ranks) == (MegatronSchedule(4), 2)
+    bare = read_run_log(write(tmp_path, record(1)))
+    assert (bare.schedule, bare.lockstep_ranks) == (megatron_order, 1)
 
 
 def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Path) -> None:
@@ -267,8 +250,6 @@ def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: 
 MICRO_BATCH = rank_record(1)["micro_batches"][0]
 BAD_RANK_RECORDS = {
     "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
-    "no-length": ({"lengths_tokens": [100, 0]}, "at least one token"),
-    "no-samples": ({"lengths_tokens": [], "samples": []}, "at least one token"),
     "shape": ({"budgets_LS": [[4]]}, "budgets_LS (1, 1) must be [layer][sample]"),
     "ragged": ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
     "no-budget": ({"budgets_LS": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
@@ -294,10 +275,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
     "span",
     [
         ["sideways", 0, 0, 0.0, 1.0],
-        ["forward", 0, 0, 0.0],
         ["forward", 0, 0, 2.0, 1.0],
-        ["forward", 0, 0, -2.0, 1.0],
-        ["forward", 0, 0, 0.0, None],
     ],
 )
 def test_a_damaged_span(tmp_path: Path, span: Any) -> None:

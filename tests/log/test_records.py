@@ -137,13 +137,9 @@ def test_who_shared_a_row_comes_back() -> None:
     ("cp_sizes", "possible"),
     [
         ([[2], [2], [1], [1], [1]], True),
-        ([[1], [1], [2], [2]], True),
         ([[1], [2], [2], [1]], False),
-        ([[1], [1], [1], [2]], False),
         ([[3], [3], [3]], False),
-        ([[4], [4]], False),
         ([[0], [1]], False),
-        ([[None], [1]], False),
         ([[1.5], [1]], False),
         ([[1, 1], [1, 1]], False),
         ("two", False),

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from step_cases import (
     BLOCK_SIZE,
-    JOB,
     LENGTHS_TOKENS,
     SHAPE,
     finished_step,
     measured_as_planned,
     planned_step,
-    slowed_down,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.log.scalars import ScalarWriter, step_scalars
 from sparsebalance_megatron.run.sinks import StepSinks
 
@@ -30,61 +27,6 @@ def scalars(planned: Any, measured: Any, iteration_ms: float | None = 500.0) -> 
         planned, measured, iteration_ms=iteration_ms, host_ms={"plan": 1.0, "hooks": 0.5}
     )
     return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
-
-
-def test_a_step_as_predicted_measures_what_it_predicted() -> None:
-    planned = planned_step()
-    measured = measured_as_planned(planned)
-    values = scalars(planned, measured)
-    for what in ("micro-batches", "rank-sums", "makespans"):
-        predicted = values[f"imbalance-{what}-predicted"]
-        assert predicted > 1.01, "a case that balances by chance tests nothing"
-        assert values[f"imbalance-{what}-measured"] == pytest.approx(predicted)
-    assert values["makespan-ms-measured"] == pytest.approx(values["makespan-ms-predicted"])
-    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
-    for stage in range(JOB.pipeline_stages):
-        assert values[f"relative-time-stage-{stage}"] == pytest.approx(1.0)
-        busy_D = (measured.times_2RPVM[0] + measured.times_2RPVM[1])[:, stage].sum(axis=(1, 2))
-        idle_D = 1.0 - busy_D / np.array(planned.plan.expectation.rank_makespan_ms)
-        assert values[f"bubble-fraction-stage-{stage}"] == pytest.approx(idle_D.mean())
-    assert values["relative-time-max"] == pytest.approx(1.0)
-    busy_ms = float((measured.times_2RPVM[0] + measured.times_2RPVM[1]).sum())
-    stages = JOB.data_parallel_size * JOB.pipeline_stages
-    available_ms = stages * planned.plan.expectation.makespan_ms
-    assert values["waiting-share"] == pytest.approx(1.0 - busy_ms / available_ms)
-
-
-def test_a_slow_device_shows_although_its_samples_are_short() -> None:
-    planned = planned_step()
-    work_D = np.sum(planned.plan.expectation.times_2RPVM[0], axis=(1, 2, 3))
-    light = int(work_D.argmin())
-    measured = slowed_down(measured_as_planned(planned), light, 1, 1.2)
-    values = scalars(planned, measured)
-    # Three ratios of 1 and one of 1.2.
-    assert values["relative-time-max"] == pytest.approx(1.2 / 1.05)
-    assert values["relative-time-stage-0"] == pytest.approx(1.0 / 1.05)
-    assert values["relative-time-stage-1"] == pytest.approx(1.1 / 1.05)
-
-
-def test_a_stage_that_calibration_knows_to_be_slow_still_shows() -> None:
-    scales = StageScales.of(np.array([[[1.0, 1.0], [1.5, 1.5]], [[1.0, 1.0], [1.5, 1.5]]]))
-    planned = planned_step(scales)
-    values = scalars(planned, measured_as_planned(planned))
-    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
-    assert values["relative-time-stage-0"] == pytest.approx(1.0 / 1.25)
-    assert values["relative-time-stage-1"] == pytest.approx(1.5 / 1.25)
-
-
-def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
-    slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    slowness_RP[0, 1] = 1.2
-    planned = planned_step(
-        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_RP=slowness_RP)
-    )
-    values = scalars(planned, measured_as_planned(planned))
-    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
-    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_RP.size))
-    assert values["slowness-planned-max"] == pytest.approx(1.2)
 
 
 def test_coverage_by_depth_budgets_and_speed() -> None:

@@ -13,7 +13,7 @@ from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.workload import Workload, memory_model
+from sparsebalance_megatron.predict.workload import Workload
 
 SHAPE = ModelShape(
     hidden_size=896,
@@ -33,7 +33,7 @@ LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
 
 def memory_of(job: Job) -> MemoryModel:
     host_job = HostJob(layout=job, shape=SHAPE, max_sample_tokens=8192, global_batch_size=8)
-    return memory_model(host_job, SparseBalanceConfig())
+    return Workload.of(host_job, SparseBalanceConfig(), (LENGTHS,)).memory
 
 
 def workload(
@@ -64,5 +64,4 @@ def workload(
         global_batch_size=len(batches[0]),
         **of_job,
     )
-    memory = memory_model(job, choices, sharded_parameters=sharded_parameters)
-    return replace(Workload.of(job, choices, batches), memory=memory)
+    return Workload.of(job, choices, batches, sharded_parameters=sharded_parameters)

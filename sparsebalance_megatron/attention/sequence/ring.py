@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks, InFlight
+from sparsebalance_megatron.attention.sequence.all_gather import BetweenRanks, InFlight
 from sparsebalance_megatron.attention.sequence.exchange import held_by
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 

@@ -6,19 +6,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.reader import RunLog
-from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report.differences import differences
+from sparsebalance_megatron.log.records import RunHeader, StepRecord
+from sparsebalance_megatron.plan.job import Job
 
 WARM_UP_STEPS = 5
 _LEAST_PAIRS_FOR_INTERVAL = 6
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
+
+_SAME_MODEL_AND_DATA = ("layers", "seq_length", "global_batch_size", "counts", "sources")
+"""Fields without which a comparison says nothing of the plugin."""
+_OF_THE_RUN = (
+    *(each.name for each in fields(Job)),
+    *("pipeline_stages", "virtual_stages", "device", "cost_source", "megatron_core", "torch"),
+)
+_OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
+"""Settings that change no step."""
+_LONGEST_VALUE = 60
 
 Pair = tuple[StepRecord, StepRecord]
 """(baseline's step, the run's step) of the same iteration."""
@@ -308,3 +319,46 @@ def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
         random_state=np.random.default_rng(0),
     ).confidence_interval
     return float(found.low), float(found.high)
+
+
+def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
+    """ "NAME A in the baseline, B in the run" for every setting that differs; none without headers.
+
+    Raises:
+        ConfigError: the runs trained other models or data.
+    """
+    if baseline.header is None or run.header is None:
+        return ()
+    other = _differing(baseline.header, run.header, _SAME_MODEL_AND_DATA)
+    if other:
+        raise ConfigError(
+            f"{baseline.directory} and {run.directory} trained other models or data: "
+            f"{'; '.join(other)}. Compare runs of one model over the same samples"
+        )
+    settings = [
+        text
+        for name in {**baseline.header.config, **run.header.config}
+        if name not in _OF_NO_ACCOUNT
+        if (text := _difference(name, baseline.header.config, run.header.config))
+    ]
+    return (*_differing(baseline.header, run.header, _OF_THE_RUN), *settings)
+
+
+def _differing(baseline: RunHeader, run: RunHeader, names: tuple[str, ...]) -> list[str]:
+    before, after = (
+        {name: getattr(header if hasattr(header, name) else header.job, name) for name in names}
+        for header in (baseline, run)
+    )
+    return [text for name in names if (text := _difference(name, before, after))]
+
+
+def _difference(name: str, baseline: Mapping[str, Any], run: Mapping[str, Any]) -> str | None:
+    before, after = (_shown(values.get(name)) for values in (baseline, run))
+    if before == after:
+        return None
+    return f"{name.replace('_', ' ')} {before} in the baseline, {after} in the run"
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -179,15 +179,14 @@ class SampleRun:
         noise = np.exp(generator.normal(0.0, self.noise, expected.times_2RPVM.shape))
         times_2RPVM = expected.times_2RPVM * noise + 0.05
         schedule_ms = [max(event.end_ms for event in ran) for ran in simulate(flat(times_2RPVM))]
-        unknown = np.zeros((self.layers, 1))
+        unknown, ones_L = np.zeros((self.layers, 1)), np.ones(self.layers)
+        mean = expected.coverage_mean or 0.0
         coverage = CoverageTotals(
             sums_LUK=unknown[..., None],
             counts_LU=unknown,
-            counts_L=unknown[:, 0],
-            executed_L=unknown[:, 0],
-            executed_sum=expected.coverage_mean or 0.0,
-            base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
-            count=1.0,
+            counts_L=ones_L,
+            executed_L=mean * ones_L,
+            base_sum=self.layers * min(1.0, mean + 0.02),
             minimum=expected.coverage_min or 0.0,
         )
         planned = PlannedStep(
