@@ -56,7 +56,7 @@ def transformer_config(pipeline_stages: int = 1, **changes: Any) -> TransformerC
 
 
 def balance_config(**choices: Any) -> SparseBalanceConfig:
-    fields = {"block_size": 16, "base_budget": 4, "calibration": "off"}
+    fields = {"block_size": 16, "base_budget": 4, "dense_up_to": "0", "calibration": "off"}
     return SparseBalanceConfig(**(fields | choices))
 
 
