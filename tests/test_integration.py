@@ -125,10 +125,11 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
         assert measured_ms(step).size == 2 * 8 * (2 if layout == "pp2" else 1)
         assert (measured_ms(step) > 0).all()
     assert np.all([step["measured"]["schedule_ms"] for step in steps[1:]])
-    last = steps[-1]
-    assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
-    assert last["figures"]["coverage"] != last["figures"]["coverage_base"]
-    assert last["figures"]["coverage"] >= last["figures"]["coverage_base"] - 0.15
+    for step in steps:
+        gained = step["figures"]["coverage"] - step["figures"]["coverage_base"]
+        assert (gained > 1e-6) == (step["predicted"]["samples_raised"] > 0)
+        assert gained >= -1e-6
+    assert any(step["figures"]["tuned_samples"] for step in steps)
     figures = two_ranks[layout]["figures"]
     assert [step["figures"]["coverage"] for step in steps] == [
         figure["sparse-balance/coverage"] for figure in figures
