@@ -44,7 +44,6 @@ class Outcome:
         speedup: the baseline's total time over this one's; 1 without a baseline.
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
-        coverage_min_drop: the largest loss of any sample and layer against its base budget.
         work_ratio: work over that at base budgets.
         plan_ms: median.
         tokens_per_second_per_gpu: of all steps.
@@ -61,7 +60,6 @@ class Outcome:
     imbalance_microbatch: float
     imbalance_rank: float
     coverage_mean: float | None
-    coverage_min_drop: float
     work_ratio: float
     plan_ms: float
     step_ms: tuple[float, ...]
@@ -71,11 +69,6 @@ class Outcome:
     dense_tokens_share: float
     stages: tuple[StageMemory, ...]
     stages_at_most: tuple[StageMemory, ...]
-
-    @property
-    def at_most_bytes(self) -> float:
-        """Memory of the stage that needs most, with every micro-batch at the token cap."""
-        return max(stage.total_bytes for stage in self.stages_at_most)
 
 
 def predict(
@@ -113,7 +106,6 @@ def predict(
         imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
         imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
         coverage_mean=float(np.mean(coverage)) if coverage else None,
-        coverage_min_drop=max(_largest_drop(workload, plan) for plan in plans),
         work_ratio=float(np.mean([each.work_ratio for each in expected])),
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
@@ -178,19 +170,6 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
-
-
-def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
-    blocks_S = -(-lengths_S // workload.plan_settings.block_size)
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    base_LS = np.broadcast_to(
-        workload.plan_settings.base_L(len(budgets_LS))[:, None], budgets_LS.shape
-    )
-    drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
-        blocks_S, budgets_LS
-    )
-    return max(0.0, float(np.nan_to_num(drop_LS).max()))
 
 
 def _router_ms(workload: Workload, plan: StepPlan) -> float:
