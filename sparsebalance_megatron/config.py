@@ -43,6 +43,7 @@ ONLY_IN_FILE = frozenset(
 """Fields without a flag of their own: ``--sparse-balance-config`` sets them."""
 DEFAULT_SELECTION = "token-query-head"
 DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
+_MOST_DIGITS = 9
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gigabytes_per_second": (
@@ -104,6 +105,14 @@ class SparseBalanceConfig:
     """Layers' sensitivities, a file that `sparse-balance sensitivity` writes. Base budgets by layer
     follow, at the time of the base budget in all layers. Give it where a model starts from trained
     weights: few layers carry its look-ups."""
+
+    dense_up_to: str = field(
+        default="auto", metadata={"argparse_meta": {"metavar": "auto|0|TOKENS"}}
+    )
+    """Longest document that layers at the base budget attend to densely; in layers with budgets of
+    their own in proportion. auto: as long as that takes no more time than the base budget, by the
+    cost table or counted; 0: only what budgets cover. Give TOKENS to train alike on another
+    device."""
 
     selection: str = field(
         default=DEFAULT_SELECTION,
@@ -256,6 +265,12 @@ class SparseBalanceConfig:
             words = given if isinstance(given, list | tuple) else [given]
             text = " ".join(map(str, words))
             self.layer_budgets = layer_budgets_text(parse_layer_budgets(text))
+        text = self.dense_up_to = str(self.dense_up_to)
+        if text != "auto" and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
+            raise ConfigError(
+                f"{flag_name('dense_up_to')} {text[:40]}: must be auto, or a number of tokens of "
+                f"at most {_MOST_DIGITS} digits"
+            )
         if self.attention == "tokens" and has_dense_layers(self.layer_budgets):
             raise ConfigError(
                 f"{flag_name('attention')} tokens: serves no dense layers, which "
@@ -266,6 +281,22 @@ class SparseBalanceConfig:
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
                 f"context parallelism; use {flag_name('context_parallel')}=dynamic"
             )
+
+    def leaves_attention(self, context_parallel_size: int) -> bool:
+        """Whether Megatron's own attention may run: all layers are dense, and every micro-batch
+        runs on one rank, in one piece, with nothing kept for a recomputed pass."""
+        return (
+            self.layer_budgets == "dense:all"
+            and self.tuning == "off"
+            and self.max_segments == max(self.max_context_parallel or 1, context_parallel_size) == 1
+            and self.recompute_attention == "again"
+        )
+
+    @property
+    def dense_up_to_tokens(self) -> int:
+        """:attr:`dense_up_to`; 0 where costs are still to decide
+        (:func:`.cost.dense_length.with_dense_length`)."""
+        return 0 if self.dense_up_to == "auto" else int(self.dense_up_to)
 
     @property
     def selection_rule(self) -> str:

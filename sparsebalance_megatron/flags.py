@@ -41,7 +41,8 @@ MODES: Mapping[str, Mapping[str, str]] = {
 """Name -> fields of :class:`.SparseBalanceConfig` that it sets."""
 _WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "exact": frozenset(
-        {"base_budget", "layer_budgets", "sensitivity", "selection", "first_blocks", "router"}
+        {"base_budget", "layer_budgets", "sensitivity", "selection", "router"}
+        | {"dense_up_to", "first_blocks"}
         | {"tuning", "coverage_threshold", "eval_attention"}
     )
 }
@@ -65,8 +66,14 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
 
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
-    *("coverage_threshold", "layer_budgets", "sensitivity", "selection", "first_blocks"),
-    *("eval_attention", "max_tokens_per_micro_batch", "max_context_parallel", "max_segments"),
+    *("coverage_threshold", "dense_up_to", "layer_budgets", "sensitivity", "selection"),
+    *(
+        "first_blocks",
+        "eval_attention",
+        "max_tokens_per_micro_batch",
+        "max_context_parallel",
+        "max_segments",
+    ),
     "overlong",
 )
 _LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
@@ -209,6 +216,8 @@ def _checked(given: Mapping[str, Any], place: str, mode: str | None) -> tuple[st
                 raise ConfigError(f"{place}: {key}: {_NO_INTEGER}")
             try:
                 # What is one of several names is refused with all of them.
+                if known[name].type is str and type(value) is int:
+                    value = str(value)
                 if get_origin(known[name].type) is not Literal:
                     value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})

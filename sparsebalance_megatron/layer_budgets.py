@@ -107,6 +107,12 @@ def base_budgets(
     return tuple(named.get(layer, others) for layer in range(layers))
 
 
+def dense_up_to_blocks(budget: int, base_budget: int, tokens: int, block_size: int) -> int:
+    """The longest document that a layer attends to densely: one that its budget covers, or of up
+    to so many tokens where its budget is the base budget, else in proportion to it."""
+    return max(budget, -(-tokens // block_size) * budget // base_budget)
+
+
 def has_dense_layers(layer_budgets: str | None) -> bool:
     """Whether some layer is dense."""
     return layer_budgets is not None and DENSE in parse_layer_budgets(layer_budgets).values()

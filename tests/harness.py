@@ -46,6 +46,7 @@ TRAINING_FLAGS = (
 BALANCE_FLAGS = (
     "--sparse-balance",
     *("--sparse-balance-block-size", "16", "--sparse-balance-base-budget", "4"),
+    *("--sparse-balance-dense-up-to", "0"),
     *("--sparse-balance-config", "calibration=off"),
 )
 

@@ -125,13 +125,17 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
         assert measured_ms(step).size == 2 * 8 * (2 if layout == "pp2" else 1)
         assert (measured_ms(step) > 0).all()
     assert np.all([step["measured"]["schedule_ms"] for step in steps[1:]])
-    last = steps[-1]
-    assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
-    assert last["figures"]["coverage"] != last["figures"]["coverage_base"]
-    assert last["figures"]["coverage"] >= last["figures"]["coverage_base"] - 0.15
-    figures = two_ranks[layout]["figures"]
+    tuned = [
+        step["figures"]
+        for step in steps
+        if step["predicted"]["samples_cut"] + step["predicted"]["samples_raised"]
+    ]
+    assert tuned
+    for figures in tuned:
+        assert figures["coverage"] != figures["coverage_base"]
+        assert figures["coverage"] >= figures["coverage_base"] - 0.15
     assert [step["figures"]["coverage"] for step in steps] == [
-        figure["sparse-balance/coverage"] for figure in figures
+        figures["sparse-balance/coverage"] for figures in two_ranks[layout]["figures"]
     ]
 
 
@@ -166,6 +170,10 @@ def test_megatron_training_is_never_loaded(
     one_rank: dict[str, Any], two_ranks: dict[str, Any]
 ) -> None:
     assert one_rank["loaded"] == two_ranks["loaded"] == []
+
+
+def test_a_failure_of_one_rank_fails_all_of_them(two_ranks: dict[str, Any]) -> None:
+    assert "end_step: ranks 1 have a problem of their own to report" in two_ranks["one rank only"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from end_to_end.results import StepResult
-from end_to_end.variants import DENSE, FIXED, OURS, OURS_SEGMENTS, OURS_WIDE, PAPER
+from end_to_end.variants import DENSE, EXACT, FIXED, OURS, OURS_SEGMENTS, OURS_WIDE, PAPER
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -41,7 +41,12 @@ def summarise(batches: Batches, *, lockstep: bool, seed: int = 0) -> dict[str, d
 
     With ``lockstep`` what follows from times of micro-batches is None or left out.
     """
-    known = [FIXED, DENSE, *([OURS] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else [])]
+    known = [
+        FIXED,
+        DENSE,
+        EXACT,
+        *([OURS] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else []),
+    ]
     known += [PAPER] if lockstep else []
     references = {name: _step_ms(batches, name) for name in known if name in batches[0]}
     bound_ms = bounds_ms(batches) if FIXED in references and not lockstep else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from end_to_end.variants import ALL_VARIANTS, DENSE, FIXED
+from end_to_end.variants import ALL_VARIANTS, DENSE, EXACT, FIXED
 
 _LABELS = {variant.name: variant.label for variant in ALL_VARIANTS}
 _INCHES_PER_ROW = 0.36
@@ -20,7 +20,16 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
     rows: list[tuple[str, ...]] = [
         (
             *("", "median ms", "quartiles", "x fixed", "95 %", "median x"),
-            *("x dense", "over bound", "imbalance", "waiting", "coverage (base)", "work", "shared"),
+            *(
+                "x dense",
+                "x exact",
+                "over bound",
+                "imbalance",
+                "waiting",
+                "coverage (base)",
+                "work",
+                "shared",
+            ),
             "loss",
         )
     ]
@@ -42,7 +51,9 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
 
 def _row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
     low, high = summary["quartiles_ms"]
-    fixed, dense = (summary.get(f"versus_{reference}") for reference in (FIXED, DENSE))
+    fixed, dense, exact = (
+        summary.get(f"versus_{reference}") for reference in (FIXED, DENSE, EXACT)
+    )
     covered = (
         "all"
         if summary["coverage"] is None
@@ -56,6 +67,7 @@ def _row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
         "{:.3f} - {:.3f}".format(*fixed["interval"]) if fixed else "-",
         f"{fixed['median_ratio']:.3f}" if fixed else "-",
         f"{dense['speedup']:.2f}" if dense else "-",
+        f"{exact['speedup']:.2f}" if exact else "-",
         f"{summary['over_bound']:.3f}" if "over_bound" in summary else "-",
         "-" if summary["imbalance"] is None else f"{summary['imbalance']:.3f}",
         "-" if summary["waiting"] is None else f"{summary['waiting']:.1%}",

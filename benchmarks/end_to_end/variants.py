@@ -22,14 +22,14 @@ class Variant:
     calibration: str | None = None
     """None: as the flags say."""
     dense: bool = False
-    """Dense attention instead of block-sparse; its plan then says only which sample runs where."""
+    """Dense attention in all layers instead of block-sparse."""
     wide: bool = False
     """Rows may lie on several ranks; for layouts whose ranks may share rows."""
     segments: bool = False
     """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
 
 
-DENSE, FIXED, PAPER = "dense", "fixed", "paper"
+DENSE, EXACT, FIXED, PAPER = "dense", "exact", "fixed", "paper"
 OURS = "ours"
 OURS_WIDE, OURS_SEGMENTS = "ours-wide", "ours-segments"
 
@@ -38,6 +38,13 @@ VARIANTS = (
         name=DENSE,
         label="dense attention, order of arrival",
         batching="arrival",
+        tuning="off",
+        dense=True,
+    ),
+    Variant(
+        name=EXACT,
+        label="exact: dense attention, our placement",
+        batching="makespan",
         tuning="off",
         dense=True,
     ),
@@ -92,7 +99,7 @@ WITH_GIANTS = (FIXED, OURS, OURS_WIDE)
 """What a run compares whose global batches hold giants."""
 WITH_SEGMENTS = (FIXED, OURS, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
-IN_LOCKSTEP = (FIXED, PAPER, OURS)
+IN_LOCKSTEP = (DENSE, EXACT, FIXED, PAPER, OURS)
 """What a run compares whose ranks wait for one another in every layer."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from simulated.lengths import LENGTHS, MAX_TOKENS
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY
 from sparsebalance_megatron.cost.table import ModelShape
@@ -92,7 +93,9 @@ class Setup:
             device=config.counted_device,
             efficiency=replace(DEFAULT_EFFICIENCY, sparse=sparse_efficiency),
         )
-        return replace(found, cost=cost)
+        tokens = with_dense_length(config, cost, MAX_TOKENS).dense_up_to_tokens
+        settings = replace(found.plan_settings, dense_up_to_tokens=tokens)
+        return replace(found, cost=cost, plan_settings=settings)
 
 
 SETUPS: Mapping[str, Setup] = {

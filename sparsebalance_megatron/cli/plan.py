@@ -7,13 +7,14 @@ import itertools
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.rates import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
@@ -240,8 +241,8 @@ def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices
             refused[shlex.join(words)] = str(error)
         else:
             rows.append(TableRow(names=(*names, _GIVEN), workload=workload))
-            if not workload.is_dense:
-                exact = ROWS[EXACT].of(workload)
+            exact = ROWS[EXACT].of(workload)
+            if not workload.is_dense and not any(_dense_alike(exact, row.workload) for row in rows):
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
         progress()
     progress.close()
@@ -280,6 +281,18 @@ def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices
         sep="\n",
     )
     return 0
+
+
+def _dense_alike(one: Workload, other: Workload) -> bool:
+    """Whether two workloads with dense attention alone take the same, whatever else differs."""
+    parts = [
+        [rows for part, rows in of.items() if part not in (Part.ATTENTION, Part.ROUTER)]
+        for each in (one, other)
+        for of in (each.cost.forward_ms, each.cost.backward_ms)
+    ]
+    settings = replace(other.plan_settings, base_budget=one.plan_settings.base_budget)
+    same = (one.job, one.memory, one.plan_settings) == (other.job, other.memory, settings)
+    return other.is_dense and same and parts[:2] == parts[2:]
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:

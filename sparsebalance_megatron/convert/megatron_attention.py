@@ -11,8 +11,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.convert.hf_config import Decoder
 from sparsebalance_megatron.convert.megatron_model import Flag
@@ -41,15 +39,6 @@ def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
         SparseBalanceConfig(**_fields(settings))
     except ConfigError as error:
         raise ConvertError(f"{path}: {error}") from error
-    whole_tokens = settings.sparse_dense_up_to_tokens
-    always_whole = structs.replace(settings, sparse_dense_up_to_tokens=0).whole_up_to_tokens(
-        model.num_hidden_layers
-    )
-    if always_whole is not None and whole_tokens > always_whole:
-        raise ConvertError(
-            f"{path}: {KEY}: sparse_dense_up_to_tokens {whole_tokens}: training has no budgets by "
-            "length; remove it, and set it again in the model that is evaluated"
-        )
     return settings
 
 
@@ -64,11 +53,14 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
     if set(base_L) == {DENSE}:
         return None
     by_layer = tuple(None if budget == DENSE else budget for budget in base_L)
+    dense_up_to = getattr(args, destination("dense_up_to"), "auto")
     return SparseAttention(
         sparse_block_size=trained.block_size,
         sparse_topk_blocks=trained.base_budget,
         sparse_selection=trained.selection,
         sparse_layer_topk_blocks=None if trained.layer_budgets is None else by_layer,
+        # Earlier releases had no such length, and resolve what later ones leave to the costs.
+        sparse_dense_up_to_tokens=SparseBalanceConfig(dense_up_to=dense_up_to).dense_up_to_tokens,
         sparse_init_block=trained_first_blocks(args),
     )
 
@@ -107,6 +99,7 @@ def _fields(settings: SparseAttention) -> dict[str, Any]:
         "block_size": settings.sparse_block_size,
         "base_budget": base,
         "layer_budgets": layer_budgets_text(own) if own else None,
+        "dense_up_to": str(settings.sparse_dense_up_to_tokens),
         "selection": settings.sparse_selection,
         "first_blocks": settings.first_blocks if has_choice else None,
     }

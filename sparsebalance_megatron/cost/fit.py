@@ -24,7 +24,6 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
 )
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
-from sparsebalance_megatron.layer_budgets import has_dense_layers
 
 _FOLDS = 5
 _DOUBTFUL_ERROR = 0.4
@@ -58,7 +57,7 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
     model = fit_cost_model(table)
     for doubt in doubts(table, model):
         warnings.warn(doubt, stacklevel=3)
-    return model
+    return model.with_dense_attention
 
 
 def configured_cost_model(
@@ -73,14 +72,11 @@ def configured_cost_model(
     ``run`` is what the table must have been measured for, besides the configuration and the shape.
 
     Raises:
-        CostTableError: the table was measured for something else, or without dense layers.
+        CostTableError: the table was measured for something else.
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
-        cost = measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
-        if has_dense_layers(config.layer_budgets):
-            cost.coefficients_ms(Part.DENSE_ATTENTION, Direction.BACKWARD)
-        return cost
+        return measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
     warnings.warn(
         f"no {flag_name('cost_table')}: latencies are counted operations of "
         f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
@@ -251,7 +247,9 @@ def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
         for (part, direction), error in fit_errors(model, table).items()
         if error.median > _DOUBTFUL_ERROR
     ]
+    unmeasured = [] if Part.DENSE_ATTENTION in model.forward_ms else [Part.DENSE_ATTENTION.value]
     found = {
+        "not measured, so counted as sparse attention of as many block pairs": unmeasured,
         "measured at one size only, so that times at any other are a guess": single,
         "times do not grow as work does; the fit is off, at the median, in": off,
     }

@@ -16,14 +16,13 @@ from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
     DEFAULT_SELECTION,
     CountedDevice,
-    flag_name,
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.experts import exchange_ms_per_token
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.rates import DEVICES, Efficiency, selection_efficiency
 from sparsebalance_megatron.cost.segments import SegmentCost
-from sparsebalance_megatron.cost.table import CostTableError, ModelShape
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
 
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
@@ -58,20 +57,10 @@ class CostModel:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
-        """[5] ms per unit of every feature.
-
-        Raises:
-            CostTableError: nothing is known of the part.
-        """
-        if part is Part.EXPERTS and part not in self._of(direction):
-            return np.zeros(len(FEATURES))
-        if part not in self._of(direction):
-            raise CostTableError(
-                f"{self.source}: nothing was measured of {part}, which "
-                f"{flag_name('layer_budgets')} asks for; measure again with `sparse-balance "
-                "profile` and that flag"
-            )
-        return np.array(self._of(direction)[part], dtype=np.float64)
+        """[5] ms per unit of every feature; zeros for experts of a model without any."""
+        rows = self._of(direction)
+        has_none = part is Part.EXPERTS and part not in rows
+        return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
 
     def with_recompute(
         self, *, full: bool, attention_only: bool, attention_kept: bool = False
@@ -118,8 +107,8 @@ class CostModel:
 
     @property
     def with_dense_attention(self) -> CostModel:
-        """A model whose dense layers have costs even where none were measured: those of as many
-        block pairs of sparse attention, without a router."""
+        """A model that knows dense attention even where it was not measured: it costs what as many
+        block pairs of sparse attention do, without a router."""
         if Part.DENSE_ATTENTION in self.forward_ms:
             return self
         pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")

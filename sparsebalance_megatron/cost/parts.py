@@ -9,7 +9,8 @@ from enum import StrEnum
 class Part(StrEnum):
     """A part of the model; the first five are per transformer layer.
 
-    ``DENSE_ATTENTION`` is in dense layers, in place of ``ATTENTION`` and ``ROUTER``. ``LINEAR`` is
+    ``DENSE_ATTENTION`` is of documents that a layer attends to densely, in place of ``ATTENTION``
+    and ``ROUTER``. ``LINEAR`` is
     the rest of a layer: norms, projections, rotary embedding, MLP, residuals. ``EXPERTS`` is what
     routed experts take, with the exchange of tokens: a rank of an expert-parallel group takes it
     for the mean tokens of the group's ranks. Shared experts are counted with the linear part, and
@@ -36,5 +37,5 @@ class Direction(StrEnum):
 NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""
 OF_EVERY_MODEL = tuple(part for part in Part if part not in (Part.DENSE_ATTENTION, Part.EXPERTS))
-"""Parts whose costs are always known; those of dense layers and of experts only where the model has
-them."""
+"""Parts that every table has times of; of experts only where the model has them, and of dense
+attention unless an earlier release measured it."""

@@ -14,7 +14,7 @@ import msgspec
 from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
-from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks
 from sparsebalance_megatron.selector_registry import check_name, default_first_blocks
 
 KEY = "sparse_attention_config"
@@ -34,7 +34,8 @@ class SparseAttention(
         sparse_selection: who selects them; a name that ``--sparse-balance-selection`` takes.
         sparse_layer_topk_blocks: one entry per layer in place of ``sparse_topk_blocks``; null makes
             a layer dense.
-        sparse_dense_up_to_tokens: documents of up to this length are read whole.
+        sparse_dense_up_to_tokens: documents of up to this length are read whole, in layers with
+            blocks of their own in proportion to them.
         sparse_local_block: blocks that are read wherever they score: the own one.
         sparse_init_block: blocks at a document's beginning of which this holds; None is what the
             selection reads by default.
@@ -69,17 +70,19 @@ class SparseAttention(
 
     def whole_up_to_tokens(self, layers: int) -> int | None:
         """The longest document that all layers read whole; None where they read every one so."""
-        budget = min(map(self.base_budget, range(layers)))
-        if budget == DENSE:
-            return None
-        return max(self.sparse_dense_up_to_tokens, self.sparse_block_size * budget)
+        blocks = min(map(self._dense_blocks, range(layers)))
+        return None if blocks >= DENSE else self.sparse_block_size * blocks
 
     def budget_blocks(self, layer: int, tokens: int) -> int:
         """Blocks that a query of a layer reads in a document of this length."""
         all_blocks = max(1, -(-tokens // self.sparse_block_size))
-        if tokens <= self.sparse_dense_up_to_tokens:
-            return all_blocks
-        return min(self.base_budget(layer), all_blocks)
+        return all_blocks if all_blocks <= self._dense_blocks(layer) else self.base_budget(layer)
+
+    def _dense_blocks(self, layer: int) -> int:
+        return dense_up_to_blocks(
+            *(self.base_budget(layer), self.sparse_topk_blocks),
+            *(self.sparse_dense_up_to_tokens, self.sparse_block_size),
+        )
 
     def density(self, tokens: int, layers: int) -> float:
         """The share of causal attention that is computed for a document of this length.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
 from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
@@ -112,7 +113,8 @@ class HostPlanner:
 
     A plan is a pure function of the arguments of :meth:`plan` and of what has been learnt, so every
     process that made the same calls makes the same plan. Knowledge changes in :meth:`learn` and
-    :meth:`load_state_dict` only. ``steps`` counts what has been learnt from.
+    :meth:`load_state_dict` only. ``steps`` counts what has been learnt from, ``config`` are the
+    choices with the length up to which documents are dense.
 
     Args:
         config: the plugin's choices.
@@ -139,11 +141,15 @@ class HostPlanner:
                     "loop; drop it"
                 )
         self.job = job
+        cost = job.cost_model(config, {}) if cost is None else cost
+        check_dense_length(config, job.max_sample_tokens)
+        self._dense_by_costs = config.dense_up_to == "auto"
+        self.config = config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
         self.coverage = job.coverage(config)
         self._planner = StepPlanner(
             job=job.layout,
             plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
-            cost=job.cost_model(config, {}) if cost is None else cost,
+            cost=cost,
             coverage=self.coverage,
             calibrate=config.calibration,
             selection=config.selection_rule,
@@ -257,4 +263,14 @@ class HostPlanner:
         """
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])
-        return afresh
+        own = self.config.dense_up_to_tokens
+        if (kept := state.get("dense_up_to_tokens", own)) == own:
+            return afresh
+        line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
+        if self._dense_by_costs:
+            line = f"{flag_name('dense_up_to')} stays {kept}; by this job's costs it would be {own}"
+            self.config = replace(self.config, dense_up_to=str(kept))
+            self._planner.plan_settings = replace(
+                self._planner.plan_settings, dense_up_to_tokens=kept
+            )
+        return (*afresh, line)

@@ -161,7 +161,12 @@ class StepPlanner:
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths, in plain Python types."""
         saved = {name: learner.state_dict() for name, learner in self._saved.items()}
-        return {"version": _STATE_VERSION, "selection": self._selection, **saved}
+        return {
+            "version": _STATE_VERSION,
+            "selection": self._selection,
+            "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
+            **saved,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over saved state, of a job that may have been laid out otherwise.

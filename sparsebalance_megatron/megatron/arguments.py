@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import check_dense_length
 from sparsebalance_megatron.flags import (
     FILE_FLAG,
     MODE_FLAG,
@@ -176,6 +177,7 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config = config_from_args(args)
     check_supported(args, config)
+    check_dense_length(config, args.seq_length)
     check_batches(args)
 
 

@@ -39,7 +39,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.ranking import rank_slice
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,
@@ -52,14 +52,17 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     LayoutCache,
     LocalMicroBatch,
 )
+from sparsebalance_megatron.megatron.unsupported import check_replaced_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionOptions:
     """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
+    ``config``: a checkpoint that is loaded may change up to which length documents are dense.
+    ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences.
     ``layouts`` holds the last packed sequence that came without a carrier. ``repetitions`` is where
     a model that does not train adds up its attention to far repetitions; None where nobody asks.
     """
@@ -68,6 +71,7 @@ class AttentionOptions:
     grid: tuple[int, ...]
     layouts: LayoutCache = field(default_factory=LayoutCache, repr=False)
     repetitions: Repetitions | None = None
+    leaves_attention: bool = False
 
     @cached_property
     def selector(self) -> Selector[Any, Any]:
@@ -110,6 +114,9 @@ class BudgetedCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
+        if options.leaves_attention:
+            # The model's own would have had them, but takes no packed sequences.
+            check_replaced_attention(config, options.config)
         self._layer_index = layer_number - 1
         self._options = options
         chosen = options.config
@@ -187,18 +194,17 @@ class BudgetedCoreAttention(MegatronModule):
         return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> LocalMicroBatch:
-        samples = len(cu_seqlens) - 1
-        base = self._base_budget
+        chosen, layers = self._options.config, self._layer_index + 1
+        layout = self._options.layouts.layout(cu_seqlens, chosen.block_size, device)
+        blocks_S = layout.grid.blocks_S
+        budget_S = np.where(blocks_S <= self._dense_blocks, blocks_S, self._base_budget)
+        budgets_LS = np.broadcast_to(budget_S.astype(np.int32), (layers, len(budget_S)))
         return LocalMicroBatch(
-            layout=self._options.layouts.layout(
-                cu_seqlens, self._options.config.block_size, device
-            ),
-            budgets_LS=torch.full(
-                (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
-            ),
-            max_budgets=(base,) * (self._layer_index + 1),
+            layout=layout,
+            budgets_LS=copied_to(torch.from_numpy(budgets_LS.copy()), device),
+            max_budgets=(int(budget_S.max()),) * layers,
             observe=False,
-            budgets_on_host_LS=np.full((self._layer_index + 1, samples), base),
+            budgets_on_host_LS=budgets_LS,
         )
 
     def _attend(
@@ -222,10 +228,11 @@ class BudgetedCoreAttention(MegatronModule):
         known = None if found is None else (found.out_THF, found.lse_TH)
         selection = None if found is None else found.selection
         layout = context.layout
-        documents = self._covered_documents(q_THD, v_TGF, context)
+        documents = self._dense_documents(q_THD, v_TGF, context)
         if documents == layout.documents:
             out_THF, lse_TH = self._attend_densely(inputs, layout, known)
-            self._observe_covered(documents, context)
+            if known is None:
+                self._observe_densely(inputs, layout, context)
         elif documents:
             # Their tokens come first, and a split is a view.
             first, rest = layout.split(documents)
@@ -236,19 +243,29 @@ class BudgetedCoreAttention(MegatronModule):
             dense = self._attend_densely(dense_qkv, first, dense_known)
             selection, *sparse = self._attend_to_lists(sparse_qkv, others, selection, sparse_known)
             out_THF, lse_TH = (torch.cat(parts) for parts in zip(dense, sparse, strict=True))
-            self._observe_covered(documents, context, others)
+            if known is None:
+                self._observe_densely(dense_qkv, first, context, others)
         else:
             selection, out_THF, lse_TH = self._attend_to_lists(inputs, context, selection, known)
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
 
-    def _covered_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
+    @property
+    def _dense_blocks(self) -> int:
+        """The longest document that this layer attends to densely."""
+        chosen = self._options.config
+        return dense_up_to_blocks(
+            *(self._base_budget, chosen.base_budget, chosen.dense_up_to_tokens, chosen.block_size)
+        )
+
+    def _dense_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
         """Number of first documents that are attended to densely, without lists."""
-        if self._base_budget == DENSE:
-            documents = context.layout.documents if context.sequence is None else 0
-        else:
-            documents = context.covered_documents(self._layer_index, self._base_budget)
+        if context.sequence is not None:
+            return 0
+        documents = context.layout.documents
+        if self._base_budget != DENSE:
+            documents = context.dense_documents(self._layer_index, self._dense_blocks)
         implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents
@@ -293,27 +310,42 @@ class BudgetedCoreAttention(MegatronModule):
         )
         return selection, *results
 
-    def _observe_covered(
-        self, documents: int, context: LocalMicroBatch, others: LocalMicroBatch | None = None
+    @torch.no_grad()
+    def _observe_densely(
+        self,
+        qkv: Sequence[Tensor],
+        layout: PackedLayout,
+        context: LocalMicroBatch,
+        others: LocalMicroBatch | None = None,
     ) -> None:
-        """Note that the first documents are covered, and what was seen of the others.
+        """Note that the first documents are attended to densely, and what was seen of the others.
 
-        A recomputed pass that takes what was kept sees nothing new.
+        Where all documents are to be observed, these are routed for their curves.
         """
-        layer = self._layer_index
-        if not context.observe or (others is not None and layer not in others.observations):
+        if not context.observe:
             return
-        one_S = torch.ones(documents, dtype=torch.float32, device=context.budgets_LS.device)
+        one_S = torch.ones(layout.documents, dtype=torch.float32, device=qkv[0].device)
         # A dense layer covers everything at any budget.
         unseen = 1.0 if self._base_budget == DENSE else torch.nan
-        covered = CoverageObservation(
-            grid_SK=(one_S * unseen)[:, None].expand(-1, len(self._options.grid)),
+        grid_SK = (one_S * unseen)[:, None].expand(-1, len(self._options.grid))
+        if context.observes_all and context.sequence is None and self._base_budget != DENSE:
+            with undisturbed(one_S.device):
+                ranking = rank_sequence(
+                    *(self._options.selector, qkv[0], qkv[1], layout),
+                    softmax_scale=self._softmax_scale,
+                    max_budget=1,
+                    observe=True,
+                )
+            curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
+            grid_SK = coverage_at(curves_SK, self._grid_and_base_on(curves_SK)[:, :-1])
+        seen = CoverageObservation(
+            grid_SK=grid_SK,
             executed_S=one_S,
             base_S=one_S,
         )
         if others is not None:
-            covered = covered.followed_by(others.observations[layer])
-        context.observations[layer] = covered
+            seen = seen.followed_by(others.observations[self._layer_index])
+        context.observations[self._layer_index] = seen
 
     def _sink(self, q_THD: Tensor) -> Tensor | None:
         """Score of the key, of value 0, that ``--softmax-type`` adds to the keys of each head."""
@@ -325,8 +357,10 @@ class BudgetedCoreAttention(MegatronModule):
     def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
         """The blocks that this rank's queries read."""
         options, sequence = self._options, context.sequence
-        if self._base_budget == DENSE:
-            return self._everything(k_TGD, context)
+        if self._reads_everything(context):
+            self._observe_densely((q_THD, k_TGD), context.layout, context)
+            layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
+            return Selection.of_everything(layouts, k_TGD.shape[1])
         budgets_S = context.budgets_LS[self._layer_index]
         rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
         if sequence is not None:
@@ -344,18 +378,14 @@ class BudgetedCoreAttention(MegatronModule):
             self.observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
-    def _everything(self, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
-        """All blocks that may be read, unranked. A dense layer covers everything at any budget."""
-        if context.observe:
-            all_S = k_TGD.new_ones(context.layout.documents, dtype=torch.float32)
-            context.observations[self._layer_index] = CoverageObservation(
-                grid_SK=all_S[:, None].expand(-1, len(self._options.grid)),
-                executed_S=all_S,
-                base_S=all_S,
-            )
-        sequence = context.sequence
-        layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
-        return Selection.of_everything(layouts, k_TGD.shape[1])
+    def _reads_everything(self, context: LocalMicroBatch) -> bool:
+        """Whether all blocks are listed, unranked: in dense layers, and in slices of sequences of
+        which all documents are attended to densely."""
+        if self._base_budget == DENSE:
+            return True
+        if context.sequence is None or self._options.config.attention == "tokens":
+            return False
+        return context.is_dense(self._layer_index, self._dense_blocks)
 
     def observe(self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch) -> None:
         """Note the coverage of the budgets [S] that are executed, of base budgets and the grid."""
@@ -400,8 +430,16 @@ def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int |
     return spec
 
 
+def _takes_packed_sequences(core_attention: Any) -> bool:
+    """Whether a builder of core attention is not of Megatron's local one, which takes none."""
+    module = getattr(core_attention, "module", core_attention)
+    return not (isinstance(module, type) and issubclass(module, DotProductAttention))
+
+
 def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
     """A copy of ``spec`` whose self-attention layers use :class:`BudgetedCoreAttention`.
+
+    Where options leave attention to the model, layers keep theirs if it takes packed sequences.
 
     Args:
         spec: a ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
@@ -418,6 +456,8 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
                 f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
                 "use plain, grouped-query or multi-latent attention layers"
             )
+        if options.leaves_attention and _takes_packed_sequences(submodules.core_attention):
+            continue
         if issubclass(self_attention.module, MLASelfAttention):
             self_attention.module = with_true_positions(self_attention.module)
         submodules.core_attention = ModuleSpec(

@@ -39,8 +39,9 @@ def check_kernels(
     else:
         triton = installed_version("triton") or "not installed"
         on = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, Triton {triton}"
-    # Dense layers have lists by block of queries and KV head.
-    dense = {"previous-block"} if has_dense_layers(config.layer_budgets) else set()
+    # Dense layers, and slices of dense documents, have lists by block of queries and KV head.
+    has_dense = has_dense_layers(config.layer_budgets) or config.dense_up_to_tokens
+    dense = {"previous-block"} if has_dense else set()
     for selection in sorted({config.selection} | dense):
         try:
             problems = check_attention(

@@ -27,7 +27,7 @@ from sparsebalance_megatron.megatron.kept_attention import KeptAttention, Recomp
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 STEPS_PER_FULL_OBSERVATION = 8
-"""In every such step documents are routed that need no lists."""
+"""In every such step documents are routed that are attended to densely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
     ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
-    their budgets cover them. ``executed_S``, ``base_S``: at the executed
+    they are attended to densely. ``executed_S``, ``base_S``: at the executed
     and at the base budget.
     """
 
@@ -71,8 +71,9 @@ class LocalMicroBatch:
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
-        budgets_on_host_LS: the same budgets; None where layers shall not tell from them which
-            documents are covered.
+        budgets_on_host_LS: budgets of all documents of the micro-batch; None where none is attended
+            to densely.
+        blocks_S: of these documents; None where they are those of the layout.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
@@ -91,22 +92,41 @@ class LocalMicroBatch:
     padding_documents: int = 0
     sample_tokens: int | None = None
     budgets_on_host_LS: np.ndarray | None = None
+    blocks_S: np.ndarray | None = None
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
-    def covered_documents(self, layer: int, base_budget: int) -> int:
-        """Number of first documents of which a layer reads everything, by planned and base budget.
+    @property
+    def observes_all(self) -> bool:
+        """Whether documents that are attended to densely are routed, too: what smaller budgets
+        would cover is learnt from them."""
+        return self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
 
-        They need no lists. None are in a slice of a sequence, and in steps that observe all: what
-        smaller budgets would cover is learnt from those.
-        """
-        budgets_LS = self.budgets_on_host_LS
-        observes_all = self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
-        if budgets_LS is None or self.sequence is not None or observes_all:
-            return 0
-        covered_S = self.layout.grid.blocks_S <= np.minimum(budgets_LS[layer], base_budget)
-        return len(covered_S) if covered_S.all() else int(covered_S.argmin())
+    def dense_documents(self, layer: int, dense_blocks: int) -> int:
+        """Number of first documents, padding left out, of which a layer reads everything: of up to
+        ``dense_blocks``, within their budgets."""
+        dense_S = self._dense_S(layer, dense_blocks)
+        return len(dense_S) if dense_S.all() else int(dense_S.argmin())
+
+    def is_dense(self, layer: int, dense_blocks: int) -> bool:
+        """Whether a layer reads everything of all documents, those of later segments included."""
+        dense_S = self._dense_S(layer, dense_blocks)
+        return len(dense_S) > 0 and bool(dense_S.all())
+
+    def _dense_S(self, layer: int, dense_blocks: int) -> np.ndarray:
+        if self.budgets_on_host_LS is None:
+            return np.zeros(0, dtype=bool)
+        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
+        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
+        return np.asarray(dense_S[: len(dense_S) - self.padding_documents])
+
+    def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
+        """Note that layers whose attention is the model's own read everything."""
+        one_S = torch.ones(self.layout.documents, device=self.budgets_LS.device)
+        grid_SK = one_S[:, None].expand(-1, grid_budgets)
+        seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=one_S)
+        self.observations.update(dict.fromkeys(layers, seen))
 
     def without(self, documents: int) -> LocalMicroBatch:
         """The micro-batch of all but the first documents, with observations of its own."""
@@ -233,7 +253,8 @@ def local_micro_batches(
                 segments=segments,
                 padding_documents=padding,
                 sample_tokens=plan.tokens,
-                budgets_on_host_LS=on_host_LS if sequence is None else None,
+                budgets_on_host_LS=on_host_LS,
+                blocks_S=-(-np.diff(cu_seqlens) // block_size),
                 inputs=None if inputs is None else inputs[number],
             )
         )

@@ -114,13 +114,34 @@ def settle_first_blocks(args: Namespace) -> list[str]:
     ]
 
 
+def settle_dense_length(args: Namespace) -> list[str]:
+    """Take the length up to which documents are dense from the checkpoint, where flags leave it
+    open and say the same of attention otherwise.
+
+    Returns:
+        A sentence where the checkpoint has one.
+    """
+    name, trained = destination("dense_up_to"), arguments_of_weights(args)
+    kept = getattr(trained, name, "auto")
+    what = ("enabled", "block_size", "base_budget", "selection")
+    if (
+        getattr(args, name) != "auto"
+        or kept == "auto"
+        or any(getattr(trained, each) != getattr(args, each) for each in map(destination, what))
+    ):
+        return []
+    setattr(args, name, kept)
+    return [f"{flag_name('dense_up_to')} is {kept}, as in the checkpoint; give the flag to change"]
+
+
 def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
     """Differences between two runs' selections, one sentence each; none without a first run."""
     if trained is None or not getattr(trained, destination("enabled"), False):
         return []
     pairs = {
         name: (getattr(now, destination(name)), getattr(trained, destination(name)))
-        for name in ("block_size", "selection")
+        for name in ("block_size", "selection", "dense_up_to")
+        if hasattr(trained, destination(name))
     } | {"first_blocks": (trained_first_blocks(now), trained_first_blocks(trained))}
     return [
         f"{flag_name(name)} is {ours}; these weights were trained with {theirs}"

@@ -291,6 +291,14 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 is refused for any value that is true."""
 
 
+OF_REPLACED_ATTENTION = (
+    *("fp8_dot_product_attention", "fp8_multi_head_attention", "--num-query-groups"),
+    *("--attention-dropout", "--window-size", "--qk-clip", "--log-max-attention-logit"),
+)
+"""Flags and fields of :data:`MODEL` that Megatron's own attention has, where it runs untouched: in
+mode exact, with Transformer Engine, on ranks that share no micro-batch."""
+
+
 _ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
 _UNTESTED = "segments are not tested with it; drop it"
 
@@ -345,11 +353,24 @@ def check_model(transformer_config: object, config: SparseBalanceConfig, longest
     _check(Settings(transformer_config, config), MODEL, longest)
 
 
-def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
+def check_replaced_attention(transformer_config: object, config: SparseBalanceConfig) -> None:
+    """Refuse what attention of this plugin's does not have."""
+    refusals = {flag: MODEL[flag] for flag in OF_REPLACED_ATTENTION}
+    _refuse(Settings(transformer_config, config), refusals)
+
+
+def _refuse(get: Settings, refusals: Mapping[str, str]) -> None:
     for flag, remedy in refusals.items():
         value = get(flag.removeprefix("--").replace("-", "_"))
         if _SOME_VALUES[flag](get) if flag in _SOME_VALUES else value:
             raise ConfigError(f"--sparse-balance with {_as_given(flag, value)}: {remedy}")
+
+
+def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
+    leaves = get.config.leaves_attention(get("context_parallel_size", 1))
+    if leaves and get("transformer_impl") != "local":
+        refusals = {flag: refusals[flag] for flag in refusals if flag not in OF_REPLACED_ATTENTION}
+    _refuse(get, refusals)
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))

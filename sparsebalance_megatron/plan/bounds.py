@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import TOKENS, StepCosts, dense_layers
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
@@ -135,7 +135,11 @@ def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
     costs, job = problem.costs, problem.job
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
     work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
-    constant_P, token_P = costs.constant_2C.sum(axis=0), costs.token_2C.sum(axis=0)
+    constant_P = costs.constant_2C.sum(axis=0)
+    # The least of a token in any sample.
+    dense_SP = dense_layers(costs.dense_LS, costs.chunk_of_layer_L, costs.chunks)
+    sparse_P, denser_P = (x[..., TOKENS].sum(axis=0) for x in (costs.sparse_2CF, costs.denser_2CF))
+    token_P = sparse_P + (dense_SP * denser_P).min(axis=0)
     share = costs.share_W[1 : max_cp_size + 1].min()
     alone_SP = work_SP * share
     if costs.layers is not None:

@@ -20,14 +20,16 @@ class LayerCosts:
         chunk_of_layer_L: the chunk of each layer.
         fixed_2SL: ms of a sample in each layer at budgets of 0 blocks.
         sequence_2L: of it, what a sequence costs whatever its length.
-        pair_2L: ms of a block pair; 0 in dense layers.
+        pair_2L: ms of a block pair of sparse attention.
         pair_share_S: share of a sample's block pairs that each of its ranks computes.
         exchange_2SL: ms of receiving all of a sample's keys and values.
         outside_2SC: ms of a sample in the embedding and the output head.
         outside_sequence_2C: of it, what a sequence costs whatever its length.
         together_2SC: ms of a sample in the experts, which the ranks of a lockstep group divide.
         columns_2XF: ms by feature of each layer without its experts, then of each chunk's embedding
-            and output head, then of each chunk's experts.
+            and output head, then of each chunk's experts; for a sample that no layer attends to
+            densely.
+        denser_2XF: how much more that is in a layer that does.
     """
 
     chunk_of_layer_L: np.ndarray
@@ -40,6 +42,7 @@ class LayerCosts:
     outside_sequence_2C: np.ndarray
     together_2SC: np.ndarray
     columns_2XF: np.ndarray
+    denser_2XF: np.ndarray
 
     def subset(self, samples: slice) -> LayerCosts:
         """Costs of some of the samples."""

@@ -27,7 +27,7 @@ def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) ->
     """Times of placed samples: on every rank those of its lockstep group."""
     layers = layers_of(costs, where)
     slowest_2EML = slowest_member_2EMX(
-        costs, layers.own_2SL(costs.block_pairs(budgets_LS)), layers.chunk_of_layer_L, where
+        costs, layers.own_2SL(costs.sparse_pairs_LS(budgets_LS)), layers.chunk_of_layer_L, where
     )
     ms_2EMC = beside_layers_2EMC(costs, layers, where)
     for layer, chunk in enumerate(layers.chunk_of_layer_L.tolist()):

@@ -243,14 +243,11 @@ def _placement(batching: Batching, problem: StepProblem) -> Placement:
             return problem.balanced_by(problem.expected_LS)
 
 
-def _covered_first(
-    problem: StepProblem, micro_batch: tuple[int, ...], budgets_LS: np.ndarray
-) -> tuple[int, ...]:
-    """Samples whose budgets cover them in most layers first, so that layers that attend to them
-    densely find them side by side; else in the order given. A caller's own placement keeps its
-    order: the caller may have packed by it."""
-    blocks_S = problem.costs.blocks_S[list(micro_batch)]
-    layers_S = (blocks_S <= budgets_LS[:, list(micro_batch)]).sum(axis=0)
+def _dense_first(problem: StepProblem, micro_batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Samples that most layers attend to densely first, so that these find them side by side; else
+    in the order given. A caller's own placement keeps its order: the caller may have packed by
+    it."""
+    layers_S = problem.costs.dense_LS[:, list(micro_batch)].sum(axis=0)
     return tuple(micro_batch[each] for each in np.argsort(-layers_S, kind="stable"))
 
 
@@ -261,7 +258,7 @@ def _micro_batches(
     reorders = problem.placement is None and not arrangement.segment_starts_blocks
     placed = [
         [
-            _covered_first(problem, micro_batch, budgets_LS)
+            _dense_first(problem, micro_batch)
             if reorders and arrangement.cp_size(rank, position) == 1
             else micro_batch
             for position, micro_batch in enumerate(in_rank)

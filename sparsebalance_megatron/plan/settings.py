@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from sparsebalance_megatron.config import (
     SparseBalanceConfig,
     Tuning,
 )
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.plan.job import Job
 
 
@@ -26,7 +27,8 @@ class PlanSettings:
     ``context_parallel``: whether every micro-batch has the job's context-parallel size
     (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
     ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
-    layers whose base budget is not ``base_budget``. ``plans_positions``: whether steps may have
+    layers whose base budget is not ``base_budget``. ``dense_up_to_tokens``: documents that layers
+    at ``base_budget`` attend to densely. ``plans_positions``: whether steps may have
     fewer micro-batches than the job, where that is possible (:meth:`plans_positions_of`).
     """
 
@@ -42,6 +44,7 @@ class PlanSettings:
     max_segments: int = 1
     segment_tokens: int = 1
     layer_budgets: str | None = None
+    dense_up_to_tokens: int = 0
     plans_positions: bool = False
 
     def base_L(self, layers: int) -> np.ndarray:
@@ -55,6 +58,23 @@ class PlanSettings:
     def dense_L(self, layers: int) -> np.ndarray:
         """Mask of layers that read all visible blocks, whatever the tuning."""
         return self.base_L(layers) == DENSE
+
+    def base_LS(self, layers: int, lengths_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 base budgets of samples in blocks: all blocks of one that is dense in a layer."""
+        blocks_S = -(-np.asarray(lengths_tokens) // self.block_size)
+        dense_LS = self.dense_LS(layers, lengths_tokens)
+        return np.where(dense_LS, blocks_S, self.base_L(layers)[:, None])
+
+    def dense_LS(self, layers: int, lengths_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Mask of samples that layers attend to densely, whatever the tuning."""
+        blocks_S = -(-np.asarray(lengths_tokens) // self.block_size)
+        return np.asarray(blocks_S <= self.dense_blocks_L(layers)[:, None])
+
+    def dense_blocks_L(self, layers: int) -> np.ndarray:
+        """The longest samples that layers attend to densely, in blocks."""
+        others = self.base_budget, self.dense_up_to_tokens, self.block_size
+        base_L = self.base_L(layers).tolist()
+        return np.array([dense_up_to_blocks(base, *others) for base in base_L])
 
     def plans_positions_of(self, job: Job) -> bool:
         """Whether steps of this job may have fewer positions than the job: fuller rows are more
@@ -80,6 +100,7 @@ class PlanSettings:
             coverage_threshold=config.coverage_threshold,
             base_budget=config.base_budget,
             layer_budgets=config.layer_budgets,
+            dense_up_to_tokens=config.dense_up_to_tokens,
             block_size=config.block_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,

@@ -32,28 +32,30 @@ from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import PlanError
 
-_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.EXPERTS)
-_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR, Part.EXPERTS)
-_MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
+_SPARSE_PARTS = (Part.ATTENTION, Part.ROUTER)
+_OTHER_LAYER_PARTS = (Part.LINEAR, Part.EXPERTS)
+_MICRO_BATCHES, SEQUENCES, TOKENS, PAIRS, VISIBLE = range(len(FEATURES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
+    A layer attends to a sample densely, without a router, or sparsely, under its budget.
+
     Attributes:
         work: how block pairs follow from budgets.
-        constant_2C: ms of a micro-batch whatever it holds.
-        sequence_2C: ms of every sample in it, on every rank that shares it.
-        fixed_2SC: ms of a sample whatever its budgets, on a rank by itself, attention of dense
-            layers included.
-        token_2C: its part of ``fixed_2SC`` per token.
-        visible_2C: its part of ``fixed_2SC`` per visible block pair.
-        pair_2C: ms of a block pair in one sparse layer of the chunk.
+        constant_2C: ms of a micro-batch whatever it holds. Of attention it is that of sparse
+            attention in layers that attend to some sample sparsely.
+        fixed_2SC: ms of a sample whatever its budgets, on a rank by itself, dense attention
+            included.
+        sparse_2CF: what ``fixed_2SC`` is per feature for a sample that no layer attends to densely.
+        denser_2CF: how much more it is per layer of the chunk that does.
+        pair_2C: ms of a block pair in a layer that attends sparsely.
         exchange_2SC: ms of receiving all of a sample's keys and values.
         exchange: how ranks share.
         segments: what passing the pipeline in segments costs.
-        dense_L: which layers are dense.
+        dense_LS: which layers attend to which samples densely.
         slowness_RP: factors on all times of a rank in a stage.
         layers: costs layer by layer, where ranks wait for one another in every layer.
     """
@@ -64,16 +66,15 @@ class StepCosts:
     lengths_tokens_S: np.ndarray
     blocks_S: np.ndarray
     constant_2C: np.ndarray
-    sequence_2C: np.ndarray
     fixed_2SC: np.ndarray
-    token_2C: np.ndarray
-    visible_2C: np.ndarray
+    sparse_2CF: np.ndarray
+    denser_2CF: np.ndarray
     pair_2C: np.ndarray
     exchange_2SC: np.ndarray
     exchange: Exchange
     segments: SegmentCost
     chunk_of_layer_L: np.ndarray
-    dense_L: np.ndarray
+    dense_LS: np.ndarray
     slowness_RP: np.ndarray
     layers: LayerCosts | None = None
 
@@ -86,6 +87,7 @@ class StepCosts:
             blocks_S=self.blocks_S[samples],
             fixed_2SC=self.fixed_2SC[:, samples],
             exchange_2SC=self.exchange_2SC[:, samples],
+            dense_LS=self.dense_LS[:, samples],
         )
 
     @property
@@ -134,6 +136,11 @@ class StepCosts:
         return np.where(cp_size_S[:, None] > 1, on_each_2SC, sample_2SC)
 
     @property
+    def sequence_2C(self) -> np.ndarray:
+        """Ms of every sample on every rank that shares it."""
+        return self.sparse_2CF[..., SEQUENCES]
+
+    @property
     def chunks(self) -> int:
         return self.job.pipeline_stages * self.job.virtual_stages
 
@@ -156,18 +163,18 @@ class StepCosts:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
 
-    @cached_property
-    def sparse_layers(self) -> list[int]:
-        """Layers whose time depends on budgets."""
-        return np.flatnonzero(~self.dense_L).tolist()
+    def sparse_pairs_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Block pairs of sparse attention; 0 where a layer attends densely."""
+        return np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
 
     def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
         """[2, S, C] ms of every sample on every chunk."""
         pairs_CS = np.zeros((self.chunks, len(self.lengths_tokens_S)))
         # Layer by layer: numpy.add.at does the same several times slower.
-        pairs_LS = self.block_pairs(budgets_LS)
-        for layer in self.sparse_layers:
-            pairs_CS[self.chunk_of_layer_L[layer]] += pairs_LS[layer]
+        for chunk, pairs_S in zip(
+            self.chunk_of_layer_L.tolist(), self.sparse_pairs_LS(budgets_LS), strict=True
+        ):
+            pairs_CS[chunk] += pairs_S
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
     def micro_batch_ms(self, sample_2SC: np.ndarray, where: Arrangement) -> OperationTimes:
@@ -232,77 +239,78 @@ def step_costs(
     job: Job,
     cost: CostModel,
     scales: StageScales,
-    dense_L: np.ndarray | None = None,
+    dense_LS: np.ndarray | None = None,
 ) -> StepCosts:
     """Cost terms of the samples of one step in this job.
 
     Args:
-        dense_L: which layers are dense; None for no layer.
+        dense_LS: which layers attend to which samples densely; None for none.
 
     Raises:
-        CostTableError: layers are dense, and the costs know none such.
         PlanError: a length is not positive.
     """
     lengths_S = np.asarray(lengths_tokens, dtype=np.int64)
     if lengths_S.size == 0 or lengths_S.min() < 1:
         raise PlanError(f"a sample has {lengths_S.min(initial=0)} tokens, at least 1 needed")
+    if dense_LS is None:
+        dense_LS = np.zeros((job.layers, len(lengths_S)), dtype=bool)
     chunk_of_layer_L = _chunk_of_layer(job)
     chunks = job.pipeline_stages * job.virtual_stages
     devices = (job.data_parallel_size, job.pipeline_stages)
-    layer_2F = np.sum([_coefficients_2F(cost, part) for part in _LAYER_PARTS], axis=0)
-    if dense_L is None:
-        dense_L = np.zeros(job.layers, dtype=bool)
-    layers_C, dense_C = (
+    attention_2F = _coefficients_2F(cost, *_SPARSE_PARTS)
+    denser_2F = _coefficients_2F(cost, Part.DENSE_ATTENTION) - attention_2F
+    layer_2F = attention_2F + _coefficients_2F(cost, *_OTHER_LAYER_PARTS)
+    layers_C, never_sparse_C = (
         np.bincount(some, minlength=chunks)
-        for some in (chunk_of_layer_L, chunk_of_layer_L[dense_L])
+        for some in (chunk_of_layer_L, chunk_of_layer_L[dense_LS.all(axis=1)])
     )
-    sparse_2F, dense_2F = layer_2F, np.zeros_like(layer_2F)
-    if dense_L.any():
-        dense_2F = np.sum([_coefficients_2F(cost, part) for part in _DENSE_LAYER_PARTS], axis=0)
-    coefficients_2CF = (layers_C - dense_C)[:, None] * sparse_2F[:, None]
-    coefficients_2CF += dense_C[:, None] * dense_2F[:, None]
-    outside_2CF = np.zeros_like(coefficients_2CF)
+    outside_2CF = np.zeros((2, chunks, len(FEATURES)))
     outside_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
     outside_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
-    coefficients_2CF += outside_2CF
+    sparse_2CF = layers_C[:, None] * layer_2F[:, None] + outside_2CF
+    constant_2C = sparse_2CF[..., _MICRO_BATCHES]
+    constant_2C = constant_2C + never_sparse_C * denser_2F[:, None, _MICRO_BATCHES]
     visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
 
     def fixed_2SX(coefficients_2XF: np.ndarray) -> np.ndarray:
         return np.asarray(
-            coefficients_2XF[:, None, :, _SEQUENCES]
-            + lengths_S[:, None] * coefficients_2XF[:, None, :, _TOKENS]
-            + visible_S[:, None] * coefficients_2XF[:, None, :, _VISIBLE]
+            coefficients_2XF[:, None, :, SEQUENCES]
+            + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
+            + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
         )
 
-    fixed_2SC = fixed_2SX(coefficients_2CF)
+    denser_2S1 = fixed_2SX(denser_2F[:, None])
+    dense_SC = dense_layers(dense_LS, chunk_of_layer_L, chunks)
+    fixed_2SC = fixed_2SX(sparse_2CF) + dense_SC * denser_2S1
     scale_2C = scales.scales_2PV.reshape(2, -1)
     per_token_2 = np.array([cost.exchange.ms_per_token(direction) for direction in Direction])
     exchange_2SC = per_token_2[:, None, None] * lengths_S[:, None] * layers_C
-    layers, sequence_2C = None, coefficients_2CF[..., _SEQUENCES]
+    layers = None
     if job.lockstep_ranks > 1:
         scale_2L = scale_2C[:, chunk_of_layer_L]
         experts_2F = _coefficients_2F(cost, Part.EXPERTS)
-        layer_2LF = np.where(dense_L[:, None], dense_2F[:, None], sparse_2F[:, None])
-        layer_2LF = layer_2LF - experts_2F[:, None]
         # The group divides all of its experts' work.
-        sequence_2C = sequence_2C - layers_C * experts_2F[:, None, _SEQUENCES]
-        layer_2LF[..., _PAIRS] = np.where(dense_L, 0.0, layer_2F[:, _PAIRS, None])
+        sparse_2CF[..., SEQUENCES] -= layers_C * experts_2F[:, None, SEQUENCES]
+        layer_2LF = np.repeat((layer_2F - experts_2F)[:, None], job.layers, axis=1)
         experts_2CF = layers_C[:, None] * experts_2F[:, None]
         columns_2XF = np.concatenate([layer_2LF, outside_2CF, experts_2CF], axis=1)
         columns_2XF *= np.concatenate([scale_2L, scale_2C, scale_2C], axis=1)[..., None]
+        denser_2XF = np.zeros_like(columns_2XF)
+        denser_2XF[:, : job.layers] = scale_2L[..., None] * denser_2F[:, None]
         layers = LayerCosts(
             chunk_of_layer_L=chunk_of_layer_L,
-            fixed_2SL=scale_2L[:, None] * fixed_2SX(layer_2LF),
-            sequence_2L=scale_2L * layer_2LF[..., _SEQUENCES],
-            pair_2L=scale_2L * layer_2LF[..., _PAIRS],
+            fixed_2SL=scale_2L[:, None] * (fixed_2SX(layer_2LF) + dense_LS.T * denser_2S1),
+            sequence_2L=scale_2L * layer_2LF[..., SEQUENCES],
+            pair_2L=scale_2L * layer_2LF[..., PAIRS],
             pair_share_S=np.ones(len(lengths_S)),
             exchange_2SL=np.tile(
-                per_token_2[:, None, None] * lengths_S[:, None], (1, 1, len(dense_L))
+                per_token_2[:, None, None] * lengths_S[:, None], (1, 1, job.layers)
             ),
             outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
-            outside_sequence_2C=scale_2C * outside_2CF[..., _SEQUENCES],
+            outside_sequence_2C=scale_2C * outside_2CF[..., SEQUENCES],
             together_2SC=scale_2C[:, None] * fixed_2SX(experts_2CF),
             columns_2XF=columns_2XF,
+            denser_2XF=denser_2XF,
         )
     return StepCosts(
         job=job,
@@ -310,24 +318,36 @@ def step_costs(
         block_size=cost.block_size,
         lengths_tokens_S=lengths_S,
         blocks_S=-(-lengths_S // cost.block_size),
-        constant_2C=scale_2C * coefficients_2CF[..., _MICRO_BATCHES],
-        sequence_2C=scale_2C * sequence_2C,
+        constant_2C=scale_2C * constant_2C,
         fixed_2SC=scale_2C[:, None] * fixed_2SC,
-        token_2C=scale_2C * coefficients_2CF[..., _TOKENS],
-        visible_2C=scale_2C * coefficients_2CF[..., _VISIBLE],
-        pair_2C=scale_2C * layer_2F[:, _PAIRS, None],
+        sparse_2CF=scale_2C[..., None] * sparse_2CF,
+        denser_2CF=scale_2C[..., None] * denser_2F[:, None],
+        pair_2C=scale_2C * layer_2F[:, PAIRS, None],
         exchange_2SC=exchange_2SC,
         exchange=cost.exchange,
         segments=cost.segments,
         chunk_of_layer_L=chunk_of_layer_L,
-        dense_L=dense_L,
+        dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
         layers=layers,
     )
 
 
-def _coefficients_2F(cost: CostModel, part: Part) -> np.ndarray:
-    return np.stack([cost.coefficients_ms(part, direction) for direction in Direction])
+def dense_layers(dense_LS: np.ndarray, column_of_L: np.ndarray, columns: int) -> np.ndarray:
+    """[S, X] numbers of layers of each column that attend to each sample densely."""
+    dense_XS = np.zeros((columns, dense_LS.shape[1]), dtype=np.int64)
+    np.add.at(dense_XS, column_of_L, dense_LS)
+    return dense_XS.T
+
+
+def _coefficients_2F(cost: CostModel, *parts: Part) -> np.ndarray:
+    """Ms of parts together, by direction and feature."""
+    return np.stack(
+        [
+            np.sum([cost.coefficients_ms(part, direction) for part in parts], axis=0)
+            for direction in Direction
+        ]
+    )
 
 
 def _chunk_of_layer(job: Job) -> np.ndarray:

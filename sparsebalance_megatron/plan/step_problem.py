@@ -88,9 +88,13 @@ class StepProblem:
             )
         if coverage.layers != job.layers:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
-        dense_L = plan_settings.dense_L(job.layers)
-        costs = step_costs(inputs.lengths_tokens, job, inputs.cost, inputs.scales, dense_L)
-        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens))
+        lengths = inputs.lengths_tokens
+        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(lengths))
+        dense_LS = plan_settings.dense_LS(job.layers, lengths)
+        if pinned_LS is not None:
+            blocks_S = -(-np.array(lengths) // plan_settings.block_size)
+            dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
+        costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=budget_problem(plan_settings, costs, coverage, pinned_LS),

@@ -16,7 +16,7 @@ from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.predict.workload import Workload
 
 
@@ -24,7 +24,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     """Memory of every stage in the step that needs most of it."""
     steps = []
     for plan in plans:
-        most_L = np.max([each.budgets_LS.max(axis=1) for each in plan.micro_batches], axis=0)
+        most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
         held = _tokens_held(plan, workload.job, workload.plan_settings.block_size)
         steps.append(_stages(workload, most_L, *held))
     return tuple(
@@ -53,9 +53,21 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
             longest=cap,
         )
     base_L = plan_settings.base_L(job.layers)
+    if sharing_ranks > 1 or segments is not None:
+        base_L = plan_settings.dense_blocks_L(job.layers)
     budgets_L = np.minimum(base_L if plan_settings.tuning == "off" else DENSE, longest_blocks)
     budgets_L = np.broadcast_to(budgets_L, base_L.shape)
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
+
+
+def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
+    """Largest budget in each layer; 0 of samples without lists, which a rank attends to densely by
+    itself."""
+    budgets_LS, layers = micro_batch.budgets_LS, workload.job.layers
+    if micro_batch.cp_size == 1 and micro_batch.segments == 1:
+        dense_LS = workload.plan_settings.dense_LS(layers, micro_batch.lengths_tokens)
+        budgets_LS = np.where(dense_LS, 0, budgets_LS)
+    return np.asarray(budgets_LS.max(axis=1))
 
 
 def _stages(
@@ -71,7 +83,7 @@ def _stages(
         heads=shape.num_attention_heads,
         groups=shape.num_query_groups,
         block_size=plan_settings.block_size,
-        budget_blocks=int(budgets_L[~dense_L].max(initial=1)),
+        budget_blocks=int(budgets_L[~dense_L].max(initial=0)),
     )
     # A dense layer lists all blocks for each block of queries and KV head.
     of_dense = (

@@ -44,13 +44,12 @@ class Outcome:
         speedup: the baseline's total time over this one's; 1 without a baseline.
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
-        coverage_min_drop: the largest loss of any sample and layer against its base budget.
         work_ratio: work over that at base budgets.
         plan_ms: median.
         tokens_per_second_per_gpu: of all steps.
         bubble_share: of the GPUs' time within a step, what no micro-batch fills.
         router_share: of the compute time, what selecting blocks takes.
-        dense_tokens_share: of tokens in documents whose blocks all fit the base budget.
+        dense_tokens_share: of tokens in documents that layers at the base budget attend to densely.
         stages: memory of every pipeline stage in the step that needs most of it.
         stages_at_most: likewise, with every micro-batch at the token cap.
     """
@@ -61,7 +60,6 @@ class Outcome:
     imbalance_microbatch: float
     imbalance_rank: float
     coverage_mean: float | None
-    coverage_min_drop: float
     work_ratio: float
     plan_ms: float
     step_ms: tuple[float, ...]
@@ -71,11 +69,6 @@ class Outcome:
     dense_tokens_share: float
     stages: tuple[StageMemory, ...]
     stages_at_most: tuple[StageMemory, ...]
-
-    @property
-    def at_most_bytes(self) -> float:
-        """Memory of the stage that needs most, with every micro-batch at the token cap."""
-        return max(stage.total_bytes for stage in self.stages_at_most)
 
 
 def predict(
@@ -105,7 +98,7 @@ def predict(
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
     lengths = np.concatenate(workload.batches)
-    base_tokens = workload.plan_settings.block_size * workload.plan_settings.base_budget
+    dense_S = replace(workload.plan_settings, layer_budgets=None).dense_LS(1, lengths)[0]
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         speedup=float(baseline_ms.sum() / step_ms.sum()),
@@ -113,7 +106,6 @@ def predict(
         imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
         imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
         coverage_mean=float(np.mean(coverage)) if coverage else None,
-        coverage_min_drop=max(_largest_drop(workload, plan) for plan in plans),
         work_ratio=float(np.mean([each.work_ratio for each in expected])),
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
@@ -121,7 +113,7 @@ def predict(
         bubble_share=1.0
         - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
         router_share=sum(_router_ms(workload, plan) for plan in plans) / busy_ms,
-        dense_tokens_share=float(lengths[lengths <= base_tokens].sum() / lengths.sum()),
+        dense_tokens_share=float(lengths[dense_S].sum() / lengths.sum()),
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
     )
@@ -172,31 +164,19 @@ def unhideable_steps(workload: Workload) -> int:
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job = replace(workload.job, context_parallel_size=1)
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(
-        batch, job, workload.cost, scales, workload.plan_settings.dense_L(job.layers)
-    )
+    dense_LS = workload.plan_settings.dense_LS(job.layers, batch)
+    costs = step_costs(batch, job, workload.cost, scales, dense_LS)
     floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
 
 
-def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
-    blocks_S = -(-lengths_S // workload.plan_settings.block_size)
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    base_LS = np.broadcast_to(
-        workload.plan_settings.base_L(len(budgets_LS))[:, None], budgets_LS.shape
-    )
-    drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
-        blocks_S, budgets_LS
-    )
-    return max(0.0, float(np.nan_to_num(drop_LS).max()))
-
-
 def _router_ms(workload: Workload, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
-    cost, lengths = workload.cost, [each.lengths_tokens for each in plan.micro_batches]
-    sparse_layers = int((~workload.plan_settings.dense_L(workload.job.layers)).sum())
+    cost, found_ms = workload.cost, 0.0
     both = sum(cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
-    found = (features(each, 1, block_size=cost.block_size, work=cost.work) for each in lengths)
-    return sparse_layers * sum(float(both @ each) for each in found)
+    for lengths in (np.array(each.lengths_tokens) for each in plan.micro_batches):
+        for dense_S in workload.plan_settings.dense_LS(workload.job.layers, lengths):
+            if not dense_S.all():
+                found_ms += float(both @ features(lengths[~dense_S], 1, cost.block_size, cost.work))
+    return found_ms

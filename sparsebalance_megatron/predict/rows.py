@@ -33,12 +33,7 @@ class Row(NamedTuple):
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = workload.job.context_parallel_size
-        settings = replace(workload.plan_settings, **changes)
-        cost = workload.cost
-        if settings.dense_L(workload.job.layers).any():
-            # Rows are compared even where a cost table knows no dense layers.
-            cost = cost.with_dense_attention
-        return replace(workload, plan_settings=settings, cost=cost)
+        return replace(workload, plan_settings=replace(workload.plan_settings, **changes))
 
 
 DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.host_planner import HostJob
@@ -89,6 +90,7 @@ class Workload:
         if cost is None:
             with without_warnings():
                 cost = job.cost_model(config, {})
+        config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
         layout, divides = job.layout, distributed_optimizer or sharded_parameters
         return cls(
             batches=tuple(map(tuple, batches)),

@@ -16,7 +16,6 @@ from torch import Tensor
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
-from sparsebalance_megatron.layer_budgets import has_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,8 @@ class Thoroughness:
     """Blocks of a document up to which dense attention is measured too."""
 
 
+_LEAST_DENSE_CELLS = 2
+"""The shortest sequences, on which dense attention is measured whatever their blocks."""
 FULL = Thoroughness(
     warm_up=2,
     least_repeats=5,
@@ -85,21 +86,21 @@ def plan_cells(
     """Cells to measure, short sequences first, so that one-time work falls on them.
 
     Attention runs at powers of four, at the base budget, and at all blocks where that is
-    affordable; other parts run at the base budget only. Attention of dense layers and experts are
-    measured where the model has some.
+    affordable, sparse and dense; other parts run at the base budget only. Experts are measured
+    where the model has some.
     """
     parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
-    dense_layers = has_dense_layers(config.layer_budgets) or config.sensitivity is not None
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
-    cells = []
+    cells, measured_densely = [], 0
     for lengths in sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut)):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
         cells.append(Cell(parts=parts, lengths_tokens=lengths, budget_blocks=base))
-        if dense and dense_layers:
+        if dense or measured_densely < _LEAST_DENSE_CELLS:
+            measured_densely += 1
             cells.append(
                 Cell(parts=(Part.DENSE_ATTENTION,), lengths_tokens=lengths, budget_blocks=blocks)
             )

@@ -56,7 +56,10 @@ class HostRun:
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        self._options = AttentionOptions(config, self.planner.coverage.grid)
+        leaves = config.leaves_attention(job.layout.context_parallel_size)
+        self._options = AttentionOptions(
+            self.planner.config, self.planner.coverage.grid, leaves_attention=leaves
+        )
         self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
@@ -67,7 +70,11 @@ class HostRun:
             neighbours_per_node=job.neighbours_per_node,
         )
         coverage, agreement = self.planner.coverage, self._packing.agreement
-        self._run = Run(job.layout, coverage, self._learn, device, agreement=agreement)
+        self._run = Run(
+            *(job.layout, coverage, self._learn, device),
+            agreement=agreement,
+            leaves_attention=leaves,
+        )
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step; losses are the host's, so all of its tokens count."""
@@ -302,7 +309,9 @@ class HostRun:
         """Take over a state between steps; see :meth:`.HostPlanner.load_state_dict`."""
         if self._run.seen:
             raise IntegrationError("load_state_dict: call it before a step's first micro-batch")
-        return self.planner.load_state_dict(state)
+        notes = self.planner.load_state_dict(state)
+        self._options.config = self.planner.config
+        return notes
 
 
 def begin_host_run(

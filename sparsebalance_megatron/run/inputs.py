@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import dense_length_line, with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
@@ -22,6 +23,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -43,6 +45,8 @@ class Inputs:
         valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
         cost: with the run's recomputation and bandwidth.
+        dense_by_costs: whether costs decide up to which length documents are dense, unless a
+            checkpoint has.
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
     """
 
@@ -54,12 +58,33 @@ class Inputs:
     test: SampleIndex | None
     grid: tuple[int, ...]
     cost: CostModel
+    dense_by_costs: bool = False
     layer_lines: tuple[str, ...] = ()
 
     @property
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
+
+    @property
+    def attention_options(self) -> AttentionOptions:
+        """Options of the model's layers."""
+        leaves = self.config.leaves_attention(self.settings.context_parallel_size)
+        return AttentionOptions(self.config, self.grid, leaves_attention=leaves)
+
+    def dense_length(self) -> str:
+        """A line on which documents are attended to densely."""
+        return dense_length_line(self.config, self.cost, self.settings.seq_length)
+
+    def with_kept_dense_length(self, tokens: int | None) -> Inputs:
+        """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
+        if tokens is None or not self.dense_by_costs:
+            return self
+        return replace(
+            self,
+            config=replace(self.config, dense_up_to=str(tokens)),
+            plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
+        )
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
@@ -210,6 +235,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
     job, cost = settings.host_job, read_costs(settings, config, device_type)
     config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
+    dense_by_costs = config.dense_up_to == "auto"
+    config = with_dense_length(config, cost, job.max_sample_tokens)
     return Inputs(
         config=config,
         settings=settings,
@@ -219,6 +246,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         test=test,
         grid=job.coverage(config).grid,
         cost=cost,
+        dense_by_costs=dense_by_costs,
         layer_lines=layer_lines,
     )
 

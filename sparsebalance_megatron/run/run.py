@@ -70,6 +70,7 @@ class Run:
             then has the step's figures. Otherwise the trainer calls :meth:`end_whole_step`.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
         agreement: ranks that may share micro-batches with this one, over a backend of the host.
+        leaves_attention: whether layers keep attention of their own, which observes nothing.
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
         clock: seconds.
 
@@ -88,6 +89,7 @@ class Run:
         ends_steps: bool = False,
         extra_steps: int = 0,
         agreement: ProcessGroup | None = None,
+        leaves_attention: bool = False,
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -102,6 +104,7 @@ class Run:
         self.sinks: StepSinks | None = None
         self._agreement = agreement
         self._token_counts = token_counts
+        self._grid_budgets = len(coverage.grid) if leaves_attention else None
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
         self._recorder = MicroBatchRecorder(
@@ -161,6 +164,9 @@ class Run:
             )
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position, micro_batch.segment)
         self.seen.append(micro_batch)
+        if self._grid_budgets is not None and micro_batch.observe:
+            stage = self.job.stage_layers[self.place.pipeline_rank]
+            micro_batch.observe_everything(stage[micro_batch.chunk], self._grid_budgets)
         # The step's first micro-batch waited for the plan.
         self._host_time.end_forward_step(plan_wait_ms=planned.wait_ms if first else 0.0)
         if first and self._agreement is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.dense_length import check_dense_length
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -25,7 +26,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
@@ -74,7 +75,7 @@ class TrainerRun:
         self.device = device
         self.scheduler: Scheduler
         self.all_stages_read = False
-        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
         self._after_step = after_step
@@ -210,7 +211,7 @@ class TrainerRun:
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
-        for line in (*inputs.layer_lines, *untrained, *uneven):
+        for line in (inputs.dense_length(), *inputs.layer_lines, *untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         self._packing = packing = SequencePacking.of_run(
             inputs.config,
@@ -228,6 +229,7 @@ class TrainerRun:
             ends_steps=self._ends_steps,
             extra_steps=extra_steps,
             agreement=packing.agreement,
+            leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
         run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)
@@ -341,6 +343,8 @@ class TrainerRun:
         if self._run is not None:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._loaded_state = state
+        self.inputs = self.inputs.with_kept_dense_length(state.get("dense_up_to_tokens"))
+        self._options.config = self.inputs.config
 
 
 def begin_run(
@@ -381,6 +385,7 @@ def begin_run(
     """
     device = device or torch.device(torch.cuda.current_device())
     config = checked_config(config, transformer_config, device, longest_tokens=seq_length)
+    check_dense_length(config, seq_length)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,

@@ -24,13 +24,13 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.core_attention import (
-    AttentionOptions,
     sparse_balance_layer_spec,
 )
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.training_arguments import (
     TrainingArguments,
+    settle_dense_length,
     settle_first_blocks,
 )
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
@@ -68,7 +68,7 @@ class TrainingHooks:
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
         self.forward_step = run.wrap_forward_step(inner)
-        self._options = AttentionOptions(inputs.config, inputs.grid)
+        self._options = inputs.attention_options
         self.layer_spec = sparse_balance_layer_spec(self._options)
 
     def watching_repetitions(self) -> Repetitions:
@@ -122,14 +122,15 @@ def make_training_hooks(
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    for line in settle_first_blocks(args):
+    for line in (*settle_first_blocks(args), *settle_dense_length(args)):
         report(f"sparse balance: {line}")
     config = config_from_args(args)
     check_supported(args, config)
     check_resumed_optimizer(args)
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     # Checkpoints hold what was trained with, not where it came from.
-    setattr(args, destination("layer_budgets"), inputs.config.layer_budgets)
+    for name in ("layer_budgets", "dense_up_to"):
+        setattr(args, destination(name), getattr(inputs.config, name))
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)

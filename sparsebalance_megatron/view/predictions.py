@@ -135,7 +135,7 @@ def _rates(workload: Workload) -> str:
     if cost.efficiency is None:
         return f"Times are those of {cost.device}: {cost.source}."
     return (
-        f"Times are those of an {cost.device}, counted, and of no other device: {cost.source}. "
+        f"Times are those of the {cost.device}, counted, and of no other device: {cost.source}. "
         "Nothing was measured; `sparse-balance profile` measures yours."
     )
 
@@ -187,7 +187,7 @@ def _memory(row: TableRow) -> Iterator[str]:
     """Memory of the fullest stage, and whether it fits."""
     assert row.outcome is not None
     held = max(stage.total_bytes for stage in row.outcome.stages)
-    gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of an {_short(row.workload)}"
+    gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
     text = (
         f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
         f"{row.at_most_bytes / GIBIBYTE:,.1f} with every micro-batch at the token cap (counted)"

@@ -27,6 +27,7 @@ RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
     "cpu_attention": ("--quick",),
     "planning": ("--quick",),
+    "simulate": ("--quick",),
     # Its instruments name functions of the package.
     "overhead": ("--quick",),
 }

@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated.lengths import LENGTHS, MAX_TOKENS, longalign_like
 from simulated.peers import verl_placement
+from simulated.setups import SETUPS
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
+from sparsebalance_megatron.predict.outcome import predict
+from sparsebalance_megatron.predict.rows import EXACT, ROWS
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([1, 4]))
@@ -44,6 +48,19 @@ def test_a_sample_above_the_cap_fits_nowhere() -> None:
     job = Job.even(layers=1, ranks=2, stages=1)
     with pytest.raises(PlanError, match="up to 2 keeps to 4 tokens"):
         verl_placement([9.0, 1.0, 1.0, 1.0], [9, 1, 1, 1], job, 4)
+
+
+@pytest.mark.parametrize("name", ["paper-main", "paper-ablation", "packed", "lockstep-pipeline"])
+def test_fixed_budgets_are_never_slower_than_dense_attention(name: str) -> None:
+    """At our placement; documents are dense up to the length where times cross."""
+    setup = SETUPS[name]
+    for data in setup.data:
+        for sparse in (0.05, 0.13, 0.36, 0.6):
+            given = setup.workload(
+                data, steps=1, seed=1, config=SparseBalanceConfig(), sparse_efficiency=sparse
+            )
+            ours, exact = (predict(ROWS[row].of(given)) for row in ("fixed budgets", EXACT))
+            assert ours.makespan_ms <= 1.005 * exact.makespan_ms, (data, sparse)
 
 
 @pytest.mark.parametrize("name", LENGTHS)

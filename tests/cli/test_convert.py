@@ -63,10 +63,9 @@ EARLIER = {
     "sparse_topk_blocks": 5,
     "sparse_selection": "token-kv-head",
     "sparse_layer_topk_blocks": [5, None],
+    "sparse_dense_up_to_tokens": 192,
 }
 """What the config.json of qwen2-tied asks for."""
-UNTRAINABLE = {"dense lengths": {"sparse_dense_up_to_tokens": 161}}
-"""More settings, which training cannot follow."""
 TRAINED_ATTENTION = {
     "sparse_block_size": 16,
     "sparse_topk_blocks": 1000,
@@ -75,8 +74,8 @@ TRAINED_ATTENTION = {
 TRAINED_LAYERS = {
     "llama-llama3": ({}, ()),
     "qwen2-tied": (
-        {"sparse_layer_topk_blocks": [None, 1000]},
-        ("--sparse-balance-layer-budgets", "dense:0"),
+        {"sparse_layer_topk_blocks": [None, 1000], "sparse_dense_up_to_tokens": 256},
+        ("--sparse-balance-layer-budgets", "dense:0", "--sparse-balance-dense-up-to", "256"),
     ),
 }
 """Model -> what its config.json says besides once it is trained with these flags."""
@@ -126,8 +125,6 @@ class Work:
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
         tiny_config("mistral-wide-heads", sliding_window=64).save_pretrained(self.hf("window"))
-        for name, more in UNTRAINABLE.items():
-            tiny_config("qwen2-tied", **{KEY: EARLIER | more}).save_pretrained(self.hf(name))
         tied = str(self.hf("qwen2-tied"))
         commands: dict[str, Sequence[str]] = {
             f"logits of {variant}": (
@@ -147,8 +144,6 @@ class Work:
                 *(*from_hf, str(self.hf(variant)), "--output", str(self.checkpoint(variant))),
                 *("--", *flags),
             )
-        for name in UNTRAINABLE:
-            commands[name] = (*from_hf, str(self.hf(name)), "--print-flags")
         return commands | {
             "print flags": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "300"),
             "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
@@ -197,10 +192,6 @@ class Work:
                 *("convert", "to-hf", trained, "--output", str(self.root / "no")),
                 *("--hf-config", str(self.hf(name))),
             )
-        commands["dense lengths, exported"] = (
-            *("convert", "to-hf", str(self.trained("qwen2-tied"))),
-            *("--output", str(self.root / "no"), "--hf-config", str(self.hf("dense lengths"))),
-        )
         commands["in bfloat16"] = (
             *("convert", "to-hf", trained, "--output", str(self.exported("bfloat16"))),
             *("--hf-config", str(self.hf("llama-llama3")), "--dtype", "bfloat16"),
@@ -383,6 +374,7 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
     assert array.split() == [
         *("--sparse-balance", "--sparse-balance-block-size", "32"),
         *("--sparse-balance-base-budget", "5", "--sparse-balance-layer-budgets", "dense:1"),
+        *("--sparse-balance-dense-up-to", "192"),
         *("--sparse-balance-selection", "token-kv-head"),
         *("--sparse-balance-first-blocks", "1"),
     ]
@@ -406,8 +398,6 @@ REFUSED = {
     "two gates": "contradict one another or those of config.json: such as two activation functions",
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
-    "dense lengths": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
-    "dense lengths, exported": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",

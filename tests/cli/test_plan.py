@@ -68,7 +68,7 @@ def test_screens_are_as_narrow_as_the_terminal(
         words = " ".join(" ".join(lines).split())
         # Flags and models' sentences are not broken within a word.
         assert all(len(line) <= int(columns) or " " not in line.strip() for line in lines)
-        assert "Times are those of an H200, counted, and of no other device" in words
+        assert "Times are those of the H200, counted, and of no other device" in words
         assert "Break-even: " in words and "Memory: " in words
 
 
@@ -77,11 +77,10 @@ def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
     own = ("--sparse-balance-base-budget", "4")
     printed = found(capsys, *vary, flags=(*STEP, *own))
     rows = printed["rows"]
+    # Two tensor-parallel ranks of two stages leave nobody to divide the optimizer with.
     assert rows.keys() == {
-        f"{tensor} {optimizer} {way}"
-        for tensor in "12"
-        for optimizer in ("no", "yes")
-        for way in ("as given", "exact")
+        *(f"{tensor} {optimizer} as given" for tensor in "12" for optimizer in ("no", "yes")),
+        *("1 no exact", "1 yes exact", "2 no exact"),
     }
     ms = {name: row["makespan_ms"] for name, row in rows.items()}
     assert list(ms.values()) == sorted(ms.values())
@@ -126,7 +125,7 @@ def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, fo
         assert f" {row['at_most_gib']:,.1f}{'' if row['fits'] else '*'} " in output
     assert cli.main([*words, "--", *flags]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "does not fit the 140 GiB of an H200. Raise --tensor-model-parallel-size" in output
+    assert "does not fit the 140 GiB of the H200. Raise --tensor-model-parallel-size" in output
 
 
 def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path) -> None:
@@ -197,4 +196,8 @@ def test_selections_are_counted_at_their_own_rates(capsys: Captured) -> None:
     vary = ("--vary", "sparse-balance-selection token-query-head previous-block")
     ms = {name: row["makespan_ms"] for name, row in found(capsys, *vary)["rows"].items()}
     assert ms["token-query-head as given"] > ms["previous-block as given"]
-    assert ms["token-query-head exact"] == ms["previous-block exact"]
+    # Dense attention takes the same in both, and is planned once.
+    assert set(ms) == {
+        *("token-query-head as given", "previous-block as given"),
+        "token-query-head exact",
+    }

@@ -20,10 +20,6 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import Timeline
 from sparsebalance_megatron.view.report.trace import Tracer
 
@@ -108,47 +104,6 @@ def test_waiting_fills_what_a_stage_does_not_compute(events: list[Event]) -> Non
                 # Every slice is rounded to nanoseconds at both ends.
                 assert length == pytest.approx(end - origin, abs=1e-3)
             assert side == "predicted" or end - run["ts"] == pytest.approx(run["dur"], abs=1e-3)
-
-
-def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[Event]) -> None:
-    expectation = RUN.plan(2).expectation
-    threads = names(events, "thread_name")
-    processes = names(events, "process_name")
-    times_2RPVM = expectation.times_2RPVM
-    times = OperationTimes.of_micro_batches(
-        times_2RPVM, unshared(RUN.ranks, times_2RPVM.shape[-1]), megatron_order
-    )
-    for rank in range(RUN.ranks):
-        events_of_rank = simulate(times)[rank]
-        expected = sorted(
-            (
-                e.stage,
-                e.start_ms,
-                e.end_ms - e.start_ms,
-                f"{e.direction} {e.micro_batch} chunk {e.chunk}",
-            )
-            for e in events_of_rank
-        )
-        mine = [
-            event
-            for event in slices(events, "predicted", 3)
-            if processes[event["pid"], 0] == f"predicted, rank {rank}"
-        ]
-        origin_us = min(event["ts"] for event in mine)
-        found = sorted(
-            (
-                int(threads[event["pid"], event["tid"]].removeprefix("stage ")),
-                (event["ts"] - origin_us) / 1e3,
-                event["dur"] / 1e3,
-                event["name"],
-            )
-            for event in mine
-        )
-        # Whole nanoseconds.
-        for (stage, start, length, name), (p, at, ms, label) in zip(found, expected, strict=True):
-            assert (stage, name) == (p, label)
-            assert start == pytest.approx(at, abs=2e-6)
-            assert length == pytest.approx(ms, abs=2e-6)
 
 
 def test_measured_slices_are_the_spans(run_directory: Path, events: list[Event]) -> None:

@@ -166,7 +166,7 @@ def test_a_layer_may_be_dense_and_short_documents_too():
     by_layer = model(tokens).logits
     configure(model, sparse_layer_topk_blocks=None, sparse_dense_up_to_tokens=TOKENS)
     by_length = model(tokens).logits
-    configure(model, sparse_dense_up_to_tokens=TOKENS - 1)
+    configure(model, sparse_dense_up_to_tokens=TOKENS - BLOCK)
     assert (model(tokens).logits - by_length).abs().amax() > 1e-3
     model.set_attn_implementation("sdpa")
     same(by_layer, model(tokens).logits)

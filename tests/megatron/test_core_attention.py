@@ -4,24 +4,34 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+    replace_core_attention,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import (
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
     CoverageObservation,
 )
+from sparsebalance_megatron.megatron.unsupported import check_model
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = (100, 16, 230)
@@ -32,6 +42,8 @@ def attention(
     base_budget: int = 3,
     layer: int = 1,
     layer_budgets: str | None = None,
+    dense_up_to: str = "0",
+    implementation: str = "auto",
 ):
     config = TransformerConfig(
         num_layers=2,
@@ -45,6 +57,8 @@ def attention(
             block_size=BLOCK,
             base_budget=base_budget,
             layer_budgets=layer_budgets,
+            dense_up_to=dense_up_to,
+            attention=implementation,
             selection="previous-block",
         ),
         (1, 2, 4, 8, 15),
@@ -239,24 +253,27 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
 COVERED_FIRST = (2 * BLOCK, 3 * BLOCK - 5, 7 * BLOCK + 3)
 
 
-def _output_and_gradients(params: BudgetedPackedSeqParams) -> tuple[list[torch.Tensor], list[Any]]:
+def _output_and_gradients(
+    params: BudgetedPackedSeqParams, **how: Any
+) -> tuple[list[torch.Tensor], list[Any]]:
     leaves = [x.clone().requires_grad_() for x in packed_qkv(sum(COVERED_FIRST))]
-    layer, lists = attention(), []
+    layer, lists = attention(**how), []
     select = layer.select
-    layer.select = lambda *how: lists.append(select(*how)) or lists[-1]
+    layer.select = lambda *given: lists.append(select(*given)) or lists[-1]
     out = layer(*leaves, None, packed_seq_params=params)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)], lists
 
 
-def test_covered_documents_need_no_lists() -> None:
+@pytest.mark.parametrize("step", [STEPS_PER_FULL_OBSERVATION, STEPS_PER_FULL_OBSERVATION + 1])
+def test_dense_documents_need_no_lists(step: int) -> None:
     """Base budget 3: results are those of lists to rounding, and other documents' lists are equal;
-    every few steps all are routed, for their curves."""
+    every few steps dense documents are routed, too, for their curves."""
     budgets_LS = np.array([[3, 3, 3], [3, 3, 3]], dtype=np.int32)
-    some, routed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
-    routed.micro_batch.step = STEPS_PER_FULL_OBSERVATION
+    some, listed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
+    some.micro_batch.step = step
     ours, (of_others,) = _output_and_gradients(some)
-    expected, (of_all,) = _output_and_gradients(routed)
+    expected, (of_all,) = _output_and_gradients(listed, implementation="reference")
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5 * float(b.abs().max()), rtol=1e-5)
     first = of_all.query_layout.grid.first_block_S[2]
@@ -264,11 +281,33 @@ def test_covered_documents_need_no_lists() -> None:
     inside = torch.arange(of_others.indices_QCK.shape[2]) < of_others.counts_QC[..., None]
     numbers = of_others.indices_QCK + first
     assert numbers[inside].equal(of_all.indices_QCK[first:][inside].to(numbers.dtype))
-    seen, all_seen = (x.micro_batch.observations[0] for x in (some, routed))
-    assert seen.grid_SK[:2].isnan().all()
-    torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
+    seen, all_seen = (x.micro_batch.observations[0] for x in (some, listed))
+    if step == STEPS_PER_FULL_OBSERVATION:
+        torch.testing.assert_close(seen.grid_SK, all_seen.grid_SK)
+    else:
+        assert seen.grid_SK[:2].isnan().all()
+        torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
     assert seen.executed_S.tolist()[:2] == seen.base_S.tolist()[:2] == [1.0, 1.0]
     torch.testing.assert_close(seen.executed_S[2], all_seen.executed_S[2])
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_documents_up_to_a_length_are_dense_as_if_the_base_budget_covered_them(
+    carried: bool,
+) -> None:
+    """The last document has 8 blocks; without a carrier budgets are base budgets."""
+    found = []
+    for base_budget, dense_up_to, budgets in ((2, 3 * BLOCK, (2, 3, 2)), (3, 0, (2, 3, 2))):
+        params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
+        if not carried:
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=params.cu_seqlens_q)
+        how = {"base_budget": base_budget, "dense_up_to": str(dense_up_to)}
+        found.append(_output_and_gradients(params, **how))
+    (ours, (lists,)), (expected, (others,)) = found
+    first = sum(COVERED_FIRST[:2])
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a[:first], b[:first], atol=0.0, rtol=0.0)
+    assert lists.query_layout.documents == others.query_layout.documents == 1
 
 
 def test_where_budgets_cover_everything_nothing_is_selected() -> None:
@@ -292,10 +331,82 @@ def test_where_budgets_cover_everything_nothing_is_selected() -> None:
         pytest.param((2, 3, 8), 8, 3, id="all"),
     ],
 )
-def test_covered_are_first_documents_within_planned_and_base_budget(
+def test_dense_are_first_documents_within_planned_and_base_budget(
     budgets: tuple[int, ...], base_budget: int, covered: int
 ) -> None:
     params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
-    assert params.micro_batch.covered_documents(0, base_budget) == covered
-    params.micro_batch.step = 2 * STEPS_PER_FULL_OBSERVATION
-    assert params.micro_batch.covered_documents(0, base_budget) == 0
+    assert params.micro_batch.dense_documents(0, base_budget) == covered
+
+
+EXACT = {"layer_budgets": "dense:all", "tuning": "off"}
+
+
+def _spec_with(core_attention: Any) -> Any:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("leaves", "core_attention", "kept"),
+    [
+        pytest.param(True, MegatronModule, True, id="takes-packed-sequences"),
+        pytest.param(True, ModuleSpec(module=MegatronModule), True, id="a-spec"),
+        pytest.param(True, DotProductAttention, False, id="takes-none"),
+        pytest.param(False, MegatronModule, False, id="sparse-shared-or-cut"),
+    ],
+)
+def test_exact_attention_is_the_models_own_where_it_takes_packed_sequences(
+    leaves: bool, core_attention: Any, kept: bool
+) -> None:
+    options = AttentionOptions(SparseBalanceConfig(**EXACT), (1,), leaves_attention=leaves)
+    given = _spec_with(core_attention)
+    found = replace_core_attention(given, options).submodules.self_attention.submodules
+    if kept:
+        assert found.core_attention is core_attention or (
+            found.core_attention.module is core_attention.module
+        )
+    else:
+        assert found.core_attention.module is BudgetedCoreAttention
+
+
+@pytest.mark.parametrize(
+    ("choices", "cp_size", "leaves"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),
+        ({"max_context_parallel": 2}, 1, False),
+        ({"max_segments": 4}, 1, False),
+        ({"recompute_attention": "keep"}, 1, False),
+        ({"tuning": "raise"}, 1, False),
+        ({"layer_budgets": "dense:0"}, 1, False),
+    ],
+)
+def test_sliding_windows_and_their_like_are_refused_where_attention_is_replaced(
+    choices: dict[str, Any], cp_size: int, leaves: bool
+) -> None:
+    config = SparseBalanceConfig(**EXACT | choices)
+    assert config.leaves_attention(cp_size) == leaves
+    model = {"calculate_per_token_loss": True, "context_parallel_size": cp_size}
+    engine = Namespace(**model, window_size=(128, 0), transformer_impl="transformer_engine")
+    local = Namespace(**vars(engine) | {"transformer_impl": "local"})
+    for given in (engine, local):
+        if leaves and given is engine:
+            check_model(given, config)
+        else:
+            with pytest.raises(ConfigError, match="--window-size 128 0"):
+                check_model(given, config)
+
+
+def test_a_model_whose_own_attention_takes_no_packed_sequences_has_no_windows() -> None:
+    """A host's own layers say only when they are built what attention they have."""
+    options = AttentionOptions(SparseBalanceConfig(**EXACT), (1,), leaves_attention=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        window_size=(128, 0),
+    )
+    with pytest.raises(ConfigError, match="--window-size 128 0: the block selection replaces"):
+        BudgetedCoreAttention(config, 1, AttnMaskType.causal, "self", options=options)

@@ -111,7 +111,8 @@ def costs_without_constants(job, samples):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs([1] * samples, job, cost_model(), scales)
     nothing_2C = np.zeros((2, costs.chunks))
-    return replace(costs, constant_2C=nothing_2C, sequence_2C=nothing_2C)
+    nothing_2CF = np.zeros_like(costs.sparse_2CF)
+    return replace(costs, constant_2C=nothing_2C, sparse_2CF=nothing_2CF)
 
 
 def placed(micro_batch_of_S, job, cp_sizes_RM=None):

@@ -19,9 +19,7 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.table import CostTableError
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
 
@@ -79,16 +77,6 @@ def test_the_base_budget_for_every_layer_is_no_change(tuning):
     given_ = arguments((2, 4, 2, 1), 3, tuning=tuning)
     named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
     assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
-
-
-def test_costs_of_dense_layers_must_be_known():
-    given_ = arguments((2, 4, 2, 1), 0, layer_budgets="dense:1")
-    cost = given_["cost"]
-    known = {part: row for part, row in cost.forward_ms.items() if part != Part.DENSE_ATTENTION}
-    given_["cost"] = replace(cost, forward_ms=known, backward_ms=known)
-    with pytest.raises(CostTableError, match=r"dense_attention.*--sparse-balance-layer-budgets"):
-        planned(**given_)
-    planned(**given_ | {"plan_settings": plan_settings(layer_budgets="3:1")})
 
 
 def test_layers_that_the_job_does_not_have():

@@ -27,9 +27,9 @@ def costs_of(shape, seed, samples=5, lockstep_ranks=2):
     scales_2PV = generator.uniform(0.5, 2.0, (2, *shape[2:]))
     slowness_RP = generator.uniform(0.8, 1.3, (shape[0], shape[2]))
     scales = replace(StageScales.of(scales_2PV), slowness_RP=slowness_RP)
-    dense_L = generator.random(job.layers) < 0.3
+    dense_LS = generator.random((job.layers, samples)) < 0.3
     lengths = random_lengths(samples, seed, longest=20000)
-    return step_costs(lengths, job, cost_model(), scales, dense_L)
+    return step_costs(lengths, job, cost_model(), scales, dense_LS)
 
 
 def by_chunk(costs, ms_2SL):
@@ -47,7 +47,7 @@ def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape):
     fixed_2SC = by_chunk(costs, layers.fixed_2SL) + layers.outside_2SC
     np.testing.assert_allclose(fixed_2SC, costs.fixed_2SC, rtol=1e-12)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
-    own_2SL = layers.own_2SL(costs.block_pairs(budgets_LS))
+    own_2SL = layers.own_2SL(costs.sparse_pairs_LS(budgets_LS))
     sample_2SC = by_chunk(costs, own_2SL) + layers.outside_2SC
     np.testing.assert_allclose(sample_2SC, costs.sample_ms(budgets_LS), rtol=1e-12)
     sequence_2C = np.zeros_like(costs.sequence_2C) + layers.outside_sequence_2C
@@ -63,7 +63,7 @@ def test_layers_of_shared_samples_are_the_costs_of_shared_samples(seed, shape, c
     cp_size_S = np.full(5, cp_size)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
     layers = costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
-    own_2SL = layers.own_2SL(costs.block_pairs(budgets_LS))
+    own_2SL = layers.own_2SL(costs.sparse_pairs_LS(budgets_LS))
     expected_2SC = costs.ms_at_cp_size(costs.sample_ms(budgets_LS), cp_size_S)
     found_2SC = by_chunk(costs, own_2SL) + layers.outside_2SC
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)

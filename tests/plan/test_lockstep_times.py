@@ -39,7 +39,7 @@ def naive_2RPVM(costs, budgets_LS, where):
     """A group takes, layer by layer, what its slowest member takes; on the slowest device, what a
     micro-batch costs whatever it holds and what the mean member has of experts."""
     job, size = costs.job, costs.job.lockstep_ranks
-    pairs_LS = costs.block_pairs(budgets_LS)
+    pairs_LS = costs.sparse_pairs_LS(budgets_LS)
     held = {}
     for first, positions in enumerate(where.samples):
         for position, samples in enumerate(positions):

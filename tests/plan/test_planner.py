@@ -143,7 +143,8 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     plan = planned(**given_)
     nominal = dict(given_, scales=replace(given_["scales"], slowness_RP=None))
     lengths = given_["lengths_tokens"]
-    costs = step_costs(lengths, given_["job"], given_["cost"], nominal["scales"])
+    dense_LS = given_["plan_settings"].dense_LS(given_["job"].layers, lengths)
+    costs = step_costs(lengths, given_["job"], given_["cost"], nominal["scales"], dense_LS)
     budgets_LS = np.empty((given_["job"].layers, len(lengths)), dtype=np.int64)
     micro_batch_of_S = np.empty(len(lengths), dtype=np.int64)
     for place, micro_batch in enumerate(plan.micro_batches):
@@ -290,13 +291,13 @@ def test_no_plan_is_slower_than_arrival_at_base_budgets(seed, shape, kind):
     assert plan.expectation.makespan_ms <= arrival_ms * (1 + 1e-8)
 
 
-def test_samples_that_budgets_cover_come_first() -> None:
-    """In how many layers the samples of a micro-batch are covered never rises."""
+def test_dense_samples_come_first() -> None:
+    """In how many layers the samples of a micro-batch are dense never rises."""
     given_ = arguments(size=4)
-    block_size, mixed = cost_model().block_size, 0
+    settings_ = given_["plan_settings"]
+    mixed = 0
     for micro_batch in planned(**given_).micro_batches:
-        blocks_S = -(-np.array(micro_batch.lengths_tokens) // block_size)
-        layers_S = (blocks_S <= micro_batch.budgets_LS).sum(axis=0)
+        layers_S = settings_.dense_LS(given_["job"].layers, micro_batch.lengths_tokens).sum(axis=0)
         assert (np.diff(layers_S) <= 0).all()
         mixed += layers_S[0] > layers_S[-1]
     assert mixed

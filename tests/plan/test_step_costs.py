@@ -20,25 +20,32 @@ BLOCK = 64
 
 
 def naive_micro_batch_ms(samples, lengths, budgets, dense, job, stage, chunk):
-    """Forward ms of one slot on one chunk, part by part."""
+    """Forward ms of one micro-batch on one chunk, part by part."""
     layers = job.stage_layers[stage][chunk]
     tokens = [lengths[s] for s in samples]
 
-    def affine(part, pairs):
+    def affine(part, tokens, pairs=0.0, micro_batches=1.0):
         per = FORWARD_MS[part]
         visible = sum(oracle.pairs(t, 1 << 40, BLOCK) for t in tokens)
-        values = (1.0, len(tokens), sum(tokens), pairs, visible)
+        values = (micro_batches, len(tokens), sum(tokens), pairs, visible)
         return sum(ms * value for ms, value in zip(per, values, strict=True))
 
     total = 0.0
     for layer in layers:
-        pairs = sum(oracle.pairs(lengths[s], budgets[layer][s], BLOCK) for s in samples)
-        attention = (Part.DENSE_ATTENTION,) if dense[layer] else (Part.ATTENTION, Part.ROUTER)
-        total += sum(affine(part, pairs) for part in (*attention, Part.LINEAR))
+        total += affine(Part.LINEAR, tokens)
+        is_sparse = not all(dense[layer])
+        attention = (Part.ATTENTION, Part.ROUTER) if is_sparse else (Part.DENSE_ATTENTION,)
+        total += sum(FORWARD_MS[part][0] for part in attention)
+        for s in samples:
+            pairs = oracle.pairs(lengths[s], budgets[layer][s], BLOCK)
+            attention = (
+                (Part.DENSE_ATTENTION,) if dense[layer][s] else (Part.ATTENTION, Part.ROUTER)
+            )
+            total += sum(affine(part, [lengths[s]], pairs, 0.0) for part in attention)
     if (stage, chunk) == (0, 0):
-        total += affine(Part.EMBEDDING, 0.0)
+        total += affine(Part.EMBEDDING, tokens)
     if (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1):
-        total += affine(Part.HEAD, 0.0)
+        total += affine(Part.HEAD, tokens)
     return total
 
 
@@ -53,15 +60,16 @@ def test_matches_naive_sum(seed, pipeline):
     scale = generator.uniform(0.5, 2.0, (2, *pipeline))
     slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
     scales = StageScales.of(scale, slowness)
-    dense_L = generator.random(job.layers) < 0.3
-    costs = step_costs(lengths, job, cost_model(BLOCK), scales, dense_L)
+    dense_LS = generator.random((job.layers, 6)) < 0.3
+    dense_LS |= generator.random((job.layers, 1)) < 0.3
+    costs = step_costs(lengths, job, cost_model(BLOCK), scales, dense_LS)
     times = costs.micro_batch_ms(costs.sample_ms(budgets), placed(micro_batch_of, job))
     forward, backward = times.by_micro_batch_2RPVM
     assert forward.shape == (2, *pipeline, 2)
     for d, p, v, m in np.ndindex(forward.shape):
         samples = np.flatnonzero(micro_batch_of == d * 2 + m).tolist()
         expected = (
-            naive_micro_batch_ms(samples, lengths, budgets.tolist(), dense_L, job, p, v)
+            naive_micro_batch_ms(samples, lengths, budgets.tolist(), dense_LS, job, p, v)
             * slowness[d, p]
         )
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)

@@ -55,6 +55,7 @@ def workload(
     layout = Job.even(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches)
     layout = replace(layout, context_parallel_size=cp_size, lockstep_ranks=lockstep_ranks)
     settings = {"block_size": 128, "base_budget": 8, "max_tokens_per_micro_batch": cap_tokens}
+    settings |= {"dense_up_to": "0"}
     choices = SparseBalanceConfig(**settings | (config or {}))
     job = HostJob(
         layout=layout,

@@ -70,7 +70,7 @@ def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProce
 def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     selection: str, layer_budgets: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Attention of dense layers is measured where the model has some."""
+    """Dense attention is measured whatever layers the model has."""
     output = tmp_path / "new" / "table.json"
     selects = ["--sparse-balance-selection", selection, "--sparse-balance-max-segments", "3"]
     selects += ["--sparse-balance-config", "segment-tokens=32"]
@@ -90,8 +90,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = fit_cost_model(table)
     assert table.segments is not None and model.segments.slowness >= 1.0
-    parts = {*Part} - {Part.EXPERTS} if layer_budgets else {*OF_EVERY_MODEL}
-    assert {row.part for row in table.rows} == parts
+    assert {row.part for row in table.rows} == {*OF_EVERY_MODEL, Part.DENSE_ATTENTION}
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:
         for part in model.forward_ms:
@@ -142,7 +141,7 @@ def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Pat
     assert min(per_byte) * (1 - 1e-5) <= model.exchange.ms_per_byte <= max(per_byte) * (1 + 1e-5)
     # One rank says it, and measures the model besides.
     assert run.output.count("sequences shared by 2 ranks: each receives ") == 1
-    assert {row.part for row in table.rows} == set(OF_EVERY_MODEL)
+    assert {row.part for row in table.rows} == {*OF_EVERY_MODEL, Part.DENSE_ATTENTION}
 
 
 def test_ranks_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
@@ -180,7 +179,10 @@ def test_the_plan_times_every_part_on_rows_short_to_long(
     everything = [cell for cell in cells if cell.parts == OF_EVERY_MODEL]
     assert {cell.lengths_tokens for cell in everything} == set(rows)
     assert len(everything) == len(set(rows))
-    assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in cells}) == len(cells)
+    dense = [cell for cell in cells if cell.parts == (Part.DENSE_ATTENTION,)]
+    assert len(dense) == len({cell.lengths_tokens for cell in dense}) > 0
+    sparse = [cell for cell in cells if cell not in dense]
+    assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in sparse}) == len(sparse)
     if longest_tokens >= 8192:
         assert any(len(row) > 1 for row in rows)
         assert len({cell.budget_blocks for cell in cells}) >= 4

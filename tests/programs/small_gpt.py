@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,7 @@ def transformer_config(pipeline_stages: int = 1, **changes: Any) -> TransformerC
 
 
 def balance_config(**choices: Any) -> SparseBalanceConfig:
-    fields = {"block_size": 16, "base_budget": 4, "calibration": "off"}
+    fields = {"block_size": 16, "base_budget": 4, "dense_up_to": "0", "calibration": "off"}
     return SparseBalanceConfig(**(fields | choices))
 
 
@@ -130,3 +131,10 @@ def schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def module_at(name: str, path: str) -> Any:
+    specification = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module

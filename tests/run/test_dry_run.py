@@ -55,7 +55,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "layers per pipeline stage: 1 1 1 1" in result.stdout
     assert "not checked:\n  whether memory suffices: it is counted, not tried" in result.stdout
     assert "32 GPUs, 20 steps of 8 samples, order of training with seed 1234." in result.stdout
-    assert "Times are those of an H200, counted, and of no other device" in result.stdout
+    assert "Times are those of the H200, counted, and of no other device" in result.stdout
     assert table_rows(result.stdout) == ["dense", "exact", "fixed budgets", "paper", "ours"]
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = micro_batches(result.stdout)

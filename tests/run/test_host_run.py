@@ -61,7 +61,7 @@ def test_ranks_with_experts_train_alike_in_any_number_of_micro_batches(
 def test_budgets_are_tuned_and_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     figures = ranks[0]["pp1"]["figures"]
     assert figures == ranks[1]["pp1"]["figures"]
-    assert figures[-1]["sparse-balance/tuned-samples"] > 0
+    assert any(step["sparse-balance/tuned-samples"] > 0 for step in figures)
     assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in figures)
     assert all(step["sparse-balance/imbalance"] >= 1.0 for step in figures)
 

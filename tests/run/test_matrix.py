@@ -45,6 +45,10 @@ STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
+OWN_ATTENTION = (str(PROGRAMS / "own_attention.py"),)
+SHARDED = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+"""Megatron refuses FSDP2 where kernels queue up behind one another."""
 DRAWN_SEGMENTS = (str(PROGRAMS / "drawn_segments.py"),)
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -92,6 +96,7 @@ class Model(NamedTuple):
     data: str = "any"
 
 
+DENSE_UP_TO = "--sparse-balance-dense-up-to"
 EXACT = ("--sparse-balance-mode", "exact")
 LLAMA = (*MODEL_FLAGS, "--use-rope-scaling")
 LLAMA_YARN = (*without(MODEL_FLAGS, "--position-embedding-type"), *YARN.split())
@@ -121,6 +126,7 @@ MODELS = {
     "layers": Model(
         (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
     ),
+    "lengths": Model((*LLAMA, DENSE_UP_TO, "128"), weights="llama"),
     "exact": Model((*LLAMA, *EXACT), "makespan", "llama"),
     "exact experts": Model(
         *((*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0", *EXACT), "makespan"),
@@ -177,8 +183,13 @@ LAYOUTS = {
     ),
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
+    "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 2, PIPELINE),
+    "exact-sharded": Layout("exact", 2, SHARDED),
+    "own-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}", OWN_ATTENTION),
+    "own-pipeline": Layout("exact", 2, f"{PIPELINE} {RECOMPUTE} uniform", OWN_ATTENTION),
+    "own-sharded": Layout("exact", 2, SHARDED, OWN_ATTENTION),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -222,6 +233,7 @@ SHARED_ROWS = {
     "context-layers-ring": Layout(
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring"
     ),
+    "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
@@ -266,6 +278,7 @@ CUTS = {
     ),
     "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
     "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
+    "segments-lengths": ("lengths", 2, ""),
     "segments-exact": ("exact", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
@@ -288,6 +301,7 @@ POSITIONS = {
         WITH_NORMS,
     ),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
+    "positions-own": Layout("exact experts", 2, "--expert-model-parallel-size 2", OWN_ATTENTION),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
     "positions-context": Layout(
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
@@ -311,6 +325,8 @@ PER_PUSH = frozenset(
         "exact-pipeline",
         "segments-exact",
         "positions-exact",
+        "own-pipeline",
+        "own-sharded",
     }
 )
 """They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
@@ -501,7 +517,12 @@ def _train(
     load = ("--load", str(weights[model]), "--finetune")
     plugin = _plugin(documents, model, batching)
     flags = (*MODELS[model].flags, *TRAINING_FLAGS, *load, *plugin, *flags)
-    return run_training(ranks, flags, log_dir=log_dir, program=program).require_success()
+    environment = CONNECTIONS if "--use-torch-fsdp2" in flags else {}
+    run = run_training(
+        ranks, flags, log_dir=log_dir, program=program, environment=environment
+    ).require_success()
+    assert ("own attention ran" in run.output) == (program == OWN_ATTENTION)
+    return run
 
 
 def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
@@ -510,8 +531,13 @@ def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
     data = ("--data-path", *prefixes, "--ckpt-format", "torch_dist")
     placed = ("--sparse-balance-batching", batching)
     if EXACT[0] in MODELS[model].flags:
-        return (*without(BALANCE_FLAGS, "--sparse-balance-base-budget"), *data, *placed)
-    return (*BALANCE_FLAGS, *data, *placed, "--sparse-balance-tuning", "off")
+        return (
+            *without(BALANCE_FLAGS, "--sparse-balance-base-budget", DENSE_UP_TO),
+            *data,
+            *placed,
+        )
+    given = without(BALANCE_FLAGS, *{DENSE_UP_TO}.intersection(MODELS[model].flags))
+    return (*given, *data, *placed, "--sparse-balance-tuning", "off")
 
 
 def on_two_cores(calls: list) -> list:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Tuning
+from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.fill import Filling
 from sparsebalance_megatron.plan.budgets.price import budget_steps
@@ -38,7 +39,8 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 @dataclass(frozen=True, kw_only=True)
 class TunedBudgets:
     """``budgets_LS`` int32; where nothing was tuned it is the base budget itself, in dense
-    layers all blocks of the sample, and where budgets are pinned the pinned one.
+    layers and of longer dense samples all blocks of the sample, and where budgets are pinned the
+    pinned one.
 
     ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the
     sample's micro-batch did not reach the anchor.
@@ -192,10 +194,10 @@ def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
     """Budgets of a placed global batch under ``plan_settings.tuning``."""
     budgets_LS, clamped_S = budget_policy(problem.plan_settings).tuned_LS(problem, where)
     allowed = problem.allowed
-    same_LS = (budgets_LS == allowed.base_LS) & ~problem.pinned_S & ~problem.costs.dense_L[:, None]
     base_L1 = problem.plan_settings.base_L(len(budgets_LS))[:, None]
+    same_LS = (budgets_LS == allowed.base_LS) & ~problem.pinned_S & (base_L1 != DENSE)
     return TunedBudgets(
-        budgets_LS=np.where(same_LS, base_L1, budgets_LS).astype(np.int32),
+        budgets_LS=np.where(same_LS, np.maximum(base_L1, budgets_LS), budgets_LS).astype(np.int32),
         cut_S=(budgets_LS < allowed.base_LS).any(axis=0),
         raised_S=(budgets_LS > allowed.base_LS).any(axis=0),
         clamped_S=clamped_S,

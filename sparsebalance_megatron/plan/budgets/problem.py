@@ -62,14 +62,14 @@ def feasible_range(
     floor_LS = least_feasible_budget(
         coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
     )[:, size_S]
-    return replace(raised, floor_LS=np.where(costs.dense_L[:, None], raised.base_LS, floor_LS))
+    return replace(raised, floor_LS=np.where(costs.dense_LS, raised.base_LS, floor_LS))
 
 
 def base_budgets_LS(
     costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
 ) -> np.ndarray:
     """Base budgets, no more than a sample has blocks."""
-    return np.minimum(plan_settings.base_L(coverage.layers)[:, None], costs.blocks_S)
+    return plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
 
 
 @dataclass(frozen=True, kw_only=True)

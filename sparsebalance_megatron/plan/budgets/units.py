@@ -163,7 +163,7 @@ class _Heights:
 
         pair_ms_L = layers.pair_2L.sum(axis=0)
         floor_JL = np.zeros((job.places, job.layers))
-        own_2SL = layers.own_2SL(costs.block_pairs(ladder.budgets_QLZ[0][:, ladder.size_S]))
+        own_2SL = layers.own_2SL(costs.sparse_pairs_LS(ladder.budgets_QLZ[0][:, ladder.size_S]))
         np.add.at(floor_JL, place_S, own_2SL.sum(axis=0))
         every_L = np.eye(job.layers, dtype=bool)
         ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS, layers.pair_share_S)

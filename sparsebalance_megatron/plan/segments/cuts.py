@@ -22,7 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import (
+    SEQUENCES,
+    TOKENS,
+    VISIBLE,
+    StepCosts,
+    dense_layers,
+)
 
 _PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
@@ -44,21 +50,20 @@ class Cut(NamedTuple):
 class Columns(NamedTuple):
     """Parts of the model whose times are told apart, such as stages, and what each takes.
 
-    The ms are of a sequence whatever its length, of a token, of a visible block pair and of a block
-    pair in one layer. ``column_of_L``: the part that each layer belongs to.
+    ``sparse_2XF``: ms by feature of a sample that no layer attends to densely. ``denser_2XF``: how
+    much more that is per layer that does. ``pair_2X``: ms of a block pair in one layer.
+    ``column_of_L``: the part that each layer belongs to.
     """
 
-    sequence_2X: np.ndarray
-    token_2X: np.ndarray
-    visible_2X: np.ndarray
+    sparse_2XF: np.ndarray
+    denser_2XF: np.ndarray
     pair_2X: np.ndarray
     column_of_L: np.ndarray
 
     @classmethod
     def of_chunks(cls, costs: StepCosts) -> Columns:
         """The chunks of the pipeline."""
-        ms = costs.sequence_2C, costs.token_2C, costs.visible_2C, costs.pair_2C
-        return cls(*ms, costs.chunk_of_layer_L)
+        return cls(costs.sparse_2CF, costs.denser_2CF, costs.pair_2C, costs.chunk_of_layer_L)
 
 
 def cut_at(
@@ -131,7 +136,7 @@ def pieces(
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * share_M
     ms_2UX = (
         work_2UX * np.repeat(slowness_M, segments_M)[:, None]
-        + np.diff(piece_U, append=len(start_E))[:, None] * columns.sequence_2X[:, None]
+        + np.diff(piece_U, append=len(start_E))[:, None] * columns.sparse_2XF[:, None, :, SEQUENCES]
     )
     return ms_2UX, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
 
@@ -149,17 +154,29 @@ def _prefix(
     """
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
+    in_column_XL = columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None]
     pairs_XYE = np.stack(
         [
-            costs.work.attended_pairs(length_YE, budgets_LS[in_column_L][:, None, sample_E]).sum(0)
-            for in_column_L in (columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None])
-            & ~costs.dense_L
+            np.where(
+                costs.dense_LS[layers_L][:, None, sample_E],
+                0.0,
+                costs.work.attended_pairs(length_YE, budgets_LS[layers_L][:, None, sample_E]),
+            ).sum(0)
+            for layers_L in in_column_XL
         ]
     )
     visible_YE = costs.work.visible_pairs(length_YE)
+    dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
+
+    def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
+        sparse_2X, denser_2X = (x[..., feature] for x in (columns.sparse_2XF, columns.denser_2XF))
+        return np.asarray(sparse * sparse_2X[:, None] + dense_EX * denser_2X[:, None])
+
     return tokens_YE, (
-        tokens_YE[..., None] * columns.token_2X[:, None, None]
-        + visible_YE[..., None] * columns.visible_2X[:, None, None]
+        tokens_YE[..., None] * ms_2EX(TOKENS)[:, None]
+        + visible_YE[..., None] * ms_2EX(VISIBLE)[:, None]
+        # What a piece costs whatever its length is added for each.
+        + (tokens_YE > 0)[..., None] * ms_2EX(SEQUENCES, sparse=0.0)[:, None]
         + pairs_XYE.transpose(1, 2, 0) * columns.pair_2X[:, None, None]
     )
 

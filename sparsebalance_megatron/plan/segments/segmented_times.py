@@ -33,7 +33,7 @@ from sparsebalance_megatron.plan.segments.cuts import (
     pieces,
     whatever_it_holds_2C,
 )
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import PAIRS, StepCosts
 
 Row = tuple[MicroBatch, ...]
 """The micro-batches of a group at one position, by member; one that members share is with each."""
@@ -155,8 +155,8 @@ def row_cuts(
     """
     assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     layers, members = len(costs.chunk_of_layer_L), costs.job.lockstep_ranks
-    _, sequence_2X, token_2X, pair_2X, visible_2X = np.moveaxis(costs.layers.columns_2XF, 2, 0)
-    columns = Columns(sequence_2X, token_2X, visible_2X, pair_2X, np.arange(layers))
+    sparse_2XF, denser_2XF = costs.layers.columns_2XF, costs.layers.denser_2XF
+    columns = Columns(sparse_2XF, denser_2XF, sparse_2XF[..., PAIRS], np.arange(layers))
     ms_2UX, tokens_U = pieces(
         costs,
         columns,

@@ -187,6 +187,7 @@ _FIGURES = (
     ("work, relative to base budgets", "predicted", "work_ratio", ".1%"),
     ("score coverage (mean)", "measured", "coverage", "z.4f"),
     ("  of base budgets", "measured", "coverage_base", "z.4f"),
+    ("  as planned", "predicted", "coverage_predicted", "z.4f"),
     ("  gained over base budgets, by tokens", "measured", "coverage_gained_by_token", "+z.4f"),
 )
 """Rows of a run's figures: words, where a figure comes from, its name, its layout."""

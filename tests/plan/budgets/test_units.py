@@ -95,7 +95,7 @@ def test_members_that_do_not_stick_out_take_no_time(seed, shape):
     case = Case(seed, shape)
     budgets_LS = case.units.budgets_LS(case.level_XC)
     layers = layers_of(case.costs, case.where)
-    own_LS = layers.own_2SL(case.costs.block_pairs(budgets_LS)).sum(axis=0).T
+    own_LS = layers.own_2SL(case.costs.sparse_pairs_LS(budgets_LS)).sum(axis=0).T
     place_S = case.where.micro_batch_of_S
     own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])
     rank_J = np.arange(case.job.places) // case.job.micro_batches

@@ -80,8 +80,8 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     """Without costs of cutting, what segments take is what the samples take in one piece."""
     job = job_shape(1, 1, stages=STAGES)
     cost = replace(cost_model(), segments=FREE)
-    dense_L = np.arange(job.layers) == seed % job.layers
-    costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1), dense_L)
+    dense_LS = np.random.default_rng(seed + 1).random((job.layers, len(lengths))) < 0.3
+    costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1), dense_LS)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
     samples = tuple(range(len(lengths)))
     # Cut together with another micro-batch, as plans cut them.

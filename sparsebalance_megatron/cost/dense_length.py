@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The length of documents up to which dense attention takes no longer than sparse attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.work_model import features
+
+
+def crossing_tokens(cost: CostModel, base_budget: int, longest_tokens: int) -> int:
+    """Tokens of the longest document, in whole blocks, that dense attention takes no longer for.
+
+    Than sparse attention at the base budget with its router, forward and backward, of a
+    micro-batch that holds the document alone. 0 where that is no document beyond those that the
+    budget covers.
+
+    Args:
+        longest_tokens: the longest document that counts.
+    """
+    sparse_F, dense_F = (
+        sum(cost.coefficients_ms(part, direction) for part in parts for direction in Direction)
+        for parts in ((Part.ATTENTION, Part.ROUTER), (Part.DENSE_ATTENTION,))
+    )
+    low, high = base_budget, max(base_budget, -(-longest_tokens // cost.block_size))
+    while low < high:
+        # Beyond the budget sparse attention grows with the length, and what dense attention takes
+        # more than a router with its square: times cross once.
+        middle = (low + high + 1) // 2
+        work_F = features([middle * cost.block_size], base_budget, cost.block_size, cost.work)
+        is_dense = float(np.dot(dense_F, work_F)) <= float(np.dot(sparse_F, work_F))
+        low, high = (middle, high) if is_dense else (low, middle - 1)
+    return low * cost.block_size if low > base_budget else 0
+
+
+def check_dense_length(config: SparseBalanceConfig, longest_tokens: int) -> None:
+    """Refuse a length up to which documents are dense beyond the longest.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if config.dense_up_to_tokens > longest_tokens:
+        raise ConfigError(
+            f"{flag_name('dense_up_to')} {config.dense_up_to}: the longest sample has "
+            f"{longest_tokens} tokens; give no more, or auto"
+        )
+
+
+def with_dense_length(
+    config: SparseBalanceConfig, cost: CostModel, longest_tokens: int
+) -> SparseBalanceConfig:
+    """The choices with a number in place of ``dense_up_to`` auto.
+
+    Kernels that were named for their lists attend to no document densely.
+    """
+    if config.dense_up_to != "auto":
+        return config
+    lists = config.attention in ("triton", "reference")
+    tokens = 0 if lists else crossing_tokens(cost, config.base_budget, longest_tokens)
+    return replace(config, dense_up_to=str(tokens))
+
+
+def dense_length_line(config: SparseBalanceConfig, cost: CostModel, longest_tokens: int) -> str:
+    """A sentence on which documents are attended to densely, and whether costs would have it
+    otherwise."""
+    tokens = max(config.dense_up_to_tokens, config.base_budget * cost.block_size)
+    now = with_dense_length(replace(config, dense_up_to="auto"), cost, longest_tokens)
+    text = f"documents of up to {tokens:,} tokens are attended to densely"
+    if now.dense_up_to_tokens == config.dense_up_to_tokens:
+        return f"{text}: up to there that takes no longer ({cost.source})"
+    otherwise = max(now.dense_up_to_tokens, config.base_budget * cost.block_size)
+    return (
+        f"{text} ({flag_name('dense_up_to')} {config.dense_up_to}); by its times it would be "
+        f"{otherwise:,} here ({cost.source})"
+    )
