@@ -67,7 +67,7 @@ def layer_budgets(
         )
     known = sensitivities[source]
     if name.startswith("least-"):
-        pairs_K = pairs_by_budget(np.array([float(most)]), QUERY_BLOCK)
+        pairs_K = pairs_by_budget(np.array([float(most)]), QUERY_BLOCK)[:, 0]
         least_share = int(name.split("-")[1]) / min(arm.blocks, most)
         found_L = budgets_by_sensitivity(
             np.array(known), arm.blocks, pairs_K, least_share=least_share

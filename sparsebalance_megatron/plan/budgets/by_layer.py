@@ -80,7 +80,7 @@ def _layer_ms(
         row_FX = np.array([0.0 * one_X, one_X, tokens_X, pairs_X, visible_X])
         return sum(cost.coefficients_ms(part, way) for part in parts for way in Direction) @ row_FX
 
-    pairs_KX = _pairs_by_budget(length_X, cost.work)
+    pairs_KX = pairs_by_budget(length_X, cost.work)
     dense_X = ms(pairs_KX[-1], Part.DENSE_ATTENTION) if knows_dense else np.full(1, np.inf)
     ms_K = np.empty(len(pairs_KX))
     for budget, pairs_X in enumerate(pairs_KX):
@@ -91,14 +91,10 @@ def _layer_ms(
     return ms_K, float((dense_X * count_X).sum())
 
 
-def pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
-    """Block pairs of all samples at 0, 1, ... blocks, up to those of the longest; 0 counts as 1."""
-    return _pairs_by_budget(length_blocks_S, work).sum(axis=1)
-
-
-def _pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
-    budgets = np.arange(max(int(length_blocks_S.max()), 1) + 1).clip(1)
-    return work.attended_pairs(length_blocks_S, budgets[:, None])
+def pairs_by_budget(length_blocks_X: np.ndarray, work: WorkModel) -> np.ndarray:
+    """[K, X] block pairs at 0, 1, ... blocks, up to those of the longest; 0 counts as 1."""
+    budgets = np.arange(max(int(length_blocks_X.max()), 1) + 1).clip(1)
+    return work.attended_pairs(length_blocks_X, budgets[:, None])
 
 
 def budgets_by_sensitivity(

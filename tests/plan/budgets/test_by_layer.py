@@ -38,7 +38,7 @@ def pairs(lengths, budgets):
 
 
 def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf):
-    time_K = pairs_by_budget(np.array(lengths, float), QUERY_BLOCK)
+    time_K = pairs_by_budget(np.array(lengths, float), QUERY_BLOCK).sum(1)
     return budgets_by_sensitivity(sensitivity_L, base, time_K, dense_time=dense_time)
 
 
