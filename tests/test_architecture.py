@@ -59,7 +59,7 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.host_copy", "attention.peaks", "attention.sequence", "cost", "data"),
+            *("attention.host_copy", "attention.repetitions", "attention.sequence", "cost", "data"),
             *("learn", "log"),
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),

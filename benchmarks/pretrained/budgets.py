@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrained.arms import UNIFORM, Arm
 from pretrained.model import PretrainedError
+from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.plan.budgets.by_layer import budgets_by_sensitivity, pairs_by_budget
 
 COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
+REPETITIONS = "repetitions"
 """Sensitivities that are measured."""
 FLOOR_SHARE = 5 / 8
 """The share of the mean budget that every layer has where the rest follows sensitivities."""
@@ -30,8 +35,9 @@ def layer_budgets(
     """Blocks by layer, or DENSE.
 
     ``arm.layers`` is ``uniform``; ``coverage`` (greedy on router coverage); the name of
-    sensitivities; ``dense-N-NAME``, where the N most sensitive layers are dense; ``dense:1,2``,
-    where these are; or a JSON file with one number for each layer, null for dense.
+    sensitivities; ``dense-N-NAME``, where the N most sensitive layers are dense; ``least-N-NAME``,
+    the package's rule with N blocks at least; ``dense:1,2``, where these are dense; or a JSON file
+    with one number for each layer, null for dense.
 
     Args:
         most: blocks of the document; no budget is larger.
@@ -60,6 +66,13 @@ def layer_budgets(
             f"{', '.join(sensitivities) or 'none'}"
         )
     known = sensitivities[source]
+    if name.startswith("least-"):
+        pairs_K = pairs_by_budget(np.array([float(most)]), QUERY_BLOCK)
+        least_share = int(name.split("-")[1]) / min(arm.blocks, most)
+        found_L = budgets_by_sensitivity(
+            np.array(known), arm.blocks, pairs_K, least_share=least_share
+        )
+        return tuple(found_L.tolist())
     if name != source:
         dense_layers = int(name.split("-")[1])
         first = sorted(range(layers), key=lambda layer: -known[layer])[:dense_layers]
@@ -79,7 +92,7 @@ def source_of(name: str) -> str | None:
     """The sensitivities that budgets by this name follow; None where they follow none."""
     if name == UNIFORM or name.endswith(".json") or name.startswith("dense:"):
         return None
-    return name.split("-", 2)[2] if name.startswith("dense-") else name
+    return name.split("-", 2)[2] if name.startswith(("dense-", "least-")) else name
 
 
 def greedy(

@@ -11,8 +11,9 @@ documents read sparsely from the first token; with prefix=dense their end alone 
 
 An arm is a line of words, such as "token-query-head 8 first=1 layers=peaks": who selects, the mean
 budget in blocks, first blocks of the document that are always read, and how budgets differ by
-layer (uniform, coverage, peaks, cuts-text, cuts-lookups, dense-4-peaks, dense:7,18, FILE.json with
-a number for each layer, null for dense). Further words: prefix=dense; tile=, wishes=, carry= of
+layer (uniform, coverage, peaks, repetitions, cuts-text, cuts-lookups, dense-4-peaks,
+least-5-repetitions as --sparse-balance-sensitivity, dense:7,18, FILE.json with a number for each
+layer, null for dense). Further words: prefix=dense; tile=, wishes=, carry= of
 token-tile. Selections: the built-in ones, oracle-token, oracle-block, window, token-tile.
 
 --directory keeps the model, the sensitivities of layers and finished scores, which are not
@@ -47,6 +48,8 @@ GROUPS = {
         Group(kind=TEXT, tokens=1024, block_size=32),
         Group(kind=KEY_VALUE, tokens=2048, block_size=32),
         Group(kind=NEEDLE, tokens=2048, block_size=32),
+        Group(kind=TEXT, tokens=2048, block_size=32),
+        Group(kind=KEY_VALUE, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=8192, block_size=128),
     )
@@ -206,6 +209,9 @@ def layer_sensitivities(
     ways = {
         budgets.COVERAGE: lambda: measure.coverage(reader, documents(TEXT), _CALIBRATION_BLOCK),
         budgets.PEAKS: lambda: measure.peaks(reader, documents(TEXT), _CALIBRATION_BLOCK),
+        budgets.REPETITIONS: lambda: measure.repetitions(
+            reader, documents(TEXT), _CALIBRATION_BLOCK
+        ),
         budgets.CUTS_TEXT: lambda: measure.cuts(reader, documents(TEXT), _CALIBRATION_BLOCK),
         budgets.CUTS_LOOKUPS: lambda: measure.cuts(
             reader, [*documents(KEY_VALUE), *documents(NEEDLE)], _CALIBRATION_BLOCK

@@ -16,6 +16,7 @@ from pretrained.arms import REFERENCE
 from pretrained.documents import Document
 from pretrained.reading import Asked, Reader
 from pretrained.rules import masses
+from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import selector_named
 
 QUANTILE = 0.99
@@ -45,6 +46,21 @@ def peaks(reader: Reader, documents: Sequence[Document], block_size: int) -> lis
 
 def _peak(mass_HQN: Tensor, far_QN: Tensor) -> float:
     return float(mass_HQN.masked_fill(~far_QN, 0.0).amax(-1).flatten().quantile(QUANTILE))
+
+
+def repetitions(reader: Reader, documents: Sequence[Document], block_size: int) -> list[float]:
+    """What ``sparse-balance sensitivity`` measures: attention to far tokens that text repeats."""
+    heads = reader.model.config.num_attention_heads
+    found = Repetitions(reader.layers, heads, torch.device("cpu"))
+
+    def observe(asked: Asked) -> None:
+        layout, scale = asked.layouts.kv_layout, asked.softmax_scale
+        found.add(asked.layer, asked.q_QHD, asked.k_TGD, layout, softmax_scale=scale)
+
+    for document in documents:
+        found.tokens_T = torch.tensor(document.tokens[:-1])
+        reader.observed(document, block_size, observe)
+    return found.sensitivity_L()
 
 
 def coverage(reader: Reader, documents: Sequence[Document], block_size: int) -> list[list[float]]:

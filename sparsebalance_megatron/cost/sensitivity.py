@@ -24,9 +24,9 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sensitivities: one for each layer, to any scale.
-        measure: what they are: the 99th percentile, over queries and heads, of the greatest
-            softmax mass on one far block (:mod:`..attention.peaks`).
-        block_size: tokens of such a block.
+        measure: what they are: attention of a layer's best head to far tokens that the text
+            repeats (:mod:`..attention.repetitions`).
+        block_size: tokens of the blocks that say what is far.
         samples: training samples that were read.
         versions: package -> version.
         date: ISO 8601.

@@ -32,8 +32,8 @@ from sparsebalance_megatron.attention.api import (
 from sparsebalance_megatron.attention.coverage import coverage_at
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.peaks import PeakHistograms
 from sparsebalance_megatron.attention.precision import undisturbed
+from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
@@ -63,14 +63,14 @@ class AttentionOptions:
 
     ``config``: a checkpoint that is loaded may change up to which length documents are dense.
     ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences.
-    ``layouts`` holds the last packed sequence that came without a carrier. ``peaks`` is where a
-    model that does not train counts its layers' peaks of far attention; None where nobody asks.
+    ``layouts`` holds the last packed sequence that came without a carrier. ``repetitions`` is where
+    a model that does not train adds up its attention to far repetitions; None where nobody asks.
     """
 
     config: SparseBalanceConfig
     grid: tuple[int, ...]
     layouts: LayoutCache = field(default_factory=LayoutCache, repr=False)
-    peaks: PeakHistograms | None = None
+    repetitions: Repetitions | None = None
     leaves_attention: bool = False
 
     @cached_property
@@ -216,10 +216,12 @@ class BudgetedCoreAttention(MegatronModule):
         kept: KeptAttention | None,
     ) -> Tensor:
         inputs, found = (q_THD, k_TGD, v_TGF), None
-        if self._options.peaks is not None:
-            self._options.peaks.add(
+        if self._options.repetitions is not None:
+            rank = 0 if self.tp_group is None else self.tp_group.rank()
+            self._options.repetitions.add(
                 *(self._layer_index, q_THD, k_TGD, context.layout),
                 softmax_scale=self._softmax_scale,
+                first_head=rank * q_THD.shape[1],
             )
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)

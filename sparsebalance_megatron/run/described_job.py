@@ -90,10 +90,10 @@ class DescribedJob:
         else:
             lengths_tokens = samples_of(lengths_tokens, settings.seq_length, self.config.overlong)
             batches = batches_of(lengths_tokens, size, steps, place)
-        layers = settings.host_job.layout.layers
-        config = with_layer_budgets(self.config, layers, lengths_tokens)
         with without_warnings():
-            cost = read_costs(settings, config, self.device_type)
+            cost = read_costs(settings, self.config, self.device_type)
+        layout = settings.host_job.layout
+        config, _ = with_layer_budgets(self.config, layout, lengths_tokens, cost)
         return workload_of(settings, config, cost, batches)
 
 

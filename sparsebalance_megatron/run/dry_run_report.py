@@ -103,6 +103,7 @@ def describe(
         "checked:",
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         *(f"  data: {line}" for line in _data(inputs)),
+        *(f"  {line}" for line in inputs.layer_lines),
         f"  costs: {inputs.cost.source}",
         *_positions(args),
         "not checked:",

@@ -47,6 +47,7 @@ class Inputs:
         cost: with the run's recomputation and bandwidth.
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
             checkpoint has.
+        layer_lines: how budgets follow from sensitivities, where a file of them is given.
     """
 
     config: SparseBalanceConfig
@@ -58,6 +59,7 @@ class Inputs:
     grid: tuple[int, ...]
     cost: CostModel
     dense_by_costs: bool = False
+    layer_lines: tuple[str, ...] = ()
 
     @property
     def job(self) -> Job:
@@ -231,8 +233,8 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             )
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
-    config = with_layer_budgets(config, settings.host_job.layout.layers, lengths_tokens)
     job, cost = settings.host_job, read_costs(settings, config, device_type)
+    config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
     dense_by_costs = config.dense_up_to == "auto"
     config = with_dense_length(config, cost, job.max_sample_tokens)
     return Inputs(
@@ -245,6 +247,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         grid=job.coverage(config).grid,
         cost=cost,
         dense_by_costs=dense_by_costs,
+        layer_lines=layer_lines,
     )
 
 

@@ -2,20 +2,21 @@
 """How sensitive a model's layers are: one dense pass of training's own model over training samples.
 
 It is Megatron's evaluation under training's flags, so weights, layout and data are those of the
-run. Every rank counts the peaks of far attention of its layers, heads and samples; the counts of
-all ranks add up.
+run. Every rank adds up the attention to far repetitions of its layers, heads and samples; the sums
+of all ranks add up.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 import torch
 
 from sparsebalance_megatron import __version__
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.cost.sensitivity import Sensitivities
 from sparsebalance_megatron.megatron.arguments import (
@@ -24,9 +25,9 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
     early_flags,
 )
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
-QUANTILE = 0.99
-_MEASURE = "99th percentile of the greatest mass on one far block"
+_MEASURE = "attention of the best head to far tokens that the text repeats"
 _WITHOUT = {
     **{"log_dir": None, "sensitivity": None, "max_context_parallel": None},
     **{"eval_attention": "dense", "max_segments": 1},
@@ -44,7 +45,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         samples: at least so many training samples are read: whole evaluation batches.
 
     Raises:
-        ConfigError: flags do not fit, or no sample has four blocks.
+        ConfigError: flags do not fit, or no sample repeats a token far away.
     """
     enabled = flag_name("enabled")
     sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
@@ -77,13 +78,20 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     for name, value in _WITHOUT.items():
         setattr(args, destination(name), value)
     hooks = make_training_hooks(args, device_type, lambda line: None)
-    run, peaks = hooks.run, hooks.counting_peaks()
+    run, repetitions = hooks.run, hooks.watching_repetitions()
+    run.all_stages_read = True
     args.eval_iters = -(-samples // run.inputs.settings.evaluation_batch_size)
 
     def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
         run.start(consumed_samples=0)
-        batches = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
-        return None, batches, None
+
+        def micro_batches() -> Iterator[LocalMicroBatch]:
+            for each in run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage):
+                assert each.inputs is not None, "all stages read"
+                repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
+                yield each
+
+        return None, micro_batches(), None
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
     run_pretrain(
@@ -92,15 +100,16 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
         forward_step=hooks.forward_step,
         configure_model=hooks.configure_model,
     )
-    torch.distributed.all_reduce(peaks.counts_LX)
+    for sums in (repetitions.mass_ALH, repetitions.queries_ALH):
+        torch.distributed.all_reduce(sums)
     if args.rank > 0:
         return None
     block_size = run.inputs.config.block_size
-    sensitivities = tuple(peaks.quantile_L(QUANTILE))
+    sensitivities = tuple(repetitions.sensitivity_L())
     if not any(sensitivities):
         raise ConfigError(
-            f"sensitivity: none of the samples has more than three blocks of {block_size} tokens: "
-            f"give longer ones, or a smaller {flag_name('block_size')}"
+            f"sensitivity: none of the samples repeats a token more than a block of {block_size} "
+            f"tokens away: give longer ones, or a smaller {flag_name('block_size')}"
         )
     return Sensitivities(
         sensitivities=sensitivities,

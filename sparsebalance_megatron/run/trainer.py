@@ -74,6 +74,7 @@ class TrainerRun:
         self.inputs = inputs
         self.device = device
         self.scheduler: Scheduler
+        self.all_stages_read = False
         self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
@@ -210,7 +211,7 @@ class TrainerRun:
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
-        for line in (inputs.dense_length(), *untrained, *uneven):
+        for line in (inputs.dense_length(), *inputs.layer_lines, *untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         self._packing = packing = SequencePacking.of_run(
             inputs.config,
@@ -290,7 +291,7 @@ class TrainerRun:
     ) -> MicroBatchIterator:
         job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
         last = job.pipeline_stages - 1, job.virtual_stages - 1
-        reads = (place.pipeline_rank, chunk) in ((0, 0), last)
+        reads = self.all_stages_read or (place.pipeline_rank, chunk) in ((0, 0), last)
         step = sizes.step_at(consumed_samples)
         assert step is not None, "start has checked it"
         return MicroBatchIterator(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.attention.peaks import PeakHistograms
+from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.arguments import (
     check_supported,
@@ -71,11 +71,14 @@ class TrainingHooks:
         self._options = inputs.attention_options
         self.layer_spec = sparse_balance_layer_spec(self._options)
 
-    def counting_peaks(self) -> PeakHistograms:
-        """Have the layers of models that are built from here on count their peaks of attention."""
-        peaks = PeakHistograms(self.run.inputs.job.layers, self.run.device)
-        self.layer_spec = sparse_balance_layer_spec(replace(self._options, peaks=peaks))
-        return peaks
+    def watching_repetitions(self) -> Repetitions:
+        """Have the layers of models that are built from here on add up their attention to far
+        repetitions."""
+        inputs = self.run.inputs
+        heads = inputs.settings.host_job.shape.num_attention_heads
+        found = Repetitions(inputs.job.layers, heads, self.run.device)
+        self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
+        return found
 
     def configure_model(self, model_config: Any) -> None:
         """Put the layer spec into a ``GPTModelConfig``."""

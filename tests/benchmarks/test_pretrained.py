@@ -221,6 +221,8 @@ def test_budgets_by_name(tmp_path: Path) -> None:
     assert budgets("dense:0,2") == (DENSE, 8, DENSE)
     assert budgets("dense-1-cuts-lookups") == (8, DENSE, 8)
     assert budgets(str(given)) == (4, DENSE, 2)
+    # Not whole: 15 blocks are as many pairs as the other two layers leave.
+    assert budgets("least-5-peaks") == (5, 15, 5)
     assert sum(budgets("peaks")) == sum(budgets("cuts-text")) == 24
     with pytest.raises(model.PretrainedError, match="no sensitivities are called gut"):
         budgets("gut")
@@ -388,6 +390,8 @@ def test_peaks_and_coverage_have_one_entry_for_each_layer(reader: Reader) -> Non
     some = documents(TEXT, 2)
     peaks = sensitivities.peaks(reader, some, BLOCK)
     assert len(peaks) == LAYERS and all(0 < each < 1 for each in peaks)
+    repetitions = sensitivities.repetitions(reader, some, BLOCK)
+    assert len(repetitions) == LAYERS and max(repetitions) == 1.0 and min(repetitions) > 0.0
     for curve in sensitivities.coverage(reader, some, BLOCK):
         assert len(curve) == TOKENS // BLOCK and curve == sorted(curve)
         assert curve[-1] == pytest.approx(1.0, abs=1e-5)

@@ -4,7 +4,7 @@
 A few layers carry a model's look-ups: they need many blocks, the others few. Which layers do is
 measured before training (``sparse-balance sensitivity``) and read here.
 
-Shape legend: L layers, S samples.
+Shape legend: L layers, S samples, K budgets that a layer may have, X lengths of samples.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.sensitivity import read_sensitivities
-from sparsebalance_megatron.cost.work_model import WorkModel, work_model_named
-from sparsebalance_megatron.layer_budgets import layer_budgets_text
+from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, features
+from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
+from sparsebalance_megatron.plan.job import Job
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
@@ -26,70 +29,122 @@ _OWN_AND_FIRST = 2
 
 
 def with_layer_budgets(
-    config: SparseBalanceConfig, layers: int, lengths_tokens: np.ndarray
-) -> SparseBalanceConfig:
+    config: SparseBalanceConfig, job: Job, lengths_tokens: np.ndarray, cost: CostModel
+) -> tuple[SparseBalanceConfig, tuple[str, ...]]:
     """The choices with the layer budgets that follow from the file of sensitivities, if one is
-    given.
+    given, and lines that say so.
+
+    Every pipeline stage takes at most the time of the base budget in all of its layers, so that
+    no step waits longer for one.
 
     Args:
-        layers: of the model.
         lengths_tokens: of all training samples.
+        cost: of the run; dense attention is chosen only where its cost is known.
 
     Raises:
         ConfigError: see :func:`.read_sensitivities`.
     """
     if config.sensitivity is None:
-        return config
-    sensitivity_L = read_sensitivities(Path(config.sensitivity), layers)
-    base_L = budgets_by_sensitivity(
-        sensitivity_L,
-        config.base_budget,
-        lengths_tokens / config.block_size,
-        work_model_named(config.selection),
+        return config, ()
+    sensitivity_L = read_sensitivities(Path(config.sensitivity), job.layers)
+    ms_K, dense_ms = _layer_ms(config, lengths_tokens, cost)
+    base_L = np.empty(job.layers, dtype=np.int64)
+    for stage in job.stage_layers:
+        layers = [layer for chunk in stage for layer in chunk]
+        base_L[layers] = budgets_by_sensitivity(
+            sensitivity_L[layers], config.base_budget, ms_K, dense_time=dense_ms
+        )
+    text = layer_budgets_text({layer: int(budget) for layer, budget in enumerate(base_L)})
+    line = (
+        f"base budgets by sensitivity: {text}; at most the predicted attention time of "
+        f"{config.base_budget} blocks in all layers"
     )
-    named = {layer: int(budget) for layer, budget in enumerate(base_L)}
-    return replace(config, sensitivity=None, layer_budgets=layer_budgets_text(named))
+    held_back = _held_back(sensitivity_L, base_L)
+    return replace(config, sensitivity=None, layer_budgets=text), (line, *held_back)
+
+
+def _layer_ms(
+    config: SparseBalanceConfig, lengths_tokens: np.ndarray, cost: CostModel
+) -> tuple[np.ndarray, float]:
+    """Predicted ms of a layer's attention over all samples, of whole blocks, forward and backward:
+    [K] at 0, 1, ... blocks, the router included, and dense, infinity where that is unknown."""
+    blocks_S = np.ceil(lengths_tokens / config.block_size)
+    everything = features(blocks_S * config.block_size, np.inf, config.block_size, cost.work)
+    knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
+
+    def coefficients_ms(*parts: Part) -> np.ndarray:
+        rows = [cost.coefficients_ms(part, way) for part in parts for way in Direction]
+        return np.sum(rows, axis=0)
+
+    sparse, pairs = coefficients_ms(Part.ATTENTION, Part.ROUTER), FEATURES.index("block_pairs")
+    saved_K = everything[pairs] - pairs_by_budget(blocks_S, cost.work)
+    dense_ms = coefficients_ms(Part.DENSE_ATTENTION) @ everything if knows_dense else np.inf
+    return sparse @ everything - sparse[pairs] * saved_K, float(dense_ms)
+
+
+def pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
+    """Block pairs of all samples at 0, 1, ... blocks, up to those of the longest; 0 counts as 1."""
+    length_X, count_X = np.unique(length_blocks_S, return_counts=True)
+    budgets = np.arange(max(int(length_X[-1]), 1) + 1).clip(1)
+    return np.array([work.attended_pairs(length_X, budget) @ count_X for budget in budgets])
 
 
 def budgets_by_sensitivity(
-    sensitivity_L: np.ndarray, base_budget: int, length_blocks_S: np.ndarray, work: WorkModel
+    sensitivity_L: np.ndarray,
+    base_budget: int,
+    time_K: np.ndarray,
+    *,
+    dense_time: float = np.inf,
+    least_share: float = LEAST_SHARE,
 ) -> np.ndarray:
-    """Base budget of every layer, int64 [L].
+    """Base budget of every layer, int64 [L], :data:`.DENSE` where lists would take as long.
 
-    1. All layers get the least budget: :data:`LEAST_SHARE` of the base budget, rounded up, and at
-       least the own and the first block.
-    2. The most sensitive layer gets blocks until it reads the longest sample whole, then the next
-       one, as long as the block pairs of all layers and samples together are at most those of the
-       base budget everywhere. Sensitivities name the layers; by how much they differ says little
-       (research/pretrained.md).
+    1. All layers get the least budget: a share of the base budget, rounded up, and at least the
+       own and the first block.
+    2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
+       as all layers together take no more time than at the base budget. Sensitivities name the
+       layers; by how much they differ says little (research/pretrained.md).
     3. What does not suffice for one more block there is given to the other layers in the same
        order, a block each, in rounds, until no layer can have one more.
 
     Args:
         sensitivity_L: to any scale.
-        base_budget: blocks; the mean in time.
-        length_blocks_S: of the samples that are trained on; a block that is begun counts whole.
-        work: pairs that a budget computes.
+        time_K: of a layer, in any unit, at 0, 1, ... blocks, up to those of the longest sample.
+        dense_time: of a dense layer; infinity where it is unknown.
     """
-    length_X, count_X = np.unique(np.ceil(length_blocks_S), return_counts=True)
-    most = max(int(length_X[-1]), 1)
-    pairs_K = work.attended_pairs(length_X, np.arange(most + 1).clip(1)[:, None]) @ count_X
-    base = min(base_budget, most)
-    least = min(max(int(np.ceil(LEAST_SHARE * base)), _OWN_AND_FIRST), base)
-    budget_L = np.full(len(sensitivity_L), least, dtype=np.int64)
-    left = len(budget_L) * (pairs_K[base] * (1.0 + 1e-9) - pairs_K[least])
+    base = min(base_budget, len(time_K) - 1)
+    least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
+    budget_K = np.arange(least, len(time_K))
+    budget_K = budget_K[time_K[least:] < dense_time]
+    left, time_K = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9), time_K[budget_K]
+    if np.isfinite(dense_time):
+        budget_K, time_K = np.append(budget_K, DENSE), np.append(time_K, dense_time)
+    choice_L = np.zeros(len(sensitivity_L), dtype=np.int64)
+    left -= len(choice_L) * time_K[0]
     order = np.argsort(-sensitivity_L, kind="stable")
     for layer in order:
-        affordable = int(np.searchsorted(pairs_K[least:] - pairs_K[least], left, side="right"))
-        budget_L[layer] = least + max(affordable - 1, 0)
-        left -= pairs_K[budget_L[layer]] - pairs_K[least]
+        affordable = int(np.searchsorted(time_K - time_K[0], left, side="right"))
+        choice_L[layer] = max(affordable - 1, 0)
+        left -= time_K[choice_L[layer]] - time_K[0]
     while True:
         raised = False
-        for layer in order[budget_L[order] < most]:
-            more = pairs_K[budget_L[layer] + 1] - pairs_K[budget_L[layer]]
+        for layer in order[choice_L[order] < len(time_K) - 1]:
+            more = time_K[choice_L[layer] + 1] - time_K[choice_L[layer]]
             if more <= left:
-                budget_L[layer] += 1
+                choice_L[layer] += 1
                 left -= more
                 raised = True
         if not raised:
-            return budget_L
+            return budget_K[choice_L]
+
+
+def _held_back(sensitivity_L: np.ndarray, base_L: np.ndarray) -> tuple[str, ...]:
+    """A line about layers that read less than less sensitive ones of other pipeline stages."""
+    lesser_LL = sensitivity_L < sensitivity_L[:, None]
+    (behind,) = np.nonzero(np.where(lesser_LL, base_L, 0).max(axis=1) > base_L + 1)
+    line = (
+        f"layers {', '.join(map(str, behind))} read less than less sensitive layers of other "
+        "pipeline stages, for which steps would wait: give their stages fewer layers "
+        f"(--pipeline-model-parallel-layout), or name budgets by {flag_name('layer_budgets')}"
+    )
+    return (line,) if len(behind) else ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base budgets by layer: never more pairs than uniform ones, more for the sensitive."""
+"""Base budgets by layer: never more time than uniform ones, more for the sensitive."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from step_cases import SHAPE
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.sensitivity import Sensitivities
-from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
-from sparsebalance_megatron.layer_budgets import base_budgets
+from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, features
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.plan.budgets.by_layer import (
     LEAST_SHARE,
     budgets_by_sensitivity,
+    pairs_by_budget,
     with_layer_budgets,
 )
+from sparsebalance_megatron.plan.job import Job
 
 
 def pairs(lengths, budgets):
@@ -32,6 +37,11 @@ def pairs(lengths, budgets):
     )
 
 
+def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf):
+    time_K = pairs_by_budget(np.array(lengths, float), QUERY_BLOCK)
+    return budgets_by_sensitivity(sensitivity_L, base, time_K, dense_time=dense_time)
+
+
 @given(
     st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any),
     st.integers(1, 20),
@@ -39,7 +49,7 @@ def pairs(lengths, budgets):
 )
 def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(sensitivities, base, lengths):
     sensitivity_L = np.array(sensitivities)
-    found_L = budgets_by_sensitivity(sensitivity_L, base, np.array(lengths, float), QUERY_BLOCK)
+    found_L = by_pairs(sensitivity_L, base, lengths)
     allowed = pairs(lengths, [base] * len(found_L))
     assert pairs(lengths, found_L) <= allowed
     longest = max(lengths)
@@ -54,19 +64,37 @@ def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(sensitivities
         assert is_whole or pairs(lengths, more_L) > allowed
 
 
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any),
+    st.integers(1, 20),
+    st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    st.floats(0.05, 1.5),
+)
+def test_dense_layers_stand_in_for_lists_that_take_as_long(sensitivities, base, lengths, share):
+    sensitivity_L = np.array(sensitivities)
+    dense_time = share * pairs(lengths, [max(lengths)])
+    found_L = by_pairs(sensitivity_L, base, lengths, dense_time)
+    dense_L = found_L == DENSE
+    sparse = [pairs(lengths, [budget]) for budget in found_L[~dense_L]]
+    assert all(each < dense_time for each in sparse)
+    total, allowed = sum(sparse) + dense_time * dense_L.sum(), pairs(lengths, [base] * len(found_L))
+    assert total <= allowed * (1.0 + 1e-8)
+    assert dense_time > pairs(lengths, [base]) or dense_L.all()
+
+
 def test_the_most_sensitive_layers_are_whole():
-    """Six of thirty layers of a short context, and less than two of one of twice the length."""
+    """Six of thirty layers of a short context, and less than three of one of twice the length."""
     sensitivity_L = np.linspace(0.2, 0.3, 30)
     sensitivity_L[[7, 8, 17, 18]] = 0.5, 0.6, 0.8, 0.7
-    found_L = budgets_by_sensitivity(sensitivity_L, 8, np.full(5, 32.0), QUERY_BLOCK)
+    found_L = by_pairs(sensitivity_L, 8, [32] * 5)
     assert (found_L[[7, 8, 17, 18, 29, 28]] == 32).all()
     assert set(found_L[:7]) == {5}
-    found_L = budgets_by_sensitivity(sensitivity_L, 8, np.full(5, 64.0), QUERY_BLOCK)
+    found_L = by_pairs(sensitivity_L, 8, [64] * 5)
     assert (found_L[[17, 18]] == 64).all() and 5 < found_L[8] < 64
     assert set(np.delete(found_L, [8, 17, 18])) <= {5, 6}
 
 
-def config_with(tmp_path, sensitivities):
+def config_with(tmp_path, sensitivities, **choices):
     path = tmp_path / "sensitivity.json"
     path.write_text(
         msgspec.json.encode(
@@ -76,17 +104,66 @@ def config_with(tmp_path, sensitivities):
             }
         ).decode()
     )
-    return SparseBalanceConfig(sensitivity=str(path), base_budget=8, block_size=64)
+    return SparseBalanceConfig(sensitivity=str(path), base_budget=8, block_size=64, **choices)
+
+
+def resolved(config, layers, tokens, stages=1):
+    job = Job.even(layers=layers, ranks=1, stages=stages)
+    cost = CostModel.analytic(SHAPE, config.block_size, selection=config.selection)
+    return with_layer_budgets(config, job, np.array(tokens), cost)
 
 
 def test_a_file_becomes_budgets_of_layers(tmp_path):
-    config = config_with(tmp_path, [0.1, 0.9, 0.1])
-    found = with_layer_budgets(config, 3, np.full(4, 64 * 40))
+    config = config_with(tmp_path, [0.1, 0.9, 0.1], selection="previous-block")
+    found, lines = resolved(config, 3, [64 * 40] * 4)
     assert found.sensitivity is None
     budgets = base_budgets(found.base_budget, found.layer_budgets, 3)
     assert budgets[1] > 8 > budgets[0] == budgets[2]
+    (line,) = lines
+    assert found.layer_budgets in line
     without = replace(config, sensitivity=None)
-    assert with_layer_budgets(without, 3, np.full(4, 64)) is without
+    assert resolved(without, 3, [64]) == (without, ())
+
+
+def test_where_dense_attention_is_as_fast_as_the_base_budget_no_layer_has_lists(tmp_path):
+    """Dense attention of 32 blocks takes less time than lists by token of eight, not than lists by
+    block."""
+    tokens = [64 * 32] * 2
+    config = config_with(tmp_path, [0.1, 0.9, 0.5, 0.1])
+    assert resolved(config, 4, tokens)[0].layer_budgets == "dense:0-3"
+    by_block = config_with(tmp_path, [0.1, 0.9, 0.5, 0.1], selection="previous-block")
+    budgets = base_budgets(8, resolved(by_block, 4, tokens)[0].layer_budgets, 4)
+    assert budgets[1] == DENSE and DENSE not in (budgets[0], budgets[3])
+    by_token_kernels = replace(config, attention="tokens")
+    assert "dense" not in resolved(by_token_kernels, 4, tokens)[0].layer_budgets
+
+
+def attention_ms(budgets, tokens):
+    """Predicted of some layers over all samples."""
+    cost = CostModel.analytic(SHAPE, 64, selection="previous-block")
+    total = 0.0
+    for budget in budgets:
+        dense = budget == DENSE
+        row = features(tokens, np.inf if dense else budget, 64, cost.work)
+        for part in (Part.DENSE_ATTENTION,) if dense else (Part.ATTENTION, Part.ROUTER):
+            total += sum(float(row @ cost.coefficients_ms(part, way)) for way in Direction)
+    return total
+
+
+def test_no_pipeline_stage_takes_longer_and_layers_that_would_need_to_are_named(tmp_path):
+    tokens, choice = [64 * 32] * 2, {"selection": "previous-block"}
+    sensitivities = [0.1] * 12 + [0.9, 0.8, 0.7, 0.6] + [0.1] * 8
+    config = config_with(tmp_path, sensitivities, **choice)
+    found, lines = resolved(config, 24, tokens)
+    assert len(lines) == 1
+    found, lines = resolved(config, 24, tokens, stages=6)
+    base_L = np.array(base_budgets(8, found.layer_budgets, 24))
+    (uniform_ms,), (*stages_ms,) = (
+        [attention_ms(each, tokens) for each in layers]
+        for layers in ([[8] * 4], base_L.reshape(6, 4))
+    )
+    assert 0.8 * uniform_ms < min(stages_ms) and max(stages_ms) < 1.000001 * uniform_ms
+    assert any(line.startswith("layers ") and "15" in line for line in lines[1:])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +178,7 @@ def test_a_file_becomes_budgets_of_layers(tmp_path):
 )
 def test_bad_files_are_refused_by_name(tmp_path, sensitivities, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        with_layer_budgets(config_with(tmp_path, sensitivities), 3, np.full(4, 64))
+        resolved(config_with(tmp_path, sensitivities), 3, [64] * 4)
     assert "--sparse-balance-sensitivity" in str(refused.value)
 
 
