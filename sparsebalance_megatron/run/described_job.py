@@ -21,6 +21,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.samples import open_samples
 from sparsebalance_megatron.errors import place_and_reason
@@ -92,8 +93,9 @@ class DescribedJob:
             batches = batches_of(lengths_tokens, size, steps, place)
         with without_warnings():
             cost = read_costs(settings, self.config, self.device_type)
-        layout = settings.host_job.layout
-        config, _ = with_layer_budgets(self.config, layout, lengths_tokens, cost)
+        job = settings.host_job
+        config = with_dense_length(self.config, cost, job.padded(job.max_sample_tokens))
+        config, _ = with_layer_budgets(config, job.layout, lengths_tokens, cost)
         return workload_of(settings, config, cost, batches)
 
 
