@@ -23,6 +23,12 @@ Packages, and which way imports go (a test enforces it):
 ``megatron -> attention, learn, plan, cost``; ``profile -> megatron``;
 ``run -> megatron, profile, log, data, predict``; ``view -> log, predict``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
+
+Arrays carry their shape as a suffix (``q_THD``). Letters mean the same in all files: T tokens of
+the packed sequence, H query heads, G KV heads, D head dim of keys, F of values, N blocks, K budgets
+or places of a list, L layers, S samples or documents, R data-parallel ranks, P pipeline stages,
+V virtual stages, C = P x V chunks, M micro-batches, J = R x M micro-batches; a leading 2: forward
+and backward. A file's own letters, or closer meanings, stand in its "Shape legend".
 """
 
 from __future__ import annotations

@@ -39,3 +39,7 @@ def listed(names: Collection[str]) -> str:
     shown = sorted(names)[:_NAMES_SHOWN]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"{len(names)} ({', '.join(shown)}{more})"
+
+
+class PlanError(ValueError):
+    """No plan exists, or a plan breaks one of its invariants."""

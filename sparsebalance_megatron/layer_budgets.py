@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base budgets by layer: the text of the flag, and from it one number for every layer.
-
-Shape legend: L layers of the whole model.
-"""
+"""Base budgets by layer: the text of the flag, and from it one number for every layer."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.predict.rows import Row
 from sparsebalance_megatron.predict.workload import Workload

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention: one operation over a selection, and one call that selects as well.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
-heads, G KV heads, D head dim of keys, F of values, S documents, Q rows that select, C heads that
-select, K places of a list.
+Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), Q rows that
+select, C heads that select.
 """
 
 from __future__ import annotations

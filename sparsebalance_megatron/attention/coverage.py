@@ -4,7 +4,7 @@
 Pure functions over curves, whichever selector they come from. Nothing here reads the device from
 the host, and every result is the same in a recomputed pass: no atomics.
 
-Shape legend: S documents, K budgets, from 1 to the most blocks of a document.
+Shape legend: K budgets, from 1 to the most blocks of a document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of the blocks of a packed sequence. Built once per micro-batch, shared by its layers.
 
-Shape legend: T tokens of the packed sequence, S documents, N blocks, B places of a block.
+Shape legend: B places of a block.
 """
 
 from __future__ import annotations

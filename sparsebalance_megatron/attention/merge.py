@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over two disjoint lists of keys, put together.
-
-Shape legend: T tokens of the packed sequence, H query heads, D head dim of keys, F of values.
-"""
+"""Attention over two disjoint lists of keys, put together."""
 
 from __future__ import annotations
 

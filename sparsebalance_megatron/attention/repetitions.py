@@ -7,9 +7,8 @@ one before, nor in its document's first. Heads that match and heads that copy ca
 (research/pretrained.md). Only repetitions that a document has once or twice far away count:
 frequent tokens say nothing.
 
-Shape legend: T tokens of the packed sequence or of a document, H query heads, G KV heads, D head
-dim, L layers, Y rows that are looked at, E query heads of a KV head, X rows and query heads of a KV
-head, A kinds: matching, copying.
+Shape legend: T tokens of the packed sequence or of a document, Y rows that are looked at, E query
+heads of a KV head, X rows and query heads of a KV head, A kinds: matching, copying.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the KV blocks that every query reads: output of selectors, input of attention.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, N blocks, Q rows
-that select, C heads that select, K places of a list.
+Shape legend: Q rows that select, C heads that select.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the kernels and the router of a device with the reference, on a small ragged sequence.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, K places of a list, Q rows that select, C heads that select, N blocks.
+Shape legend: Q rows that select, C heads that select.
 """
 
 from __future__ import annotations

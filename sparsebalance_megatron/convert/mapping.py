@@ -4,9 +4,8 @@
 Megatron's names are those of the local layer spec. In checkpoints its norms carry the names of the
 Transformer Engine spec, because Megatron maps them (``sharded_state_dict_keys_map``).
 
-Shape legend: H query heads, G KV heads, D head dim, F MLP columns, W vocabulary rows, X padded
-vocabulary rows. Only the first dimension is named: weights [.., hidden] and biases [..] are packed
-alike.
+Shape legend: F MLP columns, W vocabulary rows, X padded vocabulary rows. Only the first dimension
+is named: weights [.., hidden] and biases [..] are packed alike.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import numpy as np
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, exchange_of
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,

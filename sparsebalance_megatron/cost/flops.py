@@ -4,7 +4,7 @@
 Matrix multiplications only, two operations per multiply-add, of the whole model whatever its
 tensor-parallel size; backward counts twice the forward, recomputation and routing not at all.
 
-Shape legend: L layers, S samples or documents.
+Shape legend: S samples or documents.
 """
 
 from __future__ import annotations

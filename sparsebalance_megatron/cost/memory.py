@@ -4,8 +4,6 @@
 Counted are weights with gradients and Adam's state, and the activations of the micro-batches in
 flight, with what this package adds: the lists of selected blocks. Not counted are the allocator's
 fragmentation, the CUDA context, NCCL's buffers and workspaces of libraries.
-
-Shape legend: P pipeline stages, R data-parallel ranks, M micro-batches.
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ from sparsebalance_megatron.config import (
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.experts import exchange_ms_per_token
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.rates import DEVICES, Efficiency, selection_efficiency
-from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
 

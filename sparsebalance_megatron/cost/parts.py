@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 
 class Part(StrEnum):
@@ -39,3 +43,22 @@ NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 OF_EVERY_MODEL = tuple(part for part in Part if part not in (Part.DENSE_ATTENTION, Part.EXPERTS))
 """Parts that every table has times of; of experts only where the model has them, and of dense
 attention unless an earlier release measured it."""
+
+
+OperationMs = Annotated[float, Meta(ge=0.0, le=1e7)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentCost:
+    """Costs beside those of the same micro-batches in one piece.
+
+    The defaults are assumptions. A cost table may hold other values under ``segments``.
+
+    Attributes:
+        slowness: time of the segments of a sample over its time in one piece, at least 1.
+        operation_ms: forward and backward ms that every operation takes beside a micro-batch's
+            constant, in a step that runs in segments.
+    """
+
+    slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.03
+    operation_ms: tuple[OperationMs, OperationMs] = (0.3, 0.6)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sensitivities of a model's layers, in a file.
-
-Shape legend: L layers.
-"""
+"""Sensitivities of a model's layers, in a file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors on predicted times.
-
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages.
-"""
+"""Factors on predicted times."""
 
 from __future__ import annotations
 

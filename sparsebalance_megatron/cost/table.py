@@ -14,8 +14,13 @@ import numpy as np
 
 from sparsebalance_megatron.config import check_range
 from sparsebalance_megatron.cost.experts import ExpertShape
-from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import (
+    NEVER_TIMED,
+    OF_EVERY_MODEL,
+    Direction,
+    Part,
+    SegmentCost,
+)
 from sparsebalance_megatron.cost.work_model import WorkModel, features
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json

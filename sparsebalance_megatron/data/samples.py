@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of a run: of one data set, or of several in the order of Megatron's blending index.
-
-Shape legend: S samples.
-"""
+"""The samples of a run: of one data set, or of several in Megatron's order of a blend."""
 
 from __future__ import annotations
 

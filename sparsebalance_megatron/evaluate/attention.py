@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention behind the attention interface of Hugging Face models.
 
-Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with those of the
-cache, H query heads, G KV heads, D head dim, N blocks.
+Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with those of the cache.
 """
 
 from __future__ import annotations

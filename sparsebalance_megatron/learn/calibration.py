@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrects predicted times by measured ones: of every stage, and of devices slower than others.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W steps
-of history (a window), I micro-batches of all ranks.
+Shape legend: W steps of history (a window), I micro-batches of all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the steps of a host, which gives their samples, and learns from what it measured.
-
-Shape legend: L layers, S samples of a step.
-"""
+"""Plans the steps of a host, which gives their samples, and learns from what it measured."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of a step: on one rank, and reduced over ranks, identical on all of them.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, W ranks that share a micro-batch, Y segments of a
-micro-batch, X collectives of a chunk, Z passes through a collective.
+Shape legend: U length buckets, W ranks that share a micro-batch, Y segments of a micro-batch, X
+collectives of a chunk, Z passes through a collective.
 """
 
 from __future__ import annotations

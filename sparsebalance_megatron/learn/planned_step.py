@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that was planned.
-
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
-"""
+"""A step that was planned."""
 
 from __future__ import annotations
 

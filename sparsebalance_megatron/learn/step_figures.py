@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a step: what log lines, scalars, log files and reports say of it.
-
-Shape legend: R data-parallel ranks, P pipeline stages, L layers.
-"""
+"""The figures of a step: what log lines, scalars, log files and reports say of it."""
 
 from __future__ import annotations
 

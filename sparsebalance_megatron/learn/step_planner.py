@@ -4,8 +4,6 @@
 A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and knowledge changes only
 in :meth:`StepPlanner.learn`, from measurements that are identical on all ranks. So ranks that make
 the same calls make the same plans.
-
-Shape legend: L layers, S samples of a step, P pipeline stages, V virtual stages.
 """
 
 from __future__ import annotations

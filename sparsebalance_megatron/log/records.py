@@ -3,8 +3,7 @@
 
 A log is a file of JSON lines. NaN and infinity are written as null: not measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-S samples of a micro-batch, U length buckets, K budgets of the grid, 2 forward and backward.
+Shape legend: U length buckets, K budgets of the grid, 2 forward and backward.
 """
 
 from __future__ import annotations

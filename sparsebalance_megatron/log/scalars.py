@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
-
-Shape legend: L layers, S samples.
-"""
+"""A step's figures as scalars for TensorBoard and W&B; docs/TELEMETRY.md lists them."""
 
 from __future__ import annotations
 

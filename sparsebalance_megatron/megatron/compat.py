@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.19 and 0.20).
-
-Shape legend: P pipeline stages, V virtual stages.
-"""
+"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.19 and 0.20)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's core attention, replaced: route, select, attend; and specs of layers with it.
 
-Shape legend: T tokens of the packed sequence, H query heads and G KV heads of this tensor-parallel
-rank, D head dim of keys, F of values, S samples, K budgets, s sequence, b batch.
+Megatron's multi-latent attention, rotating by the true positions of an operation's tokens.
+
+Other attention gets its table of rotary embeddings from the model; this one makes it in every
+layer, for one sequence from position 0.
+
+Shape legend: H query heads and G KV heads of this tensor-parallel rank, K budgets, s sequence, b
+batch, T tokens that an operation computes.
 """
 
 from __future__ import annotations
@@ -46,13 +51,63 @@ from sparsebalance_megatron.megatron.kept_attention import (
     in_first_pass,
     in_recomputed_pass,
 )
-from sparsebalance_megatron.megatron.latent_attention import with_true_positions
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
     LocalMicroBatch,
 )
 from sparsebalance_megatron.megatron.unsupported import check_replaced_attention
+
+
+def with_true_positions(attention: type) -> type:
+    """A subclass of ``MLASelfAttention``, or of a subclass of it, with :class:`TruePositions`."""
+    return type(attention.__name__, (TruePositions, attention), {})
+
+
+class TruePositions:
+    """Mixed into Megatron's multi-latent attention.
+
+    A packed sequence with a plan passes in the sbhd layout, with a batch of one: line i of the
+    table then belongs to token i, values keep their head dim, and no boundary is read from the
+    device. Other inputs pass as they are.
+    """
+
+    rotary_pos_emb: Any
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._position_T: Tensor | None = None
+        self.rotary_pos_emb.register_forward_pre_hook(self._uncut, with_kwargs=True)
+        self.rotary_pos_emb.register_forward_hook(self._lines_of_tokens)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        packed: Any = keywords.get("packed_seq_params")
+        context: LocalMicroBatch | None = getattr(packed, "micro_batch", None)
+        self._position_T = None
+        if context is not None:
+            sequence = context.sequence
+            self._position_T = (
+                context.layout.position_T if sequence is None else sequence.positions_T
+            )
+            packed = copy.copy(packed)
+            packed.qkv_format = "sbhd"
+        keywords["packed_seq_params"] = packed
+        return super().forward(*arguments, **keywords)  # type: ignore[misc]
+
+    def _uncut(self, _: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+        """Ask for the lines of the whole sequence, where Megatron would cut them by rank."""
+        if self._position_T is not None:
+            keywords = {**keywords, "packed_seq": True}
+        return arguments, keywords
+
+    def _lines_of_tokens(self, _: Any, __: Any, table: Any) -> Any:
+        """Give the line of each token, [T, 1, rotary dim]; YaRN's table comes with a scale."""
+        if self._position_T is None:
+            return table
+        lines, *scale = table if isinstance(table, tuple) else (table,)
+        of_tokens = lines[:, 0].index_select(0, self._position_T)
+        return (of_tokens, *scale) if scale else of_tokens
+
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 

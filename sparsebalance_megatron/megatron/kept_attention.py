@@ -6,8 +6,7 @@ output, log-sum-exp and lists stay with the micro-batch, and the second takes th
 routing and attending again, as in DISTFLASHATTN (arXiv:2310.03294, section 3.3: a checkpoint at
 attention's output). Queries, keys and values are computed again; backward needs them.
 
-Shape legend: T tokens of this rank's slice of the sequence, H query heads, G KV heads, D head dim
-of keys, F of values.
+Shape legend: T tokens of this rank's slice of the sequence.
 """
 
 from __future__ import annotations

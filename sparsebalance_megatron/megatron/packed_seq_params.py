@@ -4,8 +4,7 @@
 Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
 schedules run layers of several micro-batches in turn, and each finds its own here.
 
-Shape legend: L layers of the whole model, S samples of the micro-batch, K budgets of the grid,
-T tokens of what runs.
+Shape legend: S samples of the micro-batch, T tokens of what runs.
 """
 
 from __future__ import annotations

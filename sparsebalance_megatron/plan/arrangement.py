@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of all samples of a step, with the micro-batches that several ranks share.
-
-Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches.
-"""
+"""Places of all samples of a step, with the micro-batches that several ranks share."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 """Lower bounds of step times over all placements of a step's samples, with micro-batches of one
 rank or of several, in one piece or in segments.
 
-Shape legend: P pipeline stages, V virtual stages (chunks per stage), S samples of a global batch,
-C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks, M micro-batches
-(positions of a rank), W cp_sizes; a leading 2: forward and backward.
+Shape legend: M micro-batches (positions of a rank), W cp_sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score coverage against budget: one curve per layer and length bucket, averaged over steps.
 
-Shape legend: L layers of the whole model, U length buckets, K budgets of the grid, S samples.
+Shape legend: U length buckets.
 """
 
 from __future__ import annotations

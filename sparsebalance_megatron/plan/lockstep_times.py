@@ -5,9 +5,7 @@ A lockstep group begins every layer together. So an operation takes the sum over
 slowest member's own time, and besides what the group does together: its experts, by its tokens.
 Every member takes that long, and the group is one rank of the pipeline.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
-V virtual stages, M micro-batches, C = P x V chunks, J = R x M micro-batches, E groups, W ranks of a
-group; a leading 2: forward and backward.
+Shape legend: E groups, W ranks of a group.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.layer_costs import LayerCosts
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import LayerCosts, StepCosts
 
 
 def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imbalance of work, and utilisation of stages.
-
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
-"""
+"""Imbalance of work, and utilisation of stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches whose cp_sizes are planned, and where they run.
-
-Shape legend: S samples of a global batch, R data-parallel ranks, C chunks; a leading 2: forward and
-backward.
-"""
+"""Micro-batches whose cp_sizes are planned, and where they run."""
 
 from __future__ import annotations
 

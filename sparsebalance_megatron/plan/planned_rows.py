@@ -11,8 +11,7 @@ pipeline whose micro-batches are rows (:mod:`.search.rows`).
    samples on ranks (:mod:`.search.annealing`): a row is a sample there, and a group a rank.
 3. *Choice.* Of these and of the placements that know nothing of rows, the shortest step wins.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, M micro-batches, C
-chunks, X rows, W members of a group; a leading 2: forward and backward.
+Shape legend: X rows, W members of a group.
 """
 
 from __future__ import annotations

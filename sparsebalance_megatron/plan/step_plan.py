@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one step: frozen data that every rank computes alike.
 
-Shape legend: L layers of the whole model, S samples of a micro-batch, R data-parallel ranks,
-P pipeline stages, V virtual stages, M micro-batches, U segments of a rank; a leading 2: forward and
-backward.
+Shape legend: U segments of a rank.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from operator import attrgetter
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import is_power_of_two, most_segments
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.settings import PlanSettings
 
 

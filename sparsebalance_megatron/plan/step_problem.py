@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a plan, and the questions that all parts of the planner ask about them.
-
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
-V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and backward.
-"""
+"""Inputs of a plan, and the questions that all parts of the planner ask about them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers per pipeline stage that make up for the embedding and the output head.
-
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches; a leading
-2: forward and backward.
-"""
+"""Layers per pipeline stage that make up for the embedding and the output head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a job's pipeline stages: in planned steps, and at most.
 
-Shape legend: L layers, P pipeline stages, R data-parallel ranks, M micro-batches, U segments.
+Shape legend: U segments.
 """
 
 from __future__ import annotations

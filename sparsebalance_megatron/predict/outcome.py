@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workloads are predicted to take. Everything that predicts gets its numbers here.
-
-Shape legend: L layers, S samples of a global batch.
-"""
+"""What workloads are predicted to take. Everything that predicts gets its numbers here."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim of keys, F of
-values.
+Shape legend: T tokens of a member's slice.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, h hidden size, S samples.
+Shape legend: F of values, h hidden size.
 """
 
 from __future__ import annotations

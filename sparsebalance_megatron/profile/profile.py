@@ -21,8 +21,7 @@ import torch
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, plans and prints a dry run. Loads Megatron.
-
-Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a micro-batch.
-"""
+"""Checks, plans and prints a dry run. Loads Megatron."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's forward step for packed micro-batches that carry their budgets.
-
-Shape legend: T tokens of the packed sequence.
-"""
+"""Megatron's forward step for packed micro-batches that carry their budgets."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 
 A host plans (:attr:`HostRun.planner`), cuts this rank's part of its sequences as planned
 (:meth:`HostRun.cut`), and lets :meth:`HostRun.attach` put budgets on them.
-
-Shape legend: S samples, L layers, T tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run on one rank: follows its steps and has its planner learn from each of them.
-
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
-"""
+"""A training run on one rank: follows its steps and has its planner learn from each of them."""
 
 from __future__ import annotations
 

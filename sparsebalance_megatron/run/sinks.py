@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of a step's figures on one rank: step log, rank log, scalars.
 
-Shape legend: L layers, U length buckets, K budgets of the grid, O rows of observations.
+Shape legend: U length buckets, O rows of observations.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reduction per step: what every rank measured, known to all ranks alike.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations (one per
-micro-batch and chunk, layer, sample), S samples of a micro-batch, X collectives of a chunk in which
-ranks wait for one another, 2 forward and backward. Of times inside collectives, Y segments of a
-micro-batch and Z passes.
+Shape legend: U length buckets, C = K + 5 columns, O rows of observations (one per micro-batch and
+chunk, layer, sample), X collectives of a chunk in which ranks wait for one another, 2 forward and
+backward. Of times inside collectives, Y segments of a micro-batch and Z passes.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -32,7 +32,6 @@ from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_model
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise, print_rank_0
 from sparsebalance_megatron.run.forward_step import ForwardStep

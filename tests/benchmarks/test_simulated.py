@@ -14,8 +14,8 @@ from simulated.peers import verl_placement
 from simulated.setups import SETUPS
 
 from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.predict.outcome import predict
 from sparsebalance_megatron.predict.rows import EXACT, ROWS
 

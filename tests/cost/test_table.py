@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from sparsebalance_megatron.cost.fit import fit_cost_model
-from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 
 Measure = Callable[..., CostTable]

@@ -15,7 +15,7 @@ from sparsebalance_megatron.megatron import cpu
 cpu.install()
 
 from sparsebalance_megatron.cost.model import CostModel  # noqa: E402
-from sparsebalance_megatron.cost.segments import SegmentCost  # noqa: E402
+from sparsebalance_megatron.cost.parts import SegmentCost  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 analytic = CostModel.analytic

@@ -6,9 +6,8 @@ which everything is selected is attended to densely, on the CPU, where the host 
 waiting. How past blocks are gathered is what implementations differ in: here by query block, in
 :mod:`.tokens` by token.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim of keys, F of values, N blocks of the queries, K places of a list, Q rows and C heads that
-select.
+Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, Q
+rows and C heads that select.
 """
 
 from __future__ import annotations

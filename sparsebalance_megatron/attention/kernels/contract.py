@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of attention implementations, and the autograd function over any of them.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
-heads, G KV heads, D head dim of keys, F of values.
+Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 """Whole documents: every query reads all tokens of its document up to itself, and no lists.
 
 On CUDA one call of torch's flash kernels serves all documents, on the CPU one each.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values.
 """
 
 from __future__ import annotations

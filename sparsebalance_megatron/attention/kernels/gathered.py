@@ -6,10 +6,9 @@ units of its list, blocks or single tokens, are gathered for it side by side. On
 lists of one length are computed together. Elsewhere lists are padded, and padding is a unit of
 zeros of its own: a mask that adds -inf would not hold back the NaN of another document.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim of keys, F of values, N blocks of the queries, K places of a list, B tokens of a query
-block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of keys units of all
-heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
+Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, B
+tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of
+keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ selection. Computes in float32, or float64 for float64 inputs. Time is quadratic
 tokens and does not fall with the budget. Masks are made anew in the backward pass, so memory
 between passes is linear.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, K places of a list, Q queries and E keys of a document.
+Shape legend: Q queries and E keys of a document.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ gives the LSE, and its backward pass takes an output and an LSE from outside, so
 It cuts tiles by their shape alone, so that the rows beside a row change none of its bits.
 Elsewhere torch's products compute.
 
-Shape legend: A tiles, I rows of a tile, W keys of a tile, D head dim of keys, F of values.
+Shape legend: A tiles, I rows of a tile, W keys of a tile.
 """
 
 from __future__ import annotations

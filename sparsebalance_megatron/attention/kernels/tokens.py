@@ -10,12 +10,11 @@ and their number is bounded by what the host knows, so outside the CPU nothing w
 Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is linear in tokens,
 whatever the budget.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim of keys, F of values, U of several tensors side by side, N blocks of the keys' sequence, K
-places of a list, X rows of a KV head that select (a token's selecting heads side by side; where a
-dummy is added, it is what padding reads and writes), E query heads of a row, B tokens of a KV
-block, A tiles, I rows of a tile, Y query heads of all rows of a tile (I * E), Z places in all tiles
-(A * Y).
+Shape legend: T tokens of the packed sequence (of queries or of keys), U of several tensors side by
+side, N blocks of the keys' sequence, X rows of a KV head that select (a token's selecting heads
+side by side; where a dummy is added, it is what padding reads and writes), E query heads of a row,
+B tokens of a KV block, A tiles, I rows of a tile, Y query heads of all rows of a tile (I * E), Z
+places in all tiles (A * Y).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 Boundaries of documents lie on the device. The kernels write nothing outside of documents: rows
 there hold whatever was in memory, which may be NaN.
 
-Shape legend: T tokens, H query heads, G KV heads, D head dim of keys, F of values, W the widest
-head dim, S documents.
+Shape legend: W the widest head dim.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of selectors, which choose the KV blocks that a query reads.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
-K budgets.
-"""
+"""Interface of selectors, which choose the KV blocks that a query reads."""
 
 from __future__ import annotations
 

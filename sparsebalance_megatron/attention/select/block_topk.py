@@ -4,8 +4,7 @@
 Nothing here reads the device from the host, so budgets may differ in every call at no cost.
 Every result is the same in a recomputed pass: no atomics, no unstable sort.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
-N blocks, K budgets or places of a list, Q rows that select, C heads that select.
+Shape legend: K budgets or places of a list, Q rows that select, C heads that select.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Means over blocks, coverage curves and the lengths of lists, in one launch each.
 
-Shape legend: T tokens of the packed sequence, H query heads or KV heads, D head dim, S documents, N
-blocks of the queries' sequence, K budgets, Q rows that select, C heads that select.
+Shape legend: H query heads or KV heads, N blocks of the queries' sequence, Q rows that select, C
+heads that select.
 """
 
 from __future__ import annotations

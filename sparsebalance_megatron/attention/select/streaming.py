@@ -3,9 +3,9 @@
 
 What is kept is the lists alone, and a sum per document.
 
-Shape legend: N blocks, S documents of the keys' sequence, G KV heads, D head dim, K places of a
-list, Q rows that select, C heads that select, E query heads of a selecting head, Y rows of a chunk,
-W columns of a chunk (blocks that its rows may read), I first blocks of a document.
+Shape legend: S documents of the keys' sequence, Q rows that select, C heads that select, E query
+heads of a selecting head, Y rows of a chunk, W columns of a chunk (blocks that its rows may read),
+I first blocks of a document.
 """
 
 from __future__ import annotations

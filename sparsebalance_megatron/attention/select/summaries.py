@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries of blocks, which let a selector score blocks that another rank holds.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks of
-the sequence, B places of a block, C heads that select.
+Shape legend: N blocks of the sequence, B places of a block, C heads that select.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
 
 The base class has what rings share with it: summaries and masses of members, and transfers.
 
-Shape legend: T tokens (of a slice or of the sequence), N blocks of them, S documents of the
-sequence, K budgets, G KV heads, D head dim of keys, F of values, E both side by side, Z tokens of
-all members, padded to as many as the longest has.
+Shape legend: T tokens (of a slice or of the sequence), N blocks of them, E both side by side, Z
+tokens of all members, padded to as many as the longest has.
 """
 
 from __future__ import annotations

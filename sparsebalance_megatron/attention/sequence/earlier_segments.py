@@ -9,9 +9,8 @@ a segment, which are all that its queries may read.
 Several ranks may share a micro-batch that has segments. Each then keeps what it holds of earlier
 segments, and an exchange between the ranks brings the rest, with every segment anew.
 
-Shape legend: T tokens of a segment or of the sequence so far, on this rank, G KV heads, D head dim
-of keys, F of values, E both side by side, S documents that have begun, K budgets up to the most
-blocks of a document so far.
+Shape legend: T tokens of a segment or of the sequence so far, on this rank, E both side by side, S
+documents that have begun, K budgets up to the most blocks of a document so far.
 """
 
 from __future__ import annotations

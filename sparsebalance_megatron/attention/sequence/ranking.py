@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranking of what a slice's queries may read, as one rank that holds the sequence would rank it.
 
-Shape legend: T tokens of the slice, H query heads, G KV heads, D head dim, S documents, K budgets.
+Shape legend: T tokens of the slice.
 """
 
 from __future__ import annotations

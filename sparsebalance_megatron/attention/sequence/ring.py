@@ -8,8 +8,7 @@ backward pass keys and values go round again, and their gradients follow them.
 After the double ring of LoongTrain (arXiv:2406.18485), a ring of rings crosses slow links once for
 every inner ring: what will start the next inner ring is in flight during the whole of this one.
 
-Shape legend: T tokens of a slice, G KV heads, D head dim of keys, F of values, E both side by side,
-W members.
+Shape legend: T tokens of a slice, E both side by side, W members.
 """
 
 from __future__ import annotations

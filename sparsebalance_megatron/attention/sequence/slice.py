@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a packed sequence that one rank holds, and the group that holds the whole.
 
-Shape legend: T tokens (of the packed sequence or of a slice), G KV heads, E head dims of keys and
-values side by side, S documents, N blocks, W members of the group, X columns of a table (one more
-than there are blocks, or tokens).
+Shape legend: T tokens (of the packed sequence or of a slice), E head dims of keys and values side
+by side, W members of the group, X columns of a table (one more than there are blocks, or tokens).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 A few layers carry a model's look-ups: they need many blocks, the others few. Which layers do is
 measured before training (``sparse-balance sensitivity``) and read here.
 
-Shape legend: L layers, S samples, K budgets that a layer may have, X lengths of samples, F
-features.
+Shape legend: K budgets that a layer may have, X lengths of samples, F features.
 """
 
 from __future__ import annotations

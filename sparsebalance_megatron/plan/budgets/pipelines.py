@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines that a filling raises: of micro-batches in one piece, or in segments.
 
-Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches, C chunks, J = R x M
-micro-batches, Q price levels, E rank groups, W ranks of a rank group, U units of a rank group,
-I rank groups that still rise, X candidates, Y segments of all ranks, Z = Y x P, O operations; a
-leading 2: forward and backward.
+Shape legend: Q price levels, E rank groups, W ranks of a rank group, U units of a rank group, I
+rank groups that still rise, X candidates, Y segments of all ranks, Z = Y x P, O operations.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 
 The latter two trade in the steps of :mod:`.price`, best coverage per ms first.
 
-Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
-M micro-batches, J = R x M micro-batches.
+Shape legend: I chosen steps.
 """
 
 from __future__ import annotations

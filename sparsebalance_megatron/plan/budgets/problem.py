@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a choice of budgets, and the budgets that the coverage threshold allows.
 
-Shape legend: S samples, L layers, Z sizes (samples of as many blocks).
+Shape legend: Z sizes (samples of as many blocks).
 """
 
 from __future__ import annotations

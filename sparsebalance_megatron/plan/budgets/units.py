@@ -12,9 +12,8 @@ one chunk of a row (the micro-batches of a group at one position), and its budge
    envelope of coverage over height gives every step from height to height a slope.
 3. A level takes the steps whose slopes are at least its price, as levels of micro-batches do.
 
-Shape legend: S samples, L layers, Q price levels, I heights, Z sizes (samples of as many blocks),
-R data-parallel ranks, M micro-batches, C chunks, J = R x M micro-batches, E groups, W ranks of a
-group, X = E x M rows; a leading 2: forward and backward.
+Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), E groups, W ranks of a
+group, X = E x M rows.
 """
 
 from __future__ import annotations

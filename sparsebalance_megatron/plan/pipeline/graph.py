@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a schedule in waves: all operations of a wave can be simulated at once.
 
-Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
-(chunks per stage), M micro-batches, O operations, X columns of times; a leading 2: forward and
-backward.
+Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of times.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from itertools import pairwise, starmap
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import Members
 from sparsebalance_megatron.plan.pipeline.orders import (
     PipelineOrder,
@@ -22,7 +21,6 @@ from sparsebalance_megatron.plan.pipeline.orders import (
     meeting_order,
     segmented_order,
 )
-from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

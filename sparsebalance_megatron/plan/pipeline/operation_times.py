@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The times of a step: one vector over the operations of a schedule for each rank.
 
-Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
-R data-parallel ranks or candidate pipelines, U segments, O operations; a leading 2: forward and
-backward.
+Shape legend: R data-parallel ranks or candidate pipelines, U segments, O operations.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import Members, unshared
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, segmented_graph
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
-from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,8 @@ everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 ``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``,
 ``get_schedule_table``).
 
-Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
-(chunks per stage), M micro-batches of all pipelines, J = R x M places, U segments of all
-micro-batches, O operations; a leading 2: forward and backward.
+Shape legend: R data-parallel ranks or candidate pipelines, M micro-batches of all pipelines, U
+segments of all micro-batches, O operations.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
-from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 class Operation(NamedTuple):

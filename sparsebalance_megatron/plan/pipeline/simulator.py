@@ -6,8 +6,7 @@ The order and the inputs are those of the :data:`.orders.Schedule` that the time
 share a micro-batch begin each of its operations together. Ranks of a lockstep group begin and end
 every operation together, so the group is simulated as one rank with the largest times.
 
-Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
-R data-parallel ranks or candidate pipelines, O operations, X columns of R in
+Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of R in
 :attr:`.Members.order`.
 """
 
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

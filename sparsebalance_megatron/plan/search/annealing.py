@@ -20,8 +20,8 @@ It *stops* where the effort is spent, where no round of many has found a shorter
 step is short enough. The shortest step of all rounds is returned, so none is ever longer than the
 first.
 
-Shape legend: R data-parallel ranks, M micro-batches, F forward, then backward of every chunk;
-E pairs of rank groups, I moves, W ranks of a pair, Y micro-batches that a move makes.
+Shape legend: F forward, then backward of every chunk, E pairs of rank groups, I moves, W ranks of a
+pair, Y micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.contents import Contents
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
-from sparsebalance_megatron.plan.search.numbers import Numbers
 from sparsebalance_megatron.plan.search.orders import in_best_orders
-from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 

@@ -4,8 +4,6 @@ latency.
 
 Every function returns ``placement[rank][micro_batch]``, a tuple of sample indices. All are
 deterministic; ties go to the lower index.
-
-Shape legend: S samples of a global batch, R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placement:

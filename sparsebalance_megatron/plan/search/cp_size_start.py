@@ -5,7 +5,7 @@ The cp_sizes are powers of two. Taken from the widest to the narrowest they fill
 every rank group, as many neighbouring ranks as the widest micro-batch may have, without
 gaps and each at a multiple of its cp_size.
 
-Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, J micro-batches.
+Shape legend: J micro-batches.
 """
 
 from __future__ import annotations

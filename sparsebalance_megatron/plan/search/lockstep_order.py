@@ -6,8 +6,7 @@ Where large micro-batches of one rank meet large ones of the others, the sum of 
 is small: without a pipeline, and where backward times rank as forward times do, no order is shorter
 than the one in which all times fall.
 
-Shape legend: S samples, R data-parallel ranks, M micro-batches, O operations, C chunks, W ranks
-that are ordered together, I their positions; a leading 2: forward and backward.
+Shape legend: O operations, W ranks that are ordered together, I their positions.
 """
 
 from __future__ import annotations

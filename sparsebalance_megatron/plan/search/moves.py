@@ -12,8 +12,8 @@ micro-batches a and b of its pair:
 - *Halve*: a becomes two micro-batches on half of its ranks each, with every second of its samples
   by weight.
 
-Shape legend: S samples, J places, X contents, R data-parallel ranks, E pairs of rank groups,
-I moves, A micro-batches, Y = 2 micro-batches that a move makes.
+Shape legend: J places, X contents, E pairs of rank groups, I moves, A micro-batches, Y = 2
+micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.contents import BLOCKS, SEQUENCES, TOKENS
-from sparsebalance_megatron.plan.search.numbers import Numbers
-from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, Numbers, State
 
 
 class Kind(IntEnum):

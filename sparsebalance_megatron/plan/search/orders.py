@@ -8,9 +8,7 @@
 2. *Moves*: two micro-batches change places, all pairs or near ones as far as the effort goes. Every
    rank takes the best one, and again, until none helps.
 
-Shape legend: S samples, R data-parallel ranks, P pipeline stages, V virtual stages,
-M micro-batches, C = P x V chunks, X candidates, O orders; a 2 as the last axis: forward and
-backward.
+Shape legend: X candidates, O orders; a 2 as the last axis: forward and backward.
 """
 
 from __future__ import annotations

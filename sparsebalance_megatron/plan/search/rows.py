@@ -12,8 +12,8 @@ long as its fullest bin, its height. The sum of heights is what all rows take, o
    there, where that lowers the sum of heights most. Rows that no move of a round has touched move
    at once. This ends where no move helps, or after ``_MAX_ROUNDS``.
 
-Shape legend: S samples, X rows, W bins of a row, J = X x W bins, A samples that may move, Y places
-where they may go: samples, then bins.
+Shape legend: X rows, W bins of a row, J = X x W bins, A samples that may move, Y places where they
+may go: samples, then bins.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are tho
 those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
 in numpy.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates,
-P pipeline stages, M micro-batches, U segments of a micro-batch or of all, I samples of all
-micro-batches, E pieces (parts of samples), X places or columns, Y prefixes; a leading 2: forward
-and backward.
+Shape legend: R data-parallel ranks or candidates, U segments of a micro-batch or of all, I samples
+of all micro-batches, E pieces (parts of samples), X places or columns, Y prefixes.
 """
 
 from __future__ import annotations

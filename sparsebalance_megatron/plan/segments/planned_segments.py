@@ -7,9 +7,6 @@ stage, where ranks alone have unequal work: cut finely, a pipeline takes about w
 micro-batches take one after another. Then :mod:`.search` places, orders and cuts.
 
 Segments are used where the step takes less than ``LEAST_GAIN`` of its time in one piece.
-
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks, M micro-batches,
-J = R x M places, C chunks; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.candidate import Candidate, shortest
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
-from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.planned_cp_sizes import searched_cp_sizes
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.segments.segmented_times import rows_of

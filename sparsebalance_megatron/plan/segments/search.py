@@ -19,8 +19,7 @@ one position. The step ends with the last group.
 5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
    operations as it may (:mod:`..search_effort`), so that all ranks find the same.
 
-Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, U segments, X
-candidates.
+Shape legend: U segments, X candidates.
 """
 
 from __future__ import annotations

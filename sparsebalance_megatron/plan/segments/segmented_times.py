@@ -8,10 +8,8 @@ rank of the pipeline.
 Ranks that share micro-batches and do not wait in layers are pipelines that begin shared operations
 together.
 
-Shape legend: S samples of a global batch, L layers, R data-parallel ranks or candidates, P pipeline
-stages, C = P chunks, M micro-batches, J = R x M micro-batches, W ranks of a group, U segments, of a
-member or of all, X columns: L layers, then C embeddings and heads, then C experts; a leading 2:
-forward and backward.
+Shape legend: R data-parallel ranks or candidates, C = P chunks, W ranks of a group, U segments, of
+a member or of all, X columns: L layers, then C embeddings and heads, then C experts.
 """
 
 from __future__ import annotations

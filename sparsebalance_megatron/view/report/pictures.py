@@ -2,8 +2,6 @@
 """Bars on a time axis, which ``templates/`` draw as SVG: where a step's time goes.
 
 One step in full, and the mean step against the baseline's.
-
-Shape legend: L layers, S samples of a micro-batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Line plots of a report: coverage against budget, loss over iterations.
 
-Shape legend: L layers, U length buckets, K budgets of the grid.
+Shape legend: U length buckets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of every stage of every rank in one step, with their times: predicted, and measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
-U segments, O operations, 2 forward and backward.
+Shape legend: U segments, O operations, 2 forward and backward.
 """
 
 from __future__ import annotations

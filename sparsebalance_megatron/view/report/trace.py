@@ -4,8 +4,7 @@
 Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), metadata ("M").
 Times are microseconds with three decimals, so whole nanoseconds: neighbours never overlap.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
-and backward.
+Shape legend: M micro-batches, 2 forward and backward.
 """
 
 from __future__ import annotations

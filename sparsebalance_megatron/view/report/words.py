@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one run, or of two side by side, as sentences and as tables of text.
-
-Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches.
-"""
+"""The numbers of one run, or of two side by side, as sentences and as tables of text."""
 
 from __future__ import annotations
 

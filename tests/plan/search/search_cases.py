@@ -15,10 +15,8 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.contents import Contents
 from sparsebalance_megatron.plan.search.moves import Drawing, Moves, Rules
-from sparsebalance_megatron.plan.search.numbers import Numbers
-from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)

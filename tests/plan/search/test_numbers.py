@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.numbers import Numbers
+from sparsebalance_megatron.plan.search.state import Numbers
 
 
 def splitmix64(seed, count):

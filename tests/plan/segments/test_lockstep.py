@@ -21,7 +21,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.model import Part
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms

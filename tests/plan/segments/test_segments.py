@@ -20,7 +20,7 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared

@@ -20,8 +20,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.parts import Direction, SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms

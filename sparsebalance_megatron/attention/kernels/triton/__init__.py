@@ -3,9 +3,6 @@
 
 Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
 reads the device from the host, and budgets or tokens that change compile nothing.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ list. A second kernel adds up a token's results in the order of its readers. No 
 to one place, so that results repeat bit by bit. Query blocks are computed in chunks, which bound
 the memory for partial sums.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
-head dim of keys, F of values, X both side by side, N blocks of the queries' sequence, K places of a
-list of columns, J query blocks of a chunk, E entries of a chunk's lists, Z places of all query
-blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile, O entries of a
-program.
+Shape legend: T tokens of the packed sequence (of queries or of keys), X both side by side, N blocks
+of the queries' sequence, K places of a list of columns, J query blocks of a chunk, E entries of a
+chunk's lists, Z places of all query blocks, full or not, C columns (keys) of a tile, O entries of a
+program; in kernels Y query rows of a tile.
 """
 
 from __future__ import annotations

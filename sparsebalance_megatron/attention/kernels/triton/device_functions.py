@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device functions of all attention kernels: loads, a step of each product, stores, constants.
 
-Shape legend: T tokens of the packed sequence, D head dim of keys, F of values, E both side by side,
-I items, B tokens of a block; in kernels Y query rows of a tile, C columns (keys) of a tile.
+Shape legend: E both side by side, I items, B tokens of a block, C columns (keys) of a tile; in
+kernels Y query rows of a tile.
 """
 
 from __future__ import annotations

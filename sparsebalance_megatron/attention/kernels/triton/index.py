@@ -9,9 +9,9 @@ on a value of the device, so the host never waits.
 A *reader* is one list: that of a query block, or of a token and a head that selects. Those of one
 KV head are numbered row by row, the lists of a row side by side.
 
-Shape legend: Q rows and C heads that select, K places of a list, G KV heads, U inverse lists (one
-per KV head and KV block, all KV blocks of a head side by side), E entries (Q * C * K), J bounds of
-tiles of readers, list by list, I capacity for items, O lists of a tile.
+Shape legend: Q rows and C heads that select, U inverse lists (one per KV head and KV block, all KV
+blocks of a head side by side), E entries (Q * C * K), J bounds of tiles of readers, list by list, I
+capacity for items, O lists of a tile.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ bit. The gradient of a KV block sums over the heads of its group inside one prog
 readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
 What readers of single columns give is added by :mod:`.column_gradient_kernels`.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, E both side by side, I items, B tokens of a block, Z places of all query blocks, full or
-not; in kernels C columns (keys) of a tile.
+Shape legend: E both side by side, I items, B tokens of a block, Z places of all query blocks, full
+or not; in kernels C columns (keys) of a tile.
 """
 
 from __future__ import annotations

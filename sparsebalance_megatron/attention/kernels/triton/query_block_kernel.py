@@ -8,9 +8,8 @@ are full, hence need no mask; then come single columns, if the selection has any
 gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
 read by the kernel, so a changed budget compiles nothing and stops nothing.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, U of a result (F of out, D of dq), Z places of all query blocks, full or not; in kernels Y
-query rows of a tile, C columns (keys) of a tile.
+Shape legend: U of a result (F of out, D of dq), Z places of all query blocks, full or not, C
+columns (keys) of a tile; in kernels Y query rows of a tile.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 Chosen by GPU, head dim and element size alone, never by timing at run time: a choice that depends
 on a clock would change the order of sums, hence the bits, from run to run.
 ``benchmarks/kernels.py`` measures alternatives.
-
-Shape legend: T tokens of the packed sequence, G KV heads, D head dim of keys, F of values.
 """
 
 from __future__ import annotations

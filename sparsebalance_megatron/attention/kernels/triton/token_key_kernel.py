@@ -6,9 +6,8 @@ dq goes as the forward pass does. dk and dv stay in registers while a program st
 that chose its block, of all heads that read its KV head; long lists are cut into items, whose
 float32 parts are added in order.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, E both side by side, I items, B tokens of a block; in kernels Y rows of a tile (reader by
-reader, the query heads of its list side by side), C columns (keys) of a tile, O rows of output.
+Shape legend: E both side by side, I items, B tokens of a block, C columns (keys) of a tile, O rows
+of output; in kernels Y rows of a tile (reader by reader, the query heads of its list side by side).
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ several tiles. What a tile stores, a later one of the same program loads, behind
 program reads or writes it, so there are no atomics and results repeat bit by bit. That memory is
 bounded, and a launch takes as many programs as it allows.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
-values, U of a result (F of out, D of dq); in kernels Y rows of a tile (reader by reader, the query
-heads of its list side by side), C columns (keys) of a tile, O rows of a program.
+Shape legend: U of a result (F of out, D of dq), C columns (keys) of a tile, O rows of a program; in
+kernels Y rows of a tile (reader by reader, the query heads of its list side by side).
 """
 
 from __future__ import annotations
