@@ -35,8 +35,9 @@ job = HostJob(
     max_sample_tokens=65536,
     global_batch_size=16,
 )
+config = SparseBalanceConfig(selection="previous-block", base_budget=16)
 lengths = np.random.default_rng(0).integers(8192, 65536, (4, 16))  # of 4 steps of 16 samples
-workload = Workload.of(job, SparseBalanceConfig(), lengths.tolist())
+workload = Workload.of(job, config, lengths.tolist())
 fixed = predict(Row({"tuning": "off"}, "").of(workload))
 floor = predict(Row({"tuning": "floor"}, "").of(workload), baseline=fixed)
 print(f"fixed budgets: coverage {fixed.coverage_mean:.3f}")

@@ -296,8 +296,8 @@ def _dense_alike(one: Workload, other: Workload) -> bool:
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:
-    workload, slowness = comparison.given.workload, comparison.slowness
-    efficiency, memory = workload.cost.efficiency, memory_gib(workload.cost.device)
+    workload = comparison.given.workload
+    memory = memory_gib(workload.cost.device)
     return {
         "steps": len(workload.batches),
         "costs": workload.cost.source,
@@ -305,8 +305,7 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         "memory_gib": memory,
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
-        "break_even_slowness": slowness,
-        "break_even_efficiency": efficiency.sparse / slowness if efficiency and slowness else None,
+        "dense_up_to_tokens": workload.plan_settings.dense_up_to_tokens,
         "rows": {
             " ".join(row.names): {
                 "fits": row.fits,

@@ -121,18 +121,6 @@ class CostModel:
             self, forward_ms=found[Direction.FORWARD], backward_ms=found[Direction.BACKWARD]
         )
 
-    def with_attention_slowness(self, slowness: float) -> CostModel:
-        """A model whose sparse attention, its router included, takes so many times as long."""
-        sparse = (Part.ATTENTION, Part.ROUTER)
-        forward_ms, backward_ms = (
-            {
-                part: tuple(value * slowness for value in row) if part in sparse else row
-                for part, row in rows.items()
-            }
-            for rows in (self.forward_ms, self.backward_ms)
-        )
-        return replace(self, forward_ms=forward_ms, backward_ms=backward_ms)
-
     @classmethod
     def analytic(
         cls,

@@ -13,10 +13,8 @@ from sparsebalance_megatron.cost.rates import memory_gib
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.outcome import (
-    BREAK_EVEN_STEPS,
     Outcome,
     Watch,
-    break_even_slowness,
     predict,
 )
 from sparsebalance_megatron.predict.workload import Workload
@@ -58,20 +56,18 @@ class Comparison:
     Attributes:
         given: what the flags train; of layouts, the fastest that is not dense, if any is.
         dense: the fastest of dense attention.
-        slowness: of ``given``, see :func:`.break_even_slowness`; None where nothing is sparse.
         refused: names of rows that cannot be planned, and why.
     """
 
     rows: tuple[TableRow, ...]
     given: TableRow
     dense: TableRow
-    slowness: float | None
     refused: Mapping[tuple[str, ...], str]
 
 
 def compared_steps(rows: Sequence[TableRow]) -> int:
     """Steps that are planned to compare rows, at most."""
-    return sum(len(row.workload.batches) for row in rows) + BREAK_EVEN_STEPS
+    return sum(len(row.workload.batches) for row in rows)
 
 
 def compare(rows: Sequence[TableRow], given: tuple[str, ...], watch: Watch) -> Comparison:
@@ -133,10 +129,4 @@ def _compared(
     watch: Watch,
 ) -> Comparison:
     dense = min((row for row in rows if row.workload.is_dense), key=lambda row: row.ms)
-    slowness = None
-    assert given.outcome is not None and dense.outcome is not None
-    if not given.workload.is_dense and given.outcome.dense_tokens_share < 1.0:
-        slowness = break_even_slowness(given.workload, given.outcome, dense.outcome, watch)
-    return Comparison(
-        rows=tuple(rows), given=given, dense=dense, slowness=slowness, refused=refused
-    )
+    return Comparison(rows=tuple(rows), given=given, dense=dense, refused=refused)

@@ -23,14 +23,6 @@ from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_steps
 from sparsebalance_megatron.predict.workload import Workload
 
-_NEAR = 0.005
-"""Relative difference of step times at which the search for the break-even ends."""
-_MOST_TRIES = 6
-_TRIED_STEPS = 4
-"""Steps that the search for the break-even plans, each at most so many times."""
-BREAK_EVEN_STEPS = _MOST_TRIES * _TRIED_STEPS
-_LEAST_SLOWNESS = 1e-2
-
 Watch = Callable[[], object]
 """Called after each planned step, to show how far a prediction is."""
 
@@ -117,43 +109,6 @@ def predict(
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
     )
-
-
-def break_even_slowness(
-    workload: Workload, sparse: Outcome, dense: Outcome, watch: Watch = lambda: None
-) -> float:
-    """How many times as long sparse attention may take until steps are as long as dense ones.
-
-    Plans follow the times, so that the search plans the first steps anew: the secant through the
-    last two tries, until step times agree to :data:`_NEAR`.
-
-    Args:
-        sparse, dense: what the workload takes with sparse attention; what the same batches take
-            with dense attention, in whatever layout.
-
-    Returns:
-        0 where steps would be longer even if sparse attention took no time.
-    """
-    workload = replace(workload, batches=workload.batches[:_TRIED_STEPS])
-    first_ms, wanted_ms = (float(np.mean(each.step_ms[:_TRIED_STEPS])) for each in (sparse, dense))
-    known = [(1.0, first_ms)]
-    slowness = float(np.clip(wanted_ms / first_ms, 0.5, 4.0))
-    for _ in range(_MOST_TRIES):
-        if abs(known[-1][1] / wanted_ms - 1.0) < _NEAR:
-            break
-        if len(known) > 1:
-            (before, before_ms), (last, last_ms) = known[-2:]
-            rise_ms = (last_ms - before_ms) / (last - before) if last != before else 0.0
-            if rise_ms <= 0.0:
-                break
-            slowness = max(_LEAST_SLOWNESS, last + (wanted_ms - last_ms) / rise_ms)
-        if known[-1][0] == slowness:
-            break
-        cost = workload.cost.with_attention_slowness(slowness)
-        found = predict(replace(workload, cost=cost), watch=watch)
-        known.append((slowness, found.makespan_ms))
-    slowness, ms = min(known, key=lambda each: abs(each[1] - wanted_ms))
-    return 0.0 if slowness <= _LEAST_SLOWNESS and ms > wanted_ms else slowness
 
 
 def unhideable_steps(workload: Workload) -> int:

@@ -21,12 +21,17 @@ from importlib.util import find_spec
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.samples import open_samples
 from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.training_arguments import (
+    settle_dense_length,
+    settle_first_blocks,
+)
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.predict.lengths import WorkloadError, batches_of, samples_of
@@ -88,8 +93,9 @@ class DescribedJob:
             batches = batches_of(lengths_tokens, size, steps, place)
         with without_warnings():
             cost = read_costs(settings, self.config, self.device_type)
-        layout = settings.host_job.layout
-        config, _ = with_layer_budgets(self.config, layout, lengths_tokens, cost)
+        job = settings.host_job
+        config = with_dense_length(self.config, cost, job.padded(job.max_sample_tokens))
+        config, _ = with_layer_budgets(config, job.layout, lengths_tokens, cost)
         return workload_of(settings, config, cost, batches)
 
 
@@ -115,6 +121,7 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
+        notes += (*settle_first_blocks(args), *settle_dense_length(args))
         config = config_from_args(args)
         check_supported(args, config)
         check_resumed_optimizer(args)

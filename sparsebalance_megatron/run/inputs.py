@@ -234,9 +234,9 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     lengths_tokens = train.lengths_of(np.arange(train.counts.samples))
     job, cost = settings.host_job, read_costs(settings, config, device_type)
-    config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
     dense_by_costs = config.dense_up_to == "auto"
     config = with_dense_length(config, cost, job.max_sample_tokens)
+    config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
     return Inputs(
         config=config,
         settings=settings,

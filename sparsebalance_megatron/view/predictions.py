@@ -97,7 +97,7 @@ def prediction_lines(
     ]
     sentences = [
         *verdict,
-        *_break_even(given.workload, comparison.slowness),
+        *_dense_documents(given.workload),
         *_memory(given),
         *_findings(given),
         *_remarks(given.workload),
@@ -163,24 +163,13 @@ def _short(workload: Workload) -> str:
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
-def _break_even(workload: Workload, slowness: float | None) -> Iterator[str]:
-    """What sparse attention must reach for the job to gain over dense attention."""
-    if slowness is None:
-        return
-    efficiency = workload.cost.efficiency
-    if slowness == 0.0 or (efficiency is not None and efficiency.sparse / slowness > 1.0):
-        yield "Break-even: no sparse attention makes this job faster than dense attention."
-    elif efficiency is None:
-        yield (
-            "Break-even: the job gains over the fastest dense row while sparse attention takes "
-            f"less than {slowness:.2f} times as long as in the cost table."
-        )
-    else:
-        yield (
-            f"Break-even: sparse attention must reach {efficiency.sparse / slowness:.0%} of peak "
-            "for this job to gain over the fastest dense row; times above take "
-            f"{efficiency.sparse:.0%}, and dense attention at {efficiency.dense:.0%}."
-        )
+def _dense_documents(workload: Workload) -> Iterator[str]:
+    """Up to which length documents are attended to densely."""
+    plan_settings = workload.plan_settings
+    if not workload.is_dense:
+        covered_tokens = plan_settings.base_budget * plan_settings.block_size
+        tokens = max(plan_settings.dense_up_to_tokens, covered_tokens)
+        yield f"Dense documents: all of up to {tokens:,} tokens."
 
 
 def _memory(row: TableRow) -> Iterator[str]:

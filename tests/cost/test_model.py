@@ -148,18 +148,6 @@ def test_routed_experts_are_a_part_of_their_own(identity: RunIdentity) -> None:
     assert again == pytest.approx(3 * products + 2 * sent)
 
 
-def test_slower_sparse_attention_slows_nothing_else(identity: RunIdentity) -> None:
-    model = CostModel.analytic(identity.shape, 128)
-    slow = model.with_attention_slowness(3.0)
-    row = features([4096], 4, 128, model.work)
-    for part in Part:
-        factor = 3.0 if part in (Part.ATTENTION, Part.ROUTER) else 1.0
-        for direction in Direction:
-            assert predict_ms(slow, part, direction, row) == pytest.approx(
-                factor * predict_ms(model, part, direction, row)
-            )
-
-
 def test_dense_layers_that_were_not_measured_cost_as_much_as_their_block_pairs(
     identity: RunIdentity,
 ) -> None:

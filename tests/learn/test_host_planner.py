@@ -377,3 +377,22 @@ print(planned.plan.data_parallel_size, sum(planned.plan.rank_tokens_RM().sum(axi
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"8 {4.0 * (65536 + 900 + 30000 + 2000)}"
+
+
+def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
+    """Unless the host names one; either way it says where costs, or the host, differ."""
+    kept = planner(dense_up_to=str(20 * BLOCK)).state_dict()
+    by_costs = planner(dense_up_to="auto")
+    own = by_costs.config.dense_up_to_tokens
+    assert own not in (0, 20 * BLOCK)
+    (line,) = by_costs.load_state_dict(kept)
+    assert line == (
+        f"--sparse-balance-dense-up-to stays {20 * BLOCK}; by this job's costs it would be {own}"
+    )
+    assert by_costs.config.dense_up_to_tokens == 20 * BLOCK
+    named = planner(dense_up_to="0")
+    (line,) = named.load_state_dict(kept)
+    assert line == f"--sparse-balance-dense-up-to is 0, in the state {20 * BLOCK}"
+    assert by_costs.plan(lengths()).plan.digest() != named.plan(lengths()).plan.digest()
+    with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):
+        planner(dense_up_to="999999")

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predict.predict_cases import EXPERTS, LENGTHS, SHAPE, workload
+from predict.predict_cases import EXPERTS, LENGTHS, workload
 
-from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY, Efficiency
 from sparsebalance_megatron.predict.memory import memory_at_most
-from sparsebalance_megatron.predict.outcome import Outcome, break_even_slowness, predict
-from sparsebalance_megatron.predict.rows import EXACT, ROWS, rows_of
+from sparsebalance_megatron.predict.outcome import Outcome, predict
+from sparsebalance_megatron.predict.rows import rows_of
 from sparsebalance_megatron.predict.workload import prior_coverage
 
 
@@ -65,28 +63,6 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
     found = predict(segments)
     for held, most in zip(found.stages, found.stages_at_most, strict=True):
         assert held.total_bytes <= most.total_bytes
-
-
-def test_at_the_break_even_sparse_and_dense_steps_take_as_long() -> None:
-    given = workload(config={"base_budget": 4})
-    outcomes = predict(given), predict(ROWS[EXACT].of(given))
-    slowness = break_even_slowness(given, *outcomes)
-    assert slowness > 0
-    cost = given.cost.with_attention_slowness(slowness)
-    there = predict(replace(given, cost=cost))
-    assert there.makespan_ms == pytest.approx(outcomes[1].makespan_ms, rel=0.01)
-    # Stated as an efficiency, it does not depend on the one that was assumed.
-    cost = CostModel.analytic(SHAPE, 128, efficiency=Efficiency(sparse=0.2))
-    other = replace(given, cost=cost)
-    again = break_even_slowness(other, predict(other), outcomes[1])
-    assert 0.2 / again == pytest.approx(DEFAULT_EFFICIENCY.sparse / slowness, rel=0.05)
-
-
-def test_a_job_that_cannot_gain_has_no_break_even() -> None:
-    given = workload()
-    found = predict(given)
-    free = replace(found, step_ms=tuple(ms / 1e3 for ms in found.step_ms))
-    assert break_even_slowness(given, found, free) == 0.0
 
 
 def test_experts_take_time_and_memory() -> None:

@@ -114,6 +114,7 @@ class Launched:
             check_launch(
                 kernel.fn.__name__,
                 dict(zip(kernel.arg_names, arguments, strict=False)) | keywords,
+                {each.name for each in kernel.params if each.do_not_specialize_on_alignment},
             )
             self.seen.append((kernel, arguments, keywords))
 

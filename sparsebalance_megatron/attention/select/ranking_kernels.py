@@ -69,7 +69,8 @@ def _curves_kernel(mass, curves, tokens, blocks, heads, columns, COLUMNS: tl.con
     tl.store(curves + document * columns + place_K, curve_K, mask=place_K < columns)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+# Budgets are a row of a tensor, and those of some documents: they begin anywhere.
+@triton.jit(do_not_specialize=["rows", "width"], do_not_specialize_on_alignment=["budgets"])
 def _counts_kernel(
     counts, budgets, token_blocks, own_blocks, documents, indices, rows, width,
     BY_TOKEN: tl.constexpr, HEADS: tl.constexpr, HEADS_2: tl.constexpr, ROWS: tl.constexpr,

@@ -4,7 +4,8 @@
 A few layers carry a model's look-ups: they need many blocks, the others few. Which layers do is
 measured before training (``sparse-balance sensitivity``) and read here.
 
-Shape legend: L layers, S samples, K budgets that a layer may have, X lengths of samples.
+Shape legend: L layers, S samples, K budgets that a layer may have, X lengths of samples, F
+features.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.sensitivity import read_sensitivities
-from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, features
-from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
+from sparsebalance_megatron.cost.work_model import WorkModel
+from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks, layer_budgets_text
 from sparsebalance_megatron.plan.job import Job
 
 LEAST_SHARE = 0.625
@@ -39,7 +40,8 @@ def with_layer_budgets(
 
     Args:
         lengths_tokens: of all training samples.
-        cost: of the run; dense attention is chosen only where its cost is known.
+        cost: of the run; dense attention is chosen only where its cost is known. The choices say up
+            to which length documents are dense.
 
     Raises:
         ConfigError: see :func:`.read_sensitivities`.
@@ -67,26 +69,36 @@ def _layer_ms(
     config: SparseBalanceConfig, lengths_tokens: np.ndarray, cost: CostModel
 ) -> tuple[np.ndarray, float]:
     """Predicted ms of a layer's attention over all samples, of whole blocks, forward and backward:
-    [K] at 0, 1, ... blocks, the router included, and dense, infinity where that is unknown."""
-    blocks_S = np.ceil(lengths_tokens / config.block_size)
-    everything = features(blocks_S * config.block_size, np.inf, config.block_size, cost.work)
+    [K] at 0, 1, ... blocks, the router and dense documents included, and of a dense layer, infinity
+    where that is unknown."""
+    length_X, count_X = np.unique(np.ceil(lengths_tokens / config.block_size), return_counts=True)
     knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
 
-    def coefficients_ms(*parts: Part) -> np.ndarray:
-        rows = [cost.coefficients_ms(part, way) for part in parts for way in Direction]
-        return np.sum(rows, axis=0)
+    def ms(pairs_X: np.ndarray, *parts: Part) -> np.ndarray:
+        one_X, visible_X = np.ones(len(length_X)), cost.work.visible_pairs(length_X)
+        tokens_X = length_X * config.block_size
+        row_FX = np.array([0.0 * one_X, one_X, tokens_X, pairs_X, visible_X])
+        return sum(cost.coefficients_ms(part, way) for part in parts for way in Direction) @ row_FX
 
-    sparse, pairs = coefficients_ms(Part.ATTENTION, Part.ROUTER), FEATURES.index("block_pairs")
-    saved_K = everything[pairs] - pairs_by_budget(blocks_S, cost.work)
-    dense_ms = coefficients_ms(Part.DENSE_ATTENTION) @ everything if knows_dense else np.inf
-    return sparse @ everything - sparse[pairs] * saved_K, float(dense_ms)
+    pairs_KX = _pairs_by_budget(length_X, cost.work)
+    dense_X = ms(pairs_KX[-1], Part.DENSE_ATTENTION) if knows_dense else np.full(1, np.inf)
+    ms_K = np.empty(len(pairs_KX))
+    for budget, pairs_X in enumerate(pairs_KX):
+        longest = config.base_budget, config.dense_up_to_tokens, config.block_size
+        is_dense_X = knows_dense & (length_X <= dense_up_to_blocks(max(budget, 1), *longest))
+        sparse_X = ms(pairs_X, Part.ATTENTION, Part.ROUTER)
+        ms_K[budget] = np.where(is_dense_X, dense_X, sparse_X) @ count_X
+    return ms_K, float((dense_X * count_X).sum())
 
 
 def pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
     """Block pairs of all samples at 0, 1, ... blocks, up to those of the longest; 0 counts as 1."""
-    length_X, count_X = np.unique(length_blocks_S, return_counts=True)
-    budgets = np.arange(max(int(length_X[-1]), 1) + 1).clip(1)
-    return np.array([work.attended_pairs(length_X, budget) @ count_X for budget in budgets])
+    return _pairs_by_budget(length_blocks_S, work).sum(axis=1)
+
+
+def _pairs_by_budget(length_blocks_S: np.ndarray, work: WorkModel) -> np.ndarray:
+    budgets = np.arange(max(int(length_blocks_S.max()), 1) + 1).clip(1)
+    return work.attended_pairs(length_blocks_S, budgets[:, None])
 
 
 def budgets_by_sensitivity(
@@ -114,9 +126,11 @@ def budgets_by_sensitivity(
     """
     base = min(base_budget, len(time_K) - 1)
     least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
-    budget_K = np.arange(least, len(time_K))
-    budget_K = budget_K[time_K[least:] < dense_time]
-    left, time_K = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9), time_K[budget_K]
+    left = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9)
+    # More documents are dense at a larger budget, which may take a little less.
+    time_K = np.maximum.accumulate(time_K[least:])
+    budget_K = np.arange(least, least + len(time_K))[time_K < dense_time]
+    time_K = time_K[: len(budget_K)]
     if np.isfinite(dense_time):
         budget_K, time_K = np.append(budget_K, DENSE), np.append(time_K, dense_time)
     choice_L = np.zeros(len(sensitivity_L), dtype=np.int64)

@@ -138,28 +138,34 @@ def test_where_dense_attention_is_as_fast_as_the_base_budget_no_layer_has_lists(
     assert "dense" not in resolved(by_token_kernels, 4, tokens)[0].layer_budgets
 
 
-def attention_ms(budgets, tokens):
+def attention_ms(budgets, tokens, dense_up_to):
     """Predicted of some layers over all samples."""
     cost = CostModel.analytic(SHAPE, 64, selection="previous-block")
     total = 0.0
     for budget in budgets:
-        dense = budget == DENSE
-        row = features(tokens, np.inf if dense else budget, 64, cost.work)
-        for part in (Part.DENSE_ATTENTION,) if dense else (Part.ATTENTION, Part.ROUTER):
-            total += sum(float(row @ cost.coefficients_ms(part, way)) for way in Direction)
+        for length in tokens:
+            dense = budget == DENSE or length <= dense_up_to * budget / 8 or length <= 64 * budget
+            row = features([length], np.inf if dense else budget, 64, cost.work)
+            for part in (Part.DENSE_ATTENTION,) if dense else (Part.ATTENTION, Part.ROUTER):
+                total += sum(float(row @ cost.coefficients_ms(part, way)) for way in Direction)
     return total
 
 
-def test_no_pipeline_stage_takes_longer_and_layers_that_would_need_to_are_named(tmp_path):
-    tokens, choice = [64 * 32] * 2, {"selection": "previous-block"}
+@pytest.mark.parametrize("dense_up_to", [0, 64 * 10])
+def test_no_pipeline_stage_takes_longer_and_layers_that_would_need_to_are_named(
+    dense_up_to, tmp_path
+):
+    """Not where short documents are dense in all layers, either."""
+    tokens = [64 * 32] * 2 + [64 * 9, 64 * 5]
     sensitivities = [0.1] * 12 + [0.9, 0.8, 0.7, 0.6] + [0.1] * 8
-    config = config_with(tmp_path, sensitivities, **choice)
+    choices = {"selection": "previous-block", "dense_up_to": str(dense_up_to)}
+    config = config_with(tmp_path, sensitivities, **choices)
     found, lines = resolved(config, 24, tokens)
     assert len(lines) == 1
     found, lines = resolved(config, 24, tokens, stages=6)
     base_L = np.array(base_budgets(8, found.layer_budgets, 24))
     (uniform_ms,), (*stages_ms,) = (
-        [attention_ms(each, tokens) for each in layers]
+        [attention_ms(each, tokens, dense_up_to) for each in layers]
         for layers in ([[8] * 4], base_L.reshape(6, 4))
     )
     assert 0.8 * uniform_ms < min(stages_ms) and max(stages_ms) < 1.000001 * uniform_ms

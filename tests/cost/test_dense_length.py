@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The length of documents up to which dense attention takes no longer than sparse attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cost.cost_cases import predict_ms
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.dense_length import (
+    check_dense_length,
+    crossing_tokens,
+    dense_length_line,
+    with_dense_length,
+)
+from sparsebalance_megatron.cost.fit import measured_cost_model
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.rates import Efficiency
+from sparsebalance_megatron.cost.table import RunIdentity
+from sparsebalance_megatron.cost.work_model import features
+
+CHOICES = SparseBalanceConfig(block_size=128, base_budget=8)
+
+
+def both_ms(cost: CostModel, tokens: int, budget: int) -> tuple[float, float]:
+    """Dense and sparse attention of one document, forward and backward."""
+    row = features([tokens], budget, cost.block_size, cost.work)
+    dense, sparse = (
+        sum(predict_ms(cost, part, direction, row) for part in parts for direction in Direction)
+        for parts in ((Part.DENSE_ATTENTION,), (Part.ATTENTION, Part.ROUTER))
+    )
+    return dense, sparse
+
+
+@pytest.mark.parametrize("sparse", [0.05, 0.13, 0.36])
+@pytest.mark.parametrize("budget", [4, 32])
+def test_times_cross_there(identity: RunIdentity, sparse: float, budget: int) -> None:
+    cost = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(sparse=sparse))
+    tokens = crossing_tokens(cost, budget, 1 << 24)
+    assert tokens % 128 == 0 and tokens > budget * 128
+    dense, sparse_ms = both_ms(cost, tokens, budget)
+    assert dense <= sparse_ms
+    dense, sparse_ms = both_ms(cost, tokens + 128, budget)
+    assert dense > sparse_ms
+
+
+def test_a_measured_table_decides_by_its_own_times(planted: CostModel) -> None:
+    tokens = crossing_tokens(planted, 4, 1 << 20)
+    assert both_ms(planted, tokens, 4)[0] <= both_ms(planted, tokens, 4)[1]
+    assert both_ms(planted, tokens + 128, 4)[0] > both_ms(planted, tokens + 128, 4)[1]
+
+
+def test_no_longer_than_the_longest_and_none_where_sparse_attention_is_as_fast(
+    identity: RunIdentity,
+) -> None:
+    cost = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(sparse=0.05))
+    assert crossing_tokens(cost, 8, 2000) == 2048
+    assert crossing_tokens(cost, 8, 1000) == 0
+    fast = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(dense=0.1, sparse=0.7))
+    assert crossing_tokens(fast, 8, 1 << 20) == 0
+
+
+def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
+    identity: RunIdentity,
+) -> None:
+    cost = CostModel.analytic(identity.shape, 128)
+    found = with_dense_length(CHOICES, cost, 1 << 20)
+    assert found.dense_up_to_tokens == crossing_tokens(cost, 8, 1 << 20) > 0
+    assert f"up to {found.dense_up_to_tokens:,} tokens are" in dense_length_line(
+        found, cost, 1 << 20
+    )
+    given = replace(CHOICES, dense_up_to="4096")
+    assert with_dense_length(given, cost, 1 << 20) is given
+    line = dense_length_line(given, cost, 1 << 20)
+    assert "up to 4,096 tokens" in line and f"would be {found.dense_up_to_tokens:,} here" in line
+    for lists in ("triton", "reference"):
+        named = replace(CHOICES, attention=lists)
+        assert with_dense_length(named, cost, 1 << 20).dense_up_to == "0"
+
+
+@pytest.mark.parametrize("text", ["-1", "many", "1.5", "", "1" * 10])
+def test_what_is_no_length(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"-dense-up-to .*must be auto, or a num"):
+        SparseBalanceConfig(dense_up_to=text)
+
+
+def test_a_length_above_the_longest_sample() -> None:
+    check_dense_length(replace(CHOICES, dense_up_to="2048"), 2048)
+    with pytest.raises(ConfigError, match=r"-dense-up-to 2049: the longest sample has 2048"):
+        check_dense_length(replace(CHOICES, dense_up_to="2049"), 2048)
+
+
+def test_a_table_without_dense_times_counts_them_and_says_so(tmp_path: Path, measure) -> None:
+    table = measure()
+    rows = tuple(row for row in table.rows if row.part != Part.DENSE_ATTENTION)
+    replace(table, rows=rows).save(tmp_path / "table.json")
+    with pytest.warns(UserWarning, match="not measured, so counted as sparse .*dense_attention"):
+        cost = measured_cost_model(tmp_path / "table.json", {})
+    for direction in Direction:
+        row = features([5000], 1 << 20, cost.block_size, cost.work)
+        assert predict_ms(cost, Part.DENSE_ATTENTION, direction, row) == pytest.approx(
+            predict_ms(cost, Part.ATTENTION, direction, row)
+        )
