@@ -37,13 +37,11 @@ class PlacedAsVerl(Workload):
     ) -> Iterator[PlannedStep]:
         """One step per batch, in order."""
         planner, layers = self.planner(clock), self.job.layers
-        dense_L, base_L = (
-            each(layers) for each in (self.plan_settings.dense_L, self.plan_settings.base_L)
-        )
         scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
         for step, batch in enumerate(self.batches):
-            costs = step_costs(batch, self.job, self.cost, scales, dense_L)
-            base_LS = np.minimum(base_L[:, None], costs.blocks_S)
+            dense_LS = self.plan_settings.dense_LS(layers, batch)
+            costs = step_costs(batch, self.job, self.cost, scales, dense_LS)
+            base_LS = np.minimum(self.plan_settings.base_LS(layers, batch), costs.blocks_S)
             weights = costs.sample_ms(base_LS).sum(axis=(0, 2)).tolist()
             placed = verl_placement(
                 weights, batch, self.job, self.plan_settings.max_tokens_per_micro_batch

@@ -199,8 +199,8 @@ def _findings(row: TableRow) -> Iterator[str]:
     assert outcome is not None
     if outcome.dense_tokens_share > _MOSTLY_DENSE:
         yield (
-            f"{outcome.dense_tokens_share:.0%} of the tokens are in documents that their budgets "
-            "cover: what is gained comes from placement."
+            f"{outcome.dense_tokens_share:.0%} of the tokens are in documents that are attended to "
+            "densely: what is gained comes from placement."
         )
     if outcome.router_share > _MUCH_ROUTING:
         yield (
