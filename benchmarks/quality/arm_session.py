@@ -79,7 +79,8 @@ class ArmScheduler:
             if self._change is not None:
                 planned = with_budgets(planned, self._change(step, planned.plan.budgets_LS))
             if self._alone:
-                planned = replace(planned, plan=on_one_rank(planned.plan))
+                scales = replace(planned.scales, slowness_RP=None)
+                planned = replace(planned, plan=on_one_rank(planned.plan), scales=scales)
             self._planned = planned
             for micro_batch in planned.plan.micro_batches:
                 self.lengths_TS[step, list(micro_batch.samples)] = micro_batch.lengths_tokens
@@ -240,7 +241,6 @@ class ArmHooks(TrainingHooks):
 def change_of(spec: RunSpec) -> Change | None:
     """What an arm does to planned budgets; drawn from the seed, the same on all ranks."""
     arm = spec.arm
-    base_budget = arm.base_budget(spec.study.base_budget)
 
     def jittered(step: int, planned_LS: np.ndarray) -> np.ndarray:
         generator = np.random.default_rng([spec.seed, step])
@@ -256,37 +256,13 @@ def change_of(spec: RunSpec) -> Change | None:
     if arm.replays is not None:
         assert spec.replay is not None
         found = np.load(spec.replay)
-        budgets_TLS = replayed_budgets(
-            found["executed_TLS"], found["lengths_TS"], spec=spec, base_budget=base_budget
+        executed_TLS = found["executed_TLS"]
+        return lambda step, planned_LS: np.random.default_rng([spec.seed, step]).permuted(
+            executed_TLS[step], axis=1
         )
-        return lambda step, planned_LS: budgets_TLS[step]
     if arm.jitter:
         return jittered
     return alternating if arm.equal_speed else None
-
-
-def replayed_budgets(
-    executed_TLS: np.ndarray, lengths_TS: np.ndarray, *, spec: RunSpec, base_budget: int
-) -> np.ndarray:
-    """Budgets [T, L, S] that an arm takes of another run's."""
-    if spec.arm.replay == "shuffled":
-        return np.stack(
-            [
-                np.random.default_rng([spec.seed, step]).permuted(budgets_LS, axis=1)
-                for step, budgets_LS in enumerate(executed_TLS)
-            ]
-        )
-    if spec.arm.replay == "cuts":
-        return np.minimum(executed_TLS, base_budget)
-    if spec.arm.replay == "raises":
-        return np.maximum(executed_TLS, base_budget)
-    budgets_TLS = np.empty_like(executed_TLS)
-    blocks_TS = -(-lengths_TS // spec.study.block_size)
-    for blocks in np.unique(blocks_TS):
-        step_X, sample_X = np.nonzero(blocks_TS == blocks)
-        mean_L = executed_TLS[step_X, :, sample_X].mean(axis=0)
-        budgets_TLS[step_X, :, sample_X] = np.rint(mean_L)
-    return budgets_TLS
 
 
 def with_expensive_attention(cost: CostModel, weight: float) -> CostModel:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sparsebalance_megatron.config import Batching, Tuning
 
@@ -17,10 +16,6 @@ REPEATED = "fixed-repeated-1", "fixed-repeated-2"
 """Arms that repeat the fixed budget's experiment: one run of it may be lucky."""
 KV_HEAD = "-kv-head"
 """How the names of arms end that select per token and KV head."""
-
-Replay = Literal["shuffled", "by-length", "cuts", "raises"]
-"""What is taken of another run's executed budgets: dealt to other samples of the same step; by the
-sample's blocks, their mean over that run; those below the base budget alone, or those above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +31,8 @@ class Arm:
         jitter: whether a few random samples of a step get a block more and as many a block less.
         equal_speed: whether all samples have the study's ``equal_speed_blocks``; the trained model
             is read at the base budget.
-        replays: the arm whose executed budgets this one takes, see ``replay``.
+        replays: the arm whose executed budgets this one takes, dealt to other samples of the same
+            step.
     """
 
     name: str
@@ -52,7 +48,6 @@ class Arm:
     jitter: bool = False
     equal_speed: bool = False
     replays: str | None = None
-    replay: Replay = "shuffled"
 
     @property
     def changes_plans(self) -> bool:
