@@ -33,6 +33,7 @@ FLAGS = (
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
     *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--sparse-balance"),
     *("--sparse-balance-block-size", "256", "--sparse-balance-base-budget", "8"),
+    *("--sparse-balance-dense-up-to", "0"),
 )
 STATIC = ("--sparse-balance-config", "context-parallel=static")
 EXPERTS = (
@@ -98,10 +99,11 @@ def test_a_step_waits_and_copies_in_the_named_places_alone(selection: str, tmp_p
 @pytest.mark.parametrize(
     ("flags", "calls"),
     [
-        # Keys and values are gathered head by head: 8 heads of 4 sequences in 2 layers.
-        (("--context-parallel-size", "2", *STATIC), 64),
-        # One layer of this stage; more segments than the 4 micro-batches.
-        (("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"), 7),
+        # Keys and values are gathered head by head: 8 heads of 3 sequences in 2 layers. The fourth
+        # is covered by its budget: its lists hold everything, for blocks of queries.
+        (("--context-parallel-size", "2", *STATIC), 48),
+        # One layer of this stage; 5 segments that are not covered.
+        (("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"), 5),
     ],
     ids=["shared", "segments"],
 )
@@ -110,7 +112,7 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
 ) -> None:
     found = _step(tmp_path, *flags, ranks=2)
     check_waits_and_copies(found, flags)
-    # Once for each backward of attention.
+    # Once for each backward of attention by token.
     assert found["launches"]["_delta_kernel"] == calls
 
 
