@@ -10,7 +10,8 @@
 #   examples/cluster_7b_sft.sh baseline  train with dense attention in order of arrival, to compare
 #   examples/cluster_7b_sft.sh           train, on every node with NODE_RANK and MASTER_ADDR
 #
-# Other arguments are flags of training. What would train, checked and planned without a GPU:
+# It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
+# with block-sparse attention. Other arguments are flags of training. What would train, checked and planned without a GPU:
 #
 #   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/cluster_7b_sft.sh --sparse-balance-dry-run 64

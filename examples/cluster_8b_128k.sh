@@ -11,7 +11,8 @@
 #   examples/cluster_8b_128k.sh baseline  train with dense attention in order of arrival, to compare
 #   examples/cluster_8b_128k.sh           train, on every node with NODE_RANK and MASTER_ADDR
 #
-# Other arguments are flags of training. What would train, checked and planned without a GPU:
+# It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
+# with block-sparse attention. Other arguments are flags of training. What would train, checked and planned without a GPU:
 #
 #   COST_TABLE= NNODES=1 GPUS_PER_NODE=1 \
 #       examples/cluster_8b_128k.sh --sparse-balance-dry-run 64
@@ -69,10 +70,10 @@ DATA_ARGS=(
     --tokenizer-model "${MODEL}"
 )
 SPARSE_BALANCE_ARGS=(
-    --sparse-balance-base-budget 64
     --sparse-balance-config context-parallel=dynamic
     --sparse-balance-overlong split
 )
+SPARSE_ARGS=(--sparse-balance-base-budget 64)
 
 prepare() {
     sparse-balance prepare-data --input "${LONG_DOCUMENTS}" --tokenizer "${MODEL}" \

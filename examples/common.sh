@@ -70,6 +70,9 @@ run_example() {
         --sparse-balance-log-dir "${LOG}"
         "${SPARSE_BALANCE_ARGS[@]}"
     )
+    # ATTENTION=exact: dense, as without the plugin. ATTENTION=sparse: with the script's SPARSE_ARGS.
+    local attention=(--sparse-balance-mode exact)
+    [[ "${ATTENTION:-exact}" == exact ]] || attention=("${SPARSE_ARGS[@]}")
     local table=()
     [[ -z "${COST_TABLE}" ]] || table=(--sparse-balance-cost-table "${COST_TABLE}")
     case "${1:-}" in
@@ -82,21 +85,20 @@ run_example() {
             # Until there is a table, costs are counted.
             [[ -f "${COST_TABLE}" ]] || table=()
             sparse-balance plan --gpus "$((NNODES * GPUS_PER_NODE))" "${@:2}" -- \
-                "${flags[@]}" "${table[@]}"
+                "${flags[@]}" "${SPARSE_ARGS[@]}" "${table[@]}"
             ;;
         profile)
             sparse-balance profile --check -o "${COST_TABLE}" "${@:2}" -- \
-                "${flags[@]}" --sparse-balance-layer-budgets dense:all
+                "${flags[@]}" "${SPARSE_ARGS[@]}"
             ;;
         baseline)
-            # Mode exact refuses flags of sparse attention, of which these runs have some.
-            train "${flags[@]}" "${table[@]}" --sparse-balance-layer-budgets dense:all \
-                --sparse-balance-batching arrival --sparse-balance-tuning off \
+            train "${flags[@]}" "${table[@]}" --sparse-balance-mode exact \
+                --sparse-balance-batching arrival \
                 --sparse-balance-log-dir "${LOG}_baseline" \
                 --tensorboard-dir "${RUN}/tensorboard_baseline" \
                 --load "${RUN}/checkpoints_baseline" --save "${RUN}/checkpoints_baseline" "${@:2}"
             ;;
-        *) train "${flags[@]}" "${table[@]}" "$@" ;;
+        *) train "${flags[@]}" "${attention[@]}" "${table[@]}" "$@" ;;
     esac
 }
 
@@ -120,7 +122,8 @@ fine_tune_qwen() {
     TRAINING_ARGS+=(--pretrained-checkpoint "${WEIGHTS}" --save-interval 500)
     TRAINING_ARGS+=(--eval-iters 0 --eval-interval 1000000)
     DATA_ARGS=(--data-path "${DATA}" --split '100,0,0' --tokenizer-model "${MODEL}")
-    SPARSE_BALANCE_ARGS=(--sparse-balance-base-budget 32 --sparse-balance-coverage-threshold 0.1)
+    SPARSE_BALANCE_ARGS=()
+    SPARSE_ARGS=(--sparse-balance-base-budget 32)
     run_example "$@"
 }
 

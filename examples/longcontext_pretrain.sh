@@ -7,7 +7,8 @@
 #   examples/longcontext_pretrain.sh profile   once, on a GPU as in training: the cost table
 #   examples/longcontext_pretrain.sh           train
 #
-# Other arguments are flags of training. What would train, checked and planned without a GPU
+# It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
+# with block-sparse attention. Other arguments are flags of training. What would train, checked and planned without a GPU
 # (COST_TABLE= as long as there is no table):
 #
 #   COST_TABLE= GPUS_PER_NODE=1 examples/longcontext_pretrain.sh --sparse-balance-dry-run 8
@@ -53,10 +54,8 @@ DATA_ARGS=(
     --split '99,1,0'
     --tokenizer-model "${TOKENIZER}"
 )
-SPARSE_BALANCE_ARGS=(
-    --sparse-balance-base-budget 64
-    --sparse-balance-overlong split
-)
+SPARSE_BALANCE_ARGS=(--sparse-balance-overlong split)
+SPARSE_ARGS=(--sparse-balance-base-budget 64)
 
 prepare() {
     sparse-balance prepare-data --input "${DOCUMENTS}" --tokenizer "${TOKENIZER}" \

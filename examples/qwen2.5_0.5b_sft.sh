@@ -8,7 +8,8 @@
 #   examples/qwen2.5_0.5b_sft.sh profile   once, on a GPU as in training: the cost table
 #   examples/qwen2.5_0.5b_sft.sh           train
 #
-# Other arguments are flags of training. What would train, checked and planned without a GPU
+# It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
+# with block-sparse attention. Other arguments are flags of training. What would train, checked and planned without a GPU
 # (COST_TABLE= as long as there is no table):
 #
 #   COST_TABLE= GPUS_PER_NODE=1 examples/qwen2.5_0.5b_sft.sh --sparse-balance-dry-run 8

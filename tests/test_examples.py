@@ -209,9 +209,9 @@ def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2.5_0.5b_sft.sh", "cpu_quickstart.sh"])
 def test_a_refused_dry_run_ends_with_its_error(name: str, tmp_path: Path) -> None:
     """One process plans for all ranks, so no launcher prints below it."""
-    wrong = "--sparse-balance-dry-run", "--sparse-balance-base-budget", "0"
+    wrong = "--sparse-balance-dry-run", "--sparse-balance-block-size", "0"
     (error,) = run_script(name, *wrong, directory=tmp_path, exit_code=2).splitlines()
-    assert "--sparse-balance-base-budget 0" in error
+    assert "--sparse-balance-block-size 0" in error
 
 
 @pytest.mark.parametrize("name", [*MODELS, "longcontext_pretrain.sh", "cpu_quickstart.sh"])
@@ -246,8 +246,7 @@ def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_pat
     calls = calls_of("cluster_7b_sft.sh", *steps, directory=tmp_path)
     baseline, balanced = (flag_values(words[1:]) for words in calls)
     assert baseline.pop("--sparse-balance-batching") == ("arrival",)
-    assert baseline.pop("--sparse-balance-tuning") == ("off",)
-    assert baseline.pop("--sparse-balance-layer-budgets") == ("dense:all",)
+    assert baseline["--sparse-balance-mode"] == balanced["--sparse-balance-mode"] == ("exact",)
     changed = {flag for flag in balanced if baseline[flag] != balanced[flag]}
     assert changed == {"--sparse-balance-log-dir", "--tensorboard-dir", "--load", "--save"}
     assert set(baseline) == set(balanced)
@@ -255,7 +254,7 @@ def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_pat
 
 @pytest.mark.parametrize("name", CLUSTER)
 def test_cluster_scripts_plan_what_they_train(name: str, tmp_path: Path) -> None:
-    """With the cost table once there is one."""
+    """In all modes, and with the cost table once there is one."""
     for table in (False, True):
         vary = ("plan", "--vary", "--tensor-model-parallel-size 2 4")
         (_, *plan), (_, *launched) = calls_of(name, vary, [], directory=tmp_path)
@@ -263,7 +262,7 @@ def test_cluster_scripts_plan_what_they_train(name: str, tmp_path: Path) -> None
         assert (asked.gpus, asked.vary) == (64, ["--tensor-model-parallel-size 2 4"])
         trained = get_args_parser().parse_args(launched).training_script_args
         planned = flag_values(asked.passed_on)
-        missing = set() if table else {"--sparse-balance-cost-table"}
+        missing = {"--sparse-balance-mode", *(() if table else ("--sparse-balance-cost-table",))}
         assert flag_values(trained).keys() - planned.keys() == missing
         (tmp_path / "runs" / name.removesuffix(".sh")).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name.removesuffix(".sh") / "cost_table.json").touch()
@@ -337,8 +336,8 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     assert profile.quick and not prepare.append_eod
     assert trained["--exit-interval"] == (1.0,)
     measured = flag_values(profile.passed_on)
-    # The baseline's layers are dense.
-    assert measured.pop("--sparse-balance-layer-budgets") == ("dense:all",)
+    # Costs of sparse attention are measured, too.
+    assert measured.pop("--sparse-balance-base-budget") == (32.0,)
     assert {flag: trained[flag] for flag in measured} == measured
 
 
