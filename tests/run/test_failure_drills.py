@@ -184,7 +184,7 @@ def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: s
     assert run.exit_code != 0
     assert message in run.output, run.output[-4000:]
     told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
-    assert len([line for line in told if "ended" in line]) == 1, told
+    assert len([line for line in told if " ended in " in line]) == 1, told
     assert len(run.losses) == FAULT_STEP
     assert run.logged("iteration") == [1, 2]
 

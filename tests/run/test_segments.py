@@ -124,7 +124,10 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
         {name: blocks for of_rank in lists[ranks] for name, blocks in of_rank.items()}
         for ranks in (2, 4)
     )
-    assert found == expected
+    assert found.items() >= expected.items()
+    # A covered document has lists of all blocks before each where its micro-batch is shared or cut.
+    more = {name: blocks for name, blocks in found.items() if name not in expected}
+    assert all(sorted(blocks) == list(range(name[2] + 1)) for name, blocks in more.items())
     assert len(found) == sum(map(len, lists[4]))
     one, four = runs[2], runs[4]
     assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)

@@ -40,4 +40,4 @@ def test_tuned_steps_are_alike_on_both_ranks(worlds: Any) -> None:
     assert first["tuned"] == second["tuned"]
     figures = first["tuned"]["figures"]
     assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in figures)
-    assert figures[-1]["sparse-balance/tuned-samples"] > 0
+    assert any(step["sparse-balance/tuned-samples"] > 0 for step in figures)
