@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -211,8 +212,9 @@ def _replace_in_megatron() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     # These two reach into torch.cuda.default_generators, which do not exist.
-    megatron_random._get_cuda_rng_state = _get_rng_state
-    megatron_random._set_cuda_rng_state = _set_rng_state
+    for name, replacement in (("_get", _get_rng_state), ("_set", _set_rng_state)):
+        name += "_cuda_rng_state"
+        setattr(megatron_random, name, wraps(getattr(megatron_random, name))(replacement))
     # Runs ``make``, although the wheel ships the built extension without sources.
     dataset_utils.compile_helpers = _returning(None)
 

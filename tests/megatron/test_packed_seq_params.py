@@ -14,13 +14,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Tensors that were read from the host."""
+    """Tensors that were read from the host; once, though a mode of torch's may call it again."""
     seen: list[Tensor] = []
-    read = Tensor.tolist
+    read, within = Tensor.tolist, []
 
     def tolist(self: Tensor) -> object:
-        seen.append(self)
-        return read(self)
+        if not within:
+            seen.append(self)
+        within.append(self)
+        try:
+            return read(self)
+        finally:
+            within.pop()
 
     monkeypatch.setattr(Tensor, "tolist", tolist)
     return seen
