@@ -134,24 +134,6 @@ def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
     )
 
 
-def longest_chain(times: OperationTimes) -> np.ndarray:
-    """The critical path of the only rank: which operations, each delaying the next, it holds, [O].
-
-    Trusts the times to be finite.
-    """
-    graph = times.graph
-    end_OX = _finish_OX(times)
-    start_O = graph.start_OX(end_OX, times.members)[:, 0]
-    end_O = end_OX[:, 0]
-    on_path_O = np.zeros(len(graph.run_O), dtype=bool)
-    index = int(end_O[:-1].argmax())
-    while index != len(graph.run_O):
-        on_path_O[graph.run_O[index]] = True
-        waited_for = [int(waited_O[index]) for waited_O in (graph.before_O, *graph.inputs)]
-        index = next(other for other in waited_for if end_O[other] >= start_O[index])
-    return on_path_O
-
-
 def _finish_OX(times: OperationTimes) -> np.ndarray:
     members = times.members
     durations_OX = times.graph.durations_OX(members.in_order(times.ms_OR))

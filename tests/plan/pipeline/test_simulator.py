@@ -24,7 +24,6 @@ from sparsebalance_megatron.plan.pipeline.orders import (
     schedule_name,
 )
 from sparsebalance_megatron.plan.pipeline.simulator import (
-    longest_chain,
     longest_through_ms,
     makespans_ms,
     simulate,
@@ -83,31 +82,6 @@ def test_bounds_are_attained():
     giant[..., 0] = 10.0
     assert makespans_ms(flat(giant)).max() == pytest.approx(80.0, rel=1e-3)
     assert bounds_of(giant).bound_ms == pytest.approx(80.0, rel=1e-3)
-
-
-@given(pipelines())
-def test_every_operation_of_the_longest_chain_delays_the_next(times):
-    operations = flat(times[:, None])
-    (events,) = simulate(operations)
-    chain = longest_chain(operations).reshape(times.shape)
-    path = sorted(
-        (
-            event
-            for event in events
-            if chain[
-                int(event.direction is Direction.BACKWARD),
-                event.stage,
-                event.chunk,
-                event.micro_batch,
-            ]
-        ),
-        key=lambda event: (event.start_ms, event.end_ms),
-    )
-    assert path[0].start_ms == 0.0
-    assert path[-1].end_ms == max(event.end_ms for event in events)
-    for earlier, later in itertools.pairwise(path):
-        assert later.start_ms == earlier.end_ms
-    assert times[chain].sum() == pytest.approx(path[-1].end_ms, rel=1e-12)
 
 
 def all_forwards_first(stages, micro_batches, chunks):
