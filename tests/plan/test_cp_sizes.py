@@ -27,7 +27,7 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan import planned_cp_sizes
+from sparsebalance_megatron.plan import candidates
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
@@ -289,17 +289,17 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
     """The better of both is taken, whichever it is."""
     given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
     problem = StepProblem.of(PlanInputs(**given_))
-    lopsided = Arrangement.of_groups(
-        ((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
+    lopsided = ((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
+    even, lopsided = (
+        candidates.Candidate.of(problem, Arrangement.of_groups(placement))
+        for placement in (problem.balanced_by(problem.expected_LS), lopsided)
     )
-    budgets_LS = np.full((given_["job"].layers, 16), 8)
-    even = Arrangement.of_groups(problem.balanced_by(budgets_LS))
-    free, equal = (lopsided, even) if even_is_equal else (even, lopsided)
-    monkeypatch.setattr(planned_cp_sizes, "_is_near_bound", lambda *_: False)
-    monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: free)
-    monkeypatch.setattr(planned_cp_sizes, "anneal", lambda where, *_, **__: where)
-    found = planned_cp_sizes.best_cp_sizes(problem, equal).arrangement
-    assert found is even
+    shared, equal = (lopsided, even) if even_is_equal else (even, lopsided)
+    monkeypatch.setattr(candidates, "_of_equal_cp_size", lambda _: [equal])
+    monkeypatch.setattr(candidates, "_SKIP_RATIO_TO_BOUND", 0.0)
+    monkeypatch.setattr(candidates, "_shared_start", lambda *_: shared)
+    monkeypatch.setattr(candidates, "_searched", lambda start, _: start)
+    assert candidates.best_candidate(problem) is even
 
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
@@ -307,7 +307,7 @@ def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal")
     dynamic = replace(given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)
-    monkeypatch.setattr(planned_cp_sizes, "cp_size_start", unwanted := Mock())
+    monkeypatch.setattr(candidates, "cp_size_start", unwanted := Mock())
     free = planned(**given_ | {"plan_settings": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()

@@ -37,18 +37,24 @@ def least_heights(weights_S, tokens_S, rows, members, cap_tokens):
     return best
 
 
+def heights(rows, weights_S):
+    """Of every row; the first bin is the fullest."""
+    loads = [[weights_S[list(samples)].sum() for samples in row] for row in rows]
+    assert all(row == sorted(row, reverse=True) for row in loads)
+    return [row[0] for row in loads]
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_the_sum_of_heights_is_near_the_least(shape, more):
-    """Single cases of two rows of two bins may be 1.4 times the least."""
+    """The search starts here; one sample a bin has the least at once."""
     rows, members = shape
     ratios = []
     for seed in range(20):
         weights_S, tokens_S = drawn(rows * members + more, seed)
-        packing = packed_rows(weights_S, tokens_S, rows, members, 1 << 40)
-        packing.improve()
+        packings = packed_rows(weights_S, tokens_S, rows, members, 1 << 40)
         least = least_heights(weights_S, tokens_S, rows, members, 1 << 40)
-        ratios.append(packing.heights_X.sum() / least)
+        ratios.append(min(sum(heights(each, weights_S)) for each in packings) / least)
     assert min(ratios) >= 1 - 1e-12
     assert np.mean(ratios) <= (1.06 if more else 1 + 1e-12)
 
@@ -62,26 +68,19 @@ def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
     weights_S, tokens_S = drawn(samples, seed)
     mean_tokens = tokens_S.sum() / (rows * members)
     cap_tokens = max(1, int(room * mean_tokens) + data.draw(st.integers(0, 150)))
-    packing = packed_rows(weights_S, tokens_S, rows, members, cap_tokens)
+    packings = packed_rows(weights_S, tokens_S, rows, members, cap_tokens)
     if samples < rows * members or tokens_S.max() > cap_tokens:
-        assert packing is None
-    if packing is None:
-        return
-    filled = packing.heights_X.sum()
-    packing.improve()
-    assert packing.heights_X.sum() <= filled * (1 + 1e-12)
-    bins = [each for row in packing.samples for each in row]
-    assert [len(row) for row in packing.samples] == [members] * rows
-    assert sorted(sample for each in bins for sample in each) == [*range(samples)]
-    assert all(bins)
-    for each, load, used in zip(bins, packing.load_J, packing.used_J, strict=True):
-        assert load == pytest.approx(weights_S[list(each)].sum(), rel=1e-9)
-        assert used == tokens_S[list(each)].sum() <= cap_tokens
+        assert not packings
+    for packing in packings:
+        bins = [each for row in packing for each in row]
+        assert [len(row) for row in packing] == [members] * rows
+        assert sorted(sample for each in bins for sample in each) == [*range(samples)]
+        assert all(bins)
+        assert max(tokens_S[list(each)].sum() for each in bins) <= cap_tokens
 
 
 def test_samples_that_a_cap_keeps_apart_are_apart():
     weights_S, tokens_S = np.array([9.0, 8.0, 1.0, 1.0]), np.array([60, 50, 50, 40])
-    packing = packed_rows(weights_S, tokens_S, 1, 2, 100)
-    packing.improve()
-    assert sorted(map(sorted, packing.samples[0])) == [[0, 3], [1, 2]]
-    assert packed_rows(weights_S, tokens_S, 1, 2, 99) is None
+    for packing in packed_rows(weights_S, tokens_S, 1, 2, 100):
+        assert sorted(map(sorted, packing[0])) == [[0, 3], [1, 2]]
+    assert packed_rows(weights_S, tokens_S, 1, 2, 99) == []

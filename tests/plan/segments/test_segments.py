@@ -22,13 +22,13 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan import candidates
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
-from sparsebalance_megatron.plan.segments import planned_segments
 from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
 from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -198,7 +198,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
 def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
     given_ = inputs([2**17, *[3000] * 7])
     whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
-    monkeypatch.setattr(planned_segments, "_most_tokens", lambda problem, placement: 1)
+    monkeypatch.setattr(candidates, "_most_tokens", lambda *_: 1)
     assert planned(**given_).digest() == whole.digest()
 
 
