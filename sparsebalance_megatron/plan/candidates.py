@@ -203,7 +203,7 @@ def _searched(start: Candidate, max_cp_size: int = 1) -> Candidate:
         ),
         plan_ms=problem.search_ms(start.makespan_ms, share),
         enough_ms=stop * _bound_ms(problem, max_cp_size),
-        own_2SL=problem.own_2SL,
+        layer_2SX=problem.layer_2SX,
     )
     candidate = Candidate.of(problem, found)
     if job.lockstep_ranks == 1 or job.pipeline_stages > 1 or max_cp_size > 1:

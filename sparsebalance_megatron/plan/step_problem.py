@@ -191,13 +191,13 @@ class StepProblem:
         return self.costs.sample_ms(self.expected_LS)
 
     @property
-    def own_2SL(self) -> np.ndarray | None:
-        """Ms of every sample in every layer at the expected budgets, without experts; None where no
-        ranks wait in layers."""
+    def layer_2SX(self) -> np.ndarray | None:
+        """Ms of every sample in the columns of layers at the expected budgets; None where no ranks
+        wait in layers."""
         layers = self.costs.layers
         if layers is None:
             return None
-        return layers.own_2SL(self.costs.sparse_pairs_LS(self.expected_LS))
+        return layers.ms_2SX(self.costs.sparse_pairs_LS(self.expected_LS))
 
     def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
         """Latency-balanced placement at these budgets."""

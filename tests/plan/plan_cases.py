@@ -115,6 +115,13 @@ def costs_without_constants(job, samples):
     return replace(costs, constant_2C=nothing_2C, sparse_2CF=nothing_2CF)
 
 
+def with_experts(costs, together_2SC):
+    """Costs of ranks in lockstep whose experts take these ms."""
+    own_2SX = costs.layers.fixed_2SX[..., : costs.layers.own_columns]
+    fixed_2SX = np.concatenate([own_2SX, together_2SC], axis=2)
+    return replace(costs, layers=replace(costs.layers, fixed_2SX=fixed_2SX))
+
+
 def placed(micro_batch_of_S, job, cp_sizes_RM=None):
     """Samples at places ``rank * M + position``, by default with no shared micro-batches."""
     ranks, positions = job.data_parallel_size, job.micro_batches

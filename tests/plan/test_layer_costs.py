@@ -32,28 +32,23 @@ def costs_of(shape, seed, samples=5, lockstep_ranks=2):
     return step_costs(lengths, job, cost_model(), scales, dense_LS)
 
 
-def by_chunk(costs, ms_2SL):
-    """Sums over the layers of every chunk."""
-    ms_2SC = np.zeros((*ms_2SL.shape[:2], costs.chunks))
-    for layer, chunk in enumerate(costs.chunk_of_layer_L):
-        ms_2SC[..., chunk] += ms_2SL[..., layer]
-    return ms_2SC
+def by_chunk(costs, values_X):
+    """Sums over the columns of every chunk, without experts."""
+    values_C = np.zeros((*values_X.shape[:-1], costs.chunks))
+    own = costs.layers.own_columns
+    np.add.at(values_C, (..., costs.layers.chunk_of_X[:own]), values_X[..., :own])
+    return values_C
 
 
 @given(SEEDS, SHAPES)
 def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape):
     costs = costs_of(shape, seed)
     layers = costs.layers
-    fixed_2SC = by_chunk(costs, layers.fixed_2SL) + layers.outside_2SC
-    np.testing.assert_allclose(fixed_2SC, costs.fixed_2SC, rtol=1e-12)
+    np.testing.assert_allclose(by_chunk(costs, layers.fixed_2SX), costs.fixed_2SC, rtol=1e-12)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
-    own_2SL = layers.own_2SL(costs.sparse_pairs_LS(budgets_LS))
-    sample_2SC = by_chunk(costs, own_2SL) + layers.outside_2SC
+    sample_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
     np.testing.assert_allclose(sample_2SC, costs.sample_ms(budgets_LS), rtol=1e-12)
-    sequence_2C = np.zeros_like(costs.sequence_2C) + layers.outside_sequence_2C
-    for layer, chunk in enumerate(costs.chunk_of_layer_L):
-        sequence_2C[:, chunk] += layers.sequence_2L[:, layer]
-    np.testing.assert_allclose(sequence_2C, costs.sequence_2C, rtol=1e-12)
+    np.testing.assert_allclose(by_chunk(costs, layers.sequence_2X), costs.sequence_2C, rtol=1e-12)
 
 
 @given(SEEDS, SHAPES, st.sampled_from([2, 4]))
@@ -63,18 +58,9 @@ def test_layers_of_shared_samples_are_the_costs_of_shared_samples(seed, shape, c
     cp_size_S = np.full(5, cp_size)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
     layers = costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
-    own_2SL = layers.own_2SL(costs.sparse_pairs_LS(budgets_LS))
     expected_2SC = costs.ms_at_cp_size(costs.sample_ms(budgets_LS), cp_size_S)
-    found_2SC = by_chunk(costs, own_2SL) + layers.outside_2SC
+    found_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
-
-
-def test_a_subset_has_the_costs_of_its_samples():
-    costs = costs_of((4, 2, 2, 1), 3)
-    some = costs.of(slice(1, 4))
-    for name in ("fixed_2SL", "outside_2SC", "exchange_2SL", "together_2SC"):
-        own, whole = getattr(some.layers, name), getattr(costs.layers, name)
-        assert own.tolist() == whole[:, 1:4].tolist()
 
 
 def test_only_ranks_that_wait_have_costs_by_layer():

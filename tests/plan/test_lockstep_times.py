@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes
+from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes, with_experts
 from plan.test_layer_costs import SEEDS, costs_of
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -30,7 +30,7 @@ def placed_case(shape, seed, lockstep_ranks, widest):
     samples = len(micro_batch_of_S)
     costs = costs_of(shape, seed, samples, lockstep_ranks)
     together_2SC = generator.uniform(0.0, 1.0, costs.fixed_2SC.shape)
-    costs = replace(costs, layers=replace(costs.layers, together_2SC=together_2SC))
+    costs = with_experts(costs, together_2SC)
     budgets_LS = generator.integers(1, 40, (costs.job.layers, samples))
     return costs, budgets_LS, placed(micro_batch_of_S, costs.job, cp_sizes_RM)
 
@@ -73,9 +73,10 @@ def naive_2RPVM(costs, budgets_LS, where):
                     )
 
                 alike = costs.constant_2C[direction, chunk]
-                ms = slowest(lambda on_it, chunk=chunk: on_it.outside_2SC[..., chunk])
-                for layer in np.flatnonzero(costs.chunk_of_layer_L == chunk):
-                    ms += slowest(lambda on_it, layer=layer: on_it.own_2SL(pairs_LS)[..., layer])
+                ms = 0.0
+                own = costs.layers.chunk_of_X[: costs.layers.own_columns]
+                for column in np.flatnonzero(own == chunk):
+                    ms += slowest(lambda on_it, column=column: on_it.ms_2SX(pairs_LS)[..., column])
                 alike += np.mean(
                     [
                         own_ms(
@@ -104,8 +105,7 @@ def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, wi
 @given(SEEDS, SHAPES)
 def test_a_group_takes_at_least_what_each_member_takes_alone(seed, shape):
     costs, budgets_LS, where = placed_case(shape, seed, 2, 1)
-    without_experts = replace(costs.layers, together_2SC=np.zeros_like(costs.fixed_2SC))
-    costs = replace(costs, layers=without_experts)
+    costs = with_experts(costs, np.zeros_like(costs.fixed_2SC))
     alone = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     group = group_times(costs, budgets_LS, where).by_micro_batch_2RPVM
     largest = alone.reshape(2, -1, 2, *alone.shape[2:]).max(axis=2).repeat(2, axis=1)

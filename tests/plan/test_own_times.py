@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, random_lengths
+from plan.plan_cases import cost_model, job_shape, placed, random_lengths, with_experts
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.lockstep_times import own_times
@@ -35,7 +35,7 @@ def test_experts_of_a_rank_compute_an_equal_share_of_its_groups_samples(shape, m
     samples = 2 * job.places
     costs = step_costs(random_lengths(samples, seed, longest=4096), job, cost_model(), scales)
     together_2SC = generator.uniform(0.0, 9.0, (2, samples, stages * chunks))
-    costs = replace(costs, layers=replace(costs.layers, together_2SC=together_2SC))
+    costs = with_experts(costs, together_2SC)
     micro_batch_of_S = generator.permutation(np.repeat(np.arange(job.places), 2))
     times_2RPVM = generator.uniform(100.0, 200.0, (2, ranks, stages, chunks, positions))
     found = own_times(costs, times_2RPVM, placed(micro_batch_of_S, job))

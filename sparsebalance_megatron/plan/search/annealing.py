@@ -68,16 +68,16 @@ def anneal(
     rules: Rules,
     plan_ms: float,
     enough_ms: float = 0.0,
-    own_2SL: np.ndarray | None = None,
+    layer_2SX: np.ndarray | None = None,
 ) -> Arrangement:
     """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
 
     Args:
         sample_2SC: ms of every sample on a rank by itself.
-        own_2SL: likewise in every layer, without experts, where ranks wait in every layer.
+        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
         enough_ms: a step that takes so long or less ends the search.
     """
-    contents, weights_S = Contents(costs, sample_2SC, own_2SL), sample_2SC.sum(axis=(0, 2))
+    contents, weights_S = Contents(costs, sample_2SC, layer_2SX), sample_2SC.sum(axis=(0, 2))
     effort = SearchEffort(plan_ms)
     return _Annealing(start, costs.job, contents, weights_S, rules, effort).best(enough_ms)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import StepCosts, of_lockstep_groups
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 """Places among contents."""
@@ -21,56 +21,46 @@ class Contents:
     """Sums over the samples of a micro-batch, and its times by cp_size.
 
     Times are of columns: of the chunks; or, where ranks wait for one another in every layer, of
-    layers that are alike, of what is outside layers, and of what a lockstep group does together.
+    columns of layers, those that are alike together.
 
     Args:
         sample_2SC: ms of every sample on a rank by itself.
-        own_2SL: likewise in every layer, without experts, where ranks wait in every layer.
+        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
 
     Attributes:
         of_sample_SX: contents of every sample.
     """
 
     def __init__(
-        self, costs: StepCosts, sample_2SC: np.ndarray, own_2SL: np.ndarray | None = None
+        self, costs: StepCosts, sample_2SC: np.ndarray, layer_2SX: np.ndarray | None = None
     ) -> None:
-        samples, chunks = len(costs.lengths_tokens_S), np.arange(costs.chunks)
-        work, exchange, sequence, constant = (
-            sample_2SC,
-            costs.exchange_2SC,
-            costs.sequence_2C,
-            costs.constant_2C,
-        )
-        self._chunk_of_column, self._own_columns = chunks, costs.chunks
-        if own_2SL is not None:
+        samples, chunks = len(costs.lengths_tokens_S), costs.chunks
+        work, exchange = sample_2SC, costs.exchange_2SC
+        sequence, constant = costs.sequence_2C, costs.constant_2C
+        self._chunk_of_X = np.arange(chunks)
+        if layer_2SX is not None:
             layers = costs.layers
             assert layers is not None, "ranks that wait in layers have costs by layer"
-            keys = np.concatenate([costs.chunk_of_layer_L[None], own_2SL.reshape(2 * samples, -1)])
-            _, first_X, column_L = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-            in_column_LX = column_L.reshape(-1, 1) == np.arange(len(first_X))
-            outside = np.flatnonzero(layers.outside_2SC.any(axis=(0, 1)))
-            self._chunk_of_column = np.concatenate(
-                [costs.chunk_of_layer_L[first_X], chunks[outside], chunks]
+            own_2SX = layer_2SX[..., : layers.own_columns]
+            keys = np.concatenate(
+                [layers.chunk_of_X[None, : layers.own_columns], own_2SX.reshape(2 * samples, -1)]
             )
-            self._own_columns = len(first_X) + len(outside)
-
-            def columns(of_layers: np.ndarray, *others: np.ndarray) -> np.ndarray:
-                summed = [of_layers[..., in_L].sum(axis=-1) for in_L in in_column_LX.T]
-                return np.concatenate([np.stack(summed, axis=-1), *others], axis=-1)
-
-            work = columns(own_2SL, layers.outside_2SC[..., outside], layers.together_2SC)
-            exchange = columns(layers.exchange_2SL, 0.0 * work[..., len(first_X) :])
-            sequence = columns(
-                layers.sequence_2L, layers.outside_sequence_2C[:, outside], 0.0 * constant
+            _, first_X, alike_X = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+            column_X = np.append(alike_X, len(first_X) + np.arange(chunks))
+            in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
+            self._chunk_of_X = np.append(layers.chunk_of_X[first_X], np.arange(chunks))
+            work, exchange, sequence = (
+                np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
+                for values in (layer_2SX, layers.exchange_2SX, layers.sequence_2X)
             )
-            constant = np.pad(constant, ((0, 0), (self._own_columns, 0)))
+            constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
             for values in (work - sequence[:, None], exchange)
         ]
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
-        self._terms = 2 * len(self._chunk_of_column)
+        self._terms = 2 * len(self._chunk_of_X)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W, self._received_W = costs.share_W, costs.received_W
         self._slowness_IRC = _slowness_of_micro_batches(costs)
@@ -91,20 +81,17 @@ class Contents:
         ms += self._constant
         if self._slowness_IRC is not None:
             slowness = self._slowness_IRC[np.frexp(np.maximum(cp_size, 1))[1] - 1, rank]
-            ms *= np.tile(slowness[..., self._chunk_of_column], 2)
+            ms *= np.tile(slowness[..., self._chunk_of_X], 2)
         return np.asarray(ms)
 
     def of_groups(self, ms_IEWMF: np.ndarray) -> np.ndarray:
-        """Ms of lockstep groups, forward, then backward of every chunk, from those of W members.
-
-        Every column takes what the slowest member takes; what members do together, an equal share.
-        """
-        own, chunks = self._own_columns, len(self._chunk_of_column) - self._own_columns
-        ms = ms_IEWMF.reshape(*ms_IEWMF.shape[:-1], 2, own + chunks)
-        slowest, of_group = ms[..., :own].max(axis=2), ms[..., own:].mean(axis=2)
-        for column, chunk in enumerate(self._chunk_of_column[:own].tolist()):
-            of_group[..., chunk] += slowest[..., column]
-        return of_group.reshape(*of_group.shape[:-2], 2 * chunks)
+        """Ms of lockstep groups, forward, then backward of every chunk, from those of members."""
+        pairs, groups, members, positions, _ = ms_IEWMF.shape
+        columns = len(self._chunk_of_X)
+        ms_IEWYX = ms_IEWMF.reshape(pairs, groups, members, 2 * positions, columns)
+        # Devices are in these times already.
+        ms_IEYC = of_lockstep_groups(ms_IEWYX, np.ones((members, columns)), self._chunk_of_X)
+        return ms_IEYC.reshape(pairs, groups, positions, -1)
 
 
 def _slowness_of_micro_batches(costs: StepCosts) -> np.ndarray | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed
+from plan.plan_cases import cost_model, job_shape, placed, with_experts
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -32,9 +32,9 @@ def annealed(case, plan_ms, **limits):
     )
 
 
-def begun(case, own_2SL=None):
+def begun(case, layer_2SX=None):
     """A search that has made no move."""
-    contents = Contents(case.costs, case.sample_2SC, own_2SL)
+    contents = Contents(case.costs, case.sample_2SC, layer_2SX)
     effort = SearchEffort(plan_ms=100.0)
     return _Annealing(case.start, case.costs.job, contents, case.weights_S, case.rules, effort)
 
@@ -84,19 +84,24 @@ def test_lockstep_groups_take_what_their_slowest_members_take(seed, shape, max_c
     costs = step_costs(case.costs.lengths_tokens_S, job, cost_model(), StageScales.ones(*shape[2:]))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(costs.blocks_S)))
     budgets_LS[0] = budgets_LS[-1]
-    own_2SL = costs.layers.own_2SL(costs.sparse_pairs_LS(budgets_LS))
     together_2SC = np.random.default_rng(seed).uniform(0.0, 1.0, costs.fixed_2SC.shape)
-    costs = replace(costs, layers=replace(costs.layers, together_2SC=together_2SC))
+    costs = with_experts(costs, together_2SC)
+    exchange_2SX = np.zeros_like(costs.layers.fixed_2SX)
+    exchange_2S1 = case.costs.exchange_2SC[..., :1] / (job.layers // costs.chunks)
+    exchange_2SX[..., : job.layers] = exchange_2S1
     case = replace(
         case,
-        costs=replace(costs, exchange=case.costs.exchange, exchange_2SC=case.costs.exchange_2SC),
+        costs=replace(
+            costs,
+            exchange=case.costs.exchange,
+            exchange_2SC=case.costs.exchange_2SC,
+            layers=replace(costs.layers, exchange_2SX=exchange_2SX),
+        ),
         sample_2SC=costs.sample_ms(budgets_LS),
         rules=replace(case.rules, lockstep_ranks=2),
     )
-    exchange_2SL = case.costs.exchange_2SC[..., :1] / (job.layers // costs.chunks)
-    layers = replace(costs.layers, exchange_2SL=exchange_2SL.repeat(job.layers, axis=2))
-    case = replace(case, costs=replace(case.costs, layers=layers))
-    search = begun(case, own_2SL)
+    layer_2SX = costs.layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS))
+    search = begun(case, layer_2SX)
     for _ in range(4):
         search._round()
         where = Arrangement.of_places(search.state.place_S, search.state.cp_sizes_RM.copy())
