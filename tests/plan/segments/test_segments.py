@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: cuts, their times and plans that hold them."""
+"""Segments: cuts, their times, their search, and plans that hold them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from plan.plan_cases import (
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import candidates
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
@@ -30,7 +31,8 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
-from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms
+from sparsebalance_megatron.plan.segments.search import SegmentSearch
+from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms, segmented_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -222,3 +224,42 @@ def test_the_bound_holds_for_every_placement_and_cut():
     bound_ms = segmented_bound_ms(problem)
     assert 0.6 * least < bound_ms <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least
+
+
+LENGTHS = (60000, 50000, 40000, 30000, 900, 800, 700, 600)
+LOPSIDED = (((0,), (1,), (2,), (3,)), ((4,), (5,), (6,), (7,)))
+MOST_TOKENS = 200_000
+
+
+def searched(most_tokens: int = MOST_TOKENS, **changes):
+    problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
+    base_LS = problem.budgets.allowed.base_LS
+    where, ms = SegmentSearch(problem, base_LS).best(Arrangement.of_groups(LOPSIDED), most_tokens)
+    return problem, where, ms
+
+
+def test_what_is_found_takes_what_the_search_says_and_holds_every_sample_once():
+    problem, where, ms = searched()
+    _, ms_R, _ = segmented_times(problem.costs, where, problem.budgets.allowed.base_LS)
+    assert ms == pytest.approx(ms_R.max(), rel=1e-12)
+    held = sorted(sample for rank in where.samples for samples in rank for sample in samples)
+    assert held == list(range(8)) and where.is_cut
+
+
+def test_long_samples_of_one_rank_are_traded_away():
+    _, where, ms = searched()
+    long = [sum(sample < 4 for (sample,) in rank) for rank in where.samples]
+    assert long == [2, 2]
+    _, start, start_ms = searched(plan_ms=1e-9)
+    assert [sorted(rank) for rank in start.samples] == [sorted(rank) for rank in LOPSIDED]
+    assert ms < 0.7 * start_ms
+
+
+def test_a_search_without_effort_takes_the_best_start():
+    _, where, ms = searched(plan_ms=1e-9)
+    assert where.is_cut and np.isfinite(ms)
+
+
+def test_no_order_is_found_where_all_hold_too_many_tokens():
+    *_, ms = searched(most_tokens=1)
+    assert ms == np.inf
