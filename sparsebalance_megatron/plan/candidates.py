@@ -37,10 +37,9 @@ from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal
-from sparsebalance_megatron.plan.search.balance import arrival, balanced
+from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
-from sparsebalance_megatron.plan.search.rows import packed_rows
 from sparsebalance_megatron.plan.search_effort import (
     SHARE_OF_STEP,
     SHARE_OF_STEP_FOR_CP_SIZES,

@@ -101,6 +101,26 @@ def random_lengths(count, seed, *, longest=2**17, kind="spread"):
     return generator.permutation(lengths).tolist()
 
 
+def step_inputs(
+    job, lengths, seed=0, *, cost=None, slowness_RP=None, max_blocks=2048, observed=1.0, **changes
+):
+    """Inputs of a plan, by name; the changes are of settings."""
+    ones_2PV = np.ones((2, job.pipeline_stages, job.virtual_stages))
+    return {
+        "lengths_tokens": (*lengths,),
+        "job": job,
+        "plan_settings": plan_settings(**changes),
+        "cost": cost or cost_model(),
+        "scales": StageScales.of(ones_2PV, slowness_RP),
+        "coverage": coverage_curves(job.layers, max_blocks, seed=seed, observed=observed),
+    }
+
+
+def changed(inputs, **changes):
+    """Inputs of a plan with other settings."""
+    return inputs | {"plan_settings": replace(inputs["plan_settings"], **changes)}
+
+
 def planned(step=0, **inputs):
     """A plan; the lengths may be a list."""
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))

@@ -18,19 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
-    cost_model,
-    coverage_curves,
     flat,
     job_shape,
-    plan_settings,
     planned,
     random_cp_sizes,
     random_lengths,
     shared_times,
+    step_inputs,
 )
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -54,15 +51,8 @@ def group_times(times_2RPVM, ranks):
 
 def arguments(shape, seed, lockstep_ranks, size=2, **changes):
     job = replace(job_shape(*shape), lockstep_ranks=lockstep_ranks)
-    return {
-        "step": 3,
-        "lengths_tokens": random_lengths(job.places * size, seed, longest=2**15),
-        "job": job,
-        "plan_settings": plan_settings(**changes),
-        "cost": cost_model(),
-        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
-        "coverage": coverage_curves(job.layers, seed=seed),
-    }
+    lengths = random_lengths(job.places * size, seed, longest=2**15)
+    return {"step": 3} | step_inputs(job, lengths, seed, **changes)
 
 
 @given(SHAPES, SEEDS, st.sampled_from([1, 2, 4]))

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
-    coverage_curves,
     job_shape,
-    plan_settings,
     planned,
     random_lengths,
+    step_inputs,
 )
 
 from sparsebalance_megatron.cost.parts import SegmentCost
@@ -109,21 +109,12 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
 
 
-def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=256, **changes):
-    job = job_shape(ranks, micro_batches, stages=STAGES)
+def inputs(lengths, *, micro_batches=4, **changes):
+    job = job_shape(2, micro_batches, stages=STAGES)
     cost = replace(cost_model(), segments=SegmentCost(operation_ms=(0.01, 0.02)))
-    return {
-        "lengths_tokens": tuple(lengths),
-        "job": job,
-        "cost": cost,
-        "scales": StageScales.ones(STAGES, 1),
-        "coverage": coverage_curves(job.layers),
-        "plan_settings": plan_settings(
-            max_segments=max_segments,
-            segment_tokens=segment_tokens,
-            **changes,
-        ),
-    }
+    return step_inputs(
+        *(job, lengths), cost=cost, **{"max_segments": 8, "segment_tokens": 256} | changes
+    )
 
 
 @settings(max_examples=15)
@@ -138,7 +129,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     lengths = random_lengths(16 if packed else 8, seed, kind=kind)
     given_ = inputs(lengths, tuning=tuning)
     plan, again = planned(**given_), planned(**given_)
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    whole = planned(**changed(given_, max_segments=1))
     assert plan.digest() == again.digest()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
@@ -156,7 +147,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
         segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
         ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
         np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
-    base = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")})
+    base = planned(**changed(given_, tuning="off"))
     assert expected.coverage_mean >= base.expectation.coverage_mean - 1e-9
     assert expected.makespan_ms <= base.expectation.makespan_ms * (1 + 1e-8)
     if kind in ("equal", "tiny"):
@@ -167,7 +158,7 @@ def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
     given_ = inputs(lengths)
     plan = planned(**given_)
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    whole = planned(**changed(given_, max_segments=1))
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
     assert long.segments >= 7
     assert plan.expectation.makespan_ms < 0.7 * whole.expectation.makespan_ms
@@ -179,9 +170,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
     for seed in range(5):
         given_ = inputs(random_lengths(8, seed))
         plan = planned(**given_)
-        whole = planned(
-            **given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)}
-        )
+        whole = planned(**changed(given_, max_segments=1))
         one_piece = max(
             sum(each.tokens for each in whole.for_rank(rank).micro_batches[m : m + STAGES])
             for rank in range(2)
@@ -199,7 +188,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
 
 def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
     given_ = inputs([2**17, *[3000] * 7])
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    whole = planned(**changed(given_, max_segments=1))
     monkeypatch.setattr(candidates, "_most_tokens", lambda *_: 1)
     assert planned(**given_).digest() == whole.digest()
 
