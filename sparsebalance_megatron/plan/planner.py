@@ -52,7 +52,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        micro_batches=_micro_batches(problem, where, tuned.budgets_LS),
+        micro_batches=_micro_batches(problem, where, tuned),
         expectation=expectation(problem, where, tuned),
         batching=best.batching,
     )
@@ -67,22 +67,22 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     return plan
 
 
-def _dense_first(problem: StepProblem, micro_batch: tuple[int, ...]) -> tuple[int, ...]:
+def _dense_first(dense_LS: np.ndarray, micro_batch: tuple[int, ...]) -> tuple[int, ...]:
     """Samples that most layers attend to densely first, so that these find them side by side; else
     in the order given. A caller's own placement keeps its order: the caller may have packed by
     it."""
-    layers_S = problem.costs.dense_LS[:, list(micro_batch)].sum(axis=0)
+    layers_S = dense_LS[:, list(micro_batch)].sum(axis=0)
     return tuple(micro_batch[each] for each in np.argsort(-layers_S, kind="stable"))
 
 
 def _micro_batches(
-    problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
+    problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets
 ) -> tuple[MicroBatchPlan, ...]:
     """Every micro-batch on its first rank, with its budgets cut from one array of all."""
     reorders = problem.inputs.placement is None and not arrangement.segment_starts_blocks
     placed = [
         [
-            _dense_first(problem, micro_batch)
+            _dense_first(tuned.dense_LS, micro_batch)
             if reorders and arrangement.cp_size(rank, position) == 1
             else micro_batch
             for position, micro_batch in enumerate(in_rank)
@@ -90,7 +90,7 @@ def _micro_batches(
         for rank, in_rank in enumerate(arrangement.samples)
     ]
     samples = [sample for rank in placed for micro_batch in rank for sample in micro_batch]
-    placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
+    placed_LS = np.ascontiguousarray(tuned.budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
     first = 0
@@ -120,7 +120,7 @@ def _micro_batches(
 
 def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets) -> Expectation:
     """Times, balance and coverage of placed samples with these budgets."""
-    costs = problem.costs
+    costs = problem.costs.with_dense(tuned.dense_LS)
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
     if arrangement.segment_starts_blocks:
         times_2RPVM, makespans_R, ms_2UP = segmented_times(costs, arrangement, tuned.budgets_LS)
@@ -129,7 +129,8 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     else:
         segment_ms = ()
         times_2RPVM = costs.micro_batch_ms(tuned_2SC, arrangement).by_micro_batch_2RPVM
-        makespans_R = problem.budgets.makespans_ms(tuned.budgets_LS, arrangement)
+        at_costs = replace(problem.budgets, costs=costs)
+        makespans_R = at_costs.makespans_ms(tuned.budgets_LS, arrangement)
     if costs.job.lockstep_ranks > 1:
         times_2RPVM = own_times(costs, times_2RPVM, arrangement)
     times_2RPVM.flags.writeable = False
@@ -137,7 +138,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
-        for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
+        for sample_2SC in (tuned_2SC, problem.costs.sample_ms(problem.budgets.allowed.base_LS))
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(

@@ -236,6 +236,30 @@ class StepCosts:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
 
+    @cached_property
+    def denser_2SL(self) -> np.ndarray:
+        """Ms [2, S, L] by which dense attention to a sample exceeds what lists take beside their
+        block pairs."""
+        denser_2LF = self.denser_2CF[:, self.chunk_of_layer_L]
+        return _fixed_2SX(denser_2LF, self.lengths_tokens_S, self.work, self.block_size)
+
+    def with_dense(self, dense_LS: np.ndarray) -> StepCosts:
+        """Costs where layers attend to more samples densely; what a micro-batch takes whatever it
+        holds stays."""
+        more_LS = dense_LS & ~self.dense_LS
+        if not more_LS.any():
+            return self
+        more_2SL = np.where(more_LS.T, self.denser_2SL, 0.0)
+        fixed_2SC = self.fixed_2SC.copy()
+        for layer, chunk in enumerate(self.chunk_of_layer_L.tolist()):
+            fixed_2SC[..., chunk] += more_2SL[..., layer]
+        layers = self.layers
+        if layers is not None:
+            beside = len(layers.chunk_of_X) - len(more_LS)
+            more_2SX = np.pad(more_2SL, ((0, 0), (0, 0), (0, beside)))
+            layers = replace(layers, fixed_2SX=layers.fixed_2SX + more_2SX)
+        return replace(self, fixed_2SC=fixed_2SC, dense_LS=dense_LS, layers=layers)
+
     def sparse_pairs_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Block pairs of sparse attention; 0 where a layer attends densely."""
         return np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
@@ -343,14 +367,9 @@ def step_costs(
     sparse_2CF = layers_C[:, None] * layer_2F[:, None] + outside_2CF
     constant_2C = sparse_2CF[..., _MICRO_BATCHES]
     constant_2C = constant_2C + never_sparse_C * denser_2F[:, None, _MICRO_BATCHES]
-    visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
 
     def fixed_2SX(coefficients_2XF: np.ndarray) -> np.ndarray:
-        return np.asarray(
-            coefficients_2XF[:, None, :, SEQUENCES]
-            + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
-            + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
-        )
+        return _fixed_2SX(coefficients_2XF, lengths_S, cost.work, cost.block_size)
 
     denser_2S1 = fixed_2SX(denser_2F[:, None])
     dense_SC = dense_layers(dense_LS, chunk_of_layer_L, chunks)
@@ -399,6 +418,18 @@ def step_costs(
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
         layers=layers,
+    )
+
+
+def _fixed_2SX(
+    coefficients_2XF: np.ndarray, lengths_S: np.ndarray, work: WorkModel, block_size: int
+) -> np.ndarray:
+    """Ms of samples whatever their budgets."""
+    visible_S = work.visible_pairs(lengths_S / block_size)
+    return np.asarray(
+        coefficients_2XF[:, None, :, SEQUENCES]
+        + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
+        + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
     job_shape,
     plan_settings,
@@ -28,6 +29,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.rates import Efficiency
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 PIPELINES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
 TUNINGS = st.sampled_from(["off", "anchor", DEFAULT_TUNING])
@@ -151,6 +153,36 @@ def test_dense_documents_are_fixed_and_others_rise():
     assert (plan.budgets_LS == np.maximum(blocks_S, 8))[dense_LS].all()
     assert (plan.budgets_LS >= 8)[~dense_LS].all()
     assert plan.expectation.samples_raised > 0
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
+    """One that would reads everything, densely, behind documents of which the layer does, too; by
+    lists it takes less."""
+    cost, jumped = counted(0.13), 0
+    for seed in range(12):
+        base = (8, 24)[seed % 2]
+        tokens = crossing_tokens(cost, base, 2**15)
+        choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
+        given = inputs(seed, cost, lockstep_ranks=lockstep_ranks, **choices)
+        problem = StepProblem.of(PlanInputs(**given))
+        costs, plan = problem.costs, planned(**given)
+        pair_2L1 = costs.pair_2C[:, costs.chunk_of_layer_L, None]
+        lists_LS = (costs.block_pairs(plan.budgets_LS) * pair_2L1).sum(axis=0)
+        becomes_LS = (plan.budgets_LS >= costs.blocks_S) & ~costs.dense_LS
+        is_raised_LS = (plan.budgets_LS > base) & ~costs.dense_LS & ~becomes_LS
+        assert (lists_LS < costs.denser_2SL.sum(axis=0).T)[is_raised_LS].all()
+        jumped += becomes_LS.sum()
+        for micro_batch in plan.micro_batches:
+            samples = list(micro_batch.samples)
+            is_dense_LS = (becomes_LS | costs.dense_LS)[:, samples]
+            after_LS = np.logical_and.accumulate(is_dense_LS, axis=1)
+            assert (after_LS == is_dense_LS)[becomes_LS[:, samples].any(axis=1)].all()
+        fixed = planned(**changed(given, tuning="off"))
+        expected = plan.expectation
+        assert expected.makespan_ms <= fixed.expectation.makespan_ms * (1 + 1e-8)
+        assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    assert jumped
 
 
 def test_lengths_by_hand():
