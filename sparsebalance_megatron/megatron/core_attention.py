@@ -34,7 +34,7 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.coverage import coverage_at
+from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.coverage import coverage_at, curves_of_mass
+from sparsebalance_megatron.attention.select.ranking import coverage_at, curves_of_mass
 from sparsebalance_megatron.attention.layout import packed_layout
 
 

@@ -96,7 +96,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name, function in (("forward", _forward), ("backward", _backward)):
             operations.impl(f"_flash_attention_{name}", _by_name(name, function), "CPU")
         monkeypatch.setattr(varlen, "obstacle", lambda *_: None)
-        monkeypatch.setattr(dense, "host_may_read", lambda _: False)
+        monkeypatch.setattr(dense, "takes_flash", lambda _: False)
         yield
 
 

@@ -2,8 +2,7 @@
 """Attention over the blocks and columns of lists, on any device.
 
 Three parts make it up: dense documents, every query's own block, and past blocks. A document of
-which everything is selected is attended to densely, on the CPU, where the host reads lists without
-waiting. How past blocks are gathered is what implementations differ in: here by query block, in
+which everything is selected is attended to densely on the CPU. How past blocks are gathered is what implementations differ in: here by query block, in
 :mod:`.tokens` by token.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, Q
@@ -31,7 +30,7 @@ from sparsebalance_megatron.attention.kernels.gathered import (
     own_blocks,
     own_listed_QC,
 )
-from sparsebalance_megatron.attention.kernels.tile_attention import host_may_read
+from sparsebalance_megatron.attention.kernels.tile_attention import takes_flash
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -115,7 +114,7 @@ def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]
         The tokens of these documents, and the selection of all others.
     """
     layout, own_N = selection.query_layout, selection.own_block_N
-    if not host_may_read(own_N.device) or layout is not selection.kv_layout:
+    if not takes_flash(own_N.device) or layout is not selection.kv_layout:
         return [], selection
     if not own_N.equal(layout.number_N):
         return [], selection

@@ -17,7 +17,7 @@ from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
-    host_may_read,
+    takes_flash,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
@@ -28,7 +28,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
     layout = selection.query_layout
-    if not host_may_read(q_THD.device):
+    if not takes_flash(q_THD.device):
         out_THF, lse_HT = varlen.attend(q_THD, k_TGD, v_TGF, _on_device(layout, softmax_scale))
         return out_THF, lse_HT.T
     q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
@@ -41,7 +41,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`.contract.Kernel`."""
     layout, scale = saved.selection.query_layout, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
-    if not host_may_read(dout_THF.device):
+    if not takes_flash(dout_THF.device):
         return varlen.attend_backward(*inputs, saved.lse_TH.T, _on_device(layout, scale))
     wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
     gradients = [torch.empty_like(x) for x in wide[1:4]]
@@ -52,7 +52,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
 
 def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Say what torch's kernels do not serve on CUDA."""
-    if host_may_read(q_THD.device):
+    if takes_flash(q_THD.device):
         return None
     if selection.query_layout.documents > varlen.MOST_DOCUMENTS:
         return f"serves {varlen.MOST_DOCUMENTS} documents, not {selection.query_layout.documents}"

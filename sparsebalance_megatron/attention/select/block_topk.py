@@ -17,7 +17,6 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
-from sparsebalance_megatron.attention.select.router_choice import ranks_in_triton
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import (
     BlockSummaries,
@@ -114,9 +113,6 @@ class BlockTopK(RankingSelector):
             by_token=self.by_token,
             indices_QCK=indices_QCK,
             mass_SK=mass_SK,
-            in_triton=ranks_in_triton(
-                self.router, q_THD.device, layouts, softmax_scale=softmax_scale
-            ),
         )
 
     def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:

@@ -64,7 +64,7 @@ def rank_in_chunks(
     dtype = torch.int16 if kv_layout.blocks <= _MOST_BLOCKS_IN_16_BITS else torch.int32
     indices_QCK = torch.empty(len(own_Q), heads, places, dtype=dtype, device=device)
     if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
-        from sparsebalance_megatron.attention.select.row_ranking_kernel import rank_rows
+        from sparsebalance_megatron.attention.select.router_kernels import rank_rows
 
         return indices_QCK, rank_rows(
             *(queries_QCED, keys_NGD, layouts, indices_QCK),

@@ -61,7 +61,7 @@ def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -
         ValueError: ``router`` is "triton", and it does not serve.
     """
     if means_in_triton(router, x_THD.device):
-        from sparsebalance_megatron.attention.select.ranking_kernels import pooled_means
+        from sparsebalance_megatron.attention.select.router_kernels import pooled_means
 
         return pooled_means(x_THD, layout)
     wide = torch.promote_types(x_THD.dtype, torch.float32)

@@ -27,10 +27,7 @@ from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     token_key_kernel,
     token_query_kernels,
 )
-from sparsebalance_megatron.attention.select import (  # noqa: E402
-    ranking_kernels,
-    row_ranking_kernel,
-)
+from sparsebalance_megatron.attention.select import router_kernels  # noqa: E402
 
 BY_BLOCK, BY_TOKEN, WITH_COLUMNS = "previous-block", "token-query-head", "vertical-slash"
 MUTANTS = {
@@ -69,18 +66,14 @@ MUTANTS = {
         *(BY_TOKEN, token_key_kernel, "_token_key_kernel", "dk_CD * softmax_scale", "dk_CD"),
     ),
     "the own block has no place of its own": (
-        *(BY_TOKEN, row_ranking_kernel, "_list_rows"),
+        *(BY_TOKEN, router_kernels, "_list_rows"),
         *("(column_J == last)[None, :]", "(column_J < 0)[None, :]"),
     ),
     "mass is not a share": (
-        *(BY_TOKEN, row_ranking_kernel, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
+        *(BY_TOKEN, router_kernels, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
     ),
     "means are sums": (
-        *(BY_TOKEN, ranking_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
-    ),
-    "a budget is one less": (
-        *(BY_TOKEN, ranking_kernels, "_counts_kernel"),
-        *("tl.maximum(budget_Q, 1)", "tl.maximum(budget_Q - 1, 1)"),
+        *(BY_TOKEN, router_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
     ),
 }
 
