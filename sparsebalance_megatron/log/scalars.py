@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.flops import training_flops
+from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.log.recording import FinishedStep
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
 from sparsebalance_megatron.attention.kernels import blocks, tile_attention
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Saved, merge_partials
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.selector_registry import BUILT_IN

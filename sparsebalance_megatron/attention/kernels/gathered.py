@@ -2,8 +2,8 @@
 """Attention of query blocks over gathered keys: time and memory follow the length of the lists.
 
 A tile is one query block of one KV head, with the group's query heads stacked as its rows; the
-units of its list, blocks or single tokens, are gathered for it side by side. Tiles with lists of one
-length are computed together: on CUDA the host waits to read the lengths.
+units of its list, blocks or single tokens, are gathered for it side by side. Tiles with lists of
+one length are computed together: on CUDA the host waits to read the lengths.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, B
 tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of
@@ -13,39 +13,27 @@ keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (lis
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.kernels.contract import merge_partials
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
     tiles_at_once,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Tiles computed together, and their units as positions in [G * U]."""
-
-    tiles_A: Tensor
-    units_AK: Tensor
 
 
 class GatheredLists:
     """One list of units for each query block and KV head.
 
     Args:
-        q_THD, k_TGD, v_TGF: of the dtype computed in.
         lists_NGK: numbers of units, undefined past the end of a list.
         counts_NG: lengths of the lists.
-        query_layout: the blocks of the queries.
         units: the blocks that the lists name; None where they name single tokens.
-        softmax_scale: factor on q . k.
         own_block: whether the only unit of a list is the query block itself, which is read up to
             the query.
         absent_TH: queries that do not read what their block's list names; None for none.
@@ -85,16 +73,16 @@ class GatheredLists:
         """out_THF and lse_TH; 0 and -inf where a query reads nothing."""
         out_AIF = self._q_AID.new_zeros(*self._q_AID.shape[:2], self._v_AEF.shape[2])
         lse_AI = out_AIF.new_full(out_AIF.shape[:2], -torch.inf)
-        for chunk in self._chunks():
+        for tiles_A, units_AK in self._chunks():
             o_AIF, l_AI = attend(
-                self._q_AID.index_select(0, chunk.tiles_A),
-                _gather(self._k_AED, chunk.units_AK),
-                _gather(self._v_AEF, chunk.units_AK),
+                self._q_AID.index_select(0, tiles_A),
+                _gather(self._k_AED, units_AK),
+                _gather(self._v_AEF, units_AK),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=self._later_keys_1IW,
             )
-            out_AIF.index_copy_(0, chunk.tiles_A, o_AIF)
-            lse_AI.index_copy_(0, chunk.tiles_A, l_AI)
+            out_AIF.index_copy_(0, tiles_A, o_AIF)
+            lse_AI.index_copy_(0, tiles_A, l_AI)
         out_THF, lse_TH = self._query_rows(out_AIF), self._query_rows(lse_AI)
         if self._absent_TH is not None:
             out_THF = out_THF.masked_fill(self._absent_TH[..., None], 0.0)
@@ -121,8 +109,7 @@ class GatheredLists:
         dout_AIF, out_AIF, lse_AI = map(self._query_tiles, (dout_THF, out_THF, lse_TH))
         dq_AID = torch.zeros_like(self._q_AID)
         dk_AED, dv_AEF = torch.zeros_like(self._k_AED), torch.zeros_like(self._v_AEF)
-        for chunk in self._chunks():
-            tiles_A, units_AK = chunk.tiles_A, chunk.units_AK
+        for tiles_A, units_AK in self._chunks():
             part_AID, dk_AWD, dv_AWF = attend_backward(
                 dout_AIF.index_select(0, tiles_A),
                 self._q_AID.index_select(0, tiles_A),
@@ -160,8 +147,8 @@ class GatheredLists:
         x_UEGD = x_AED.unflatten(0, (self._kv_heads, -1)).movedim(0, 2)
         return self._units.from_blocks(x_UEGD) if self._units else x_UEGD.squeeze(1)
 
-    def _chunks(self) -> Iterator[_Chunk]:
-        """All tiles with lists of one length, then those of the next."""
+    def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tiles computed together, tiles_A, and their units as positions in [G * U], units_AK."""
         tiles = len(self._lists_AK) // self._kv_heads
         head_A = torch.arange(self._kv_heads, device=self._lists_AK.device)
         lists_AK = self._lists_AK + head_A.repeat_interleave(tiles)[:, None] * self._count
@@ -173,7 +160,7 @@ class GatheredLists:
             if length == 0:
                 continue
             for some_A in tiles_A.split(self._tiles_at_once(length)):
-                yield _Chunk(tiles_A=some_A, units_AK=lists_AK[some_A, :length])
+                yield some_A, lists_AK[some_A, :length]
 
     def _tiles_at_once(self, length: int) -> int:
         keys = length * self._unit_tokens

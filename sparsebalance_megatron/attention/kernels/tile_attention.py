@@ -43,16 +43,11 @@ def attend(
     mask_AIW: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from every row of a tile to all of its keys.
+    """Attend from every row of a tile to all of its keys: out_AIF, and the natural LSE lse_AI.
 
     Args:
-        q_AID, k_AWD, v_AWF: one dtype, float32 or float64.
-        softmax_scale: factor on q . k.
         mask_AIW: added to the scaled scores; sizes of 1 are broadcast. No row may be all -inf.
         causal: whether row i reads keys 0 to i only; on the CPU, without a mask.
-
-    Returns:
-        out_AIF and the natural log-sum-exp lse_AI.
     """
     if takes_flash(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]

@@ -106,22 +106,14 @@ class RankingSelector:
 
 
 def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
-    """Coverage curves of documents.
+    """Coverage curves_SK of documents: float32, the mean of a ranking's mass up to each budget.
 
-    Args:
-        mass_SK: float64; in column k - 1 the mass that the k-th best block adds, summed over the
-            tokens of a document and their selecting heads, each of which has mass 1.
-        layout: the documents.
-        selecting_heads: heads that were summed over.
-
-    Returns:
-        curves_SK: float32 [S, K], the mean mass inside the best k blocks. It never falls with k,
-        and is exactly 1 from the document's number of blocks on. A document with mass that is not
-        finite has no curve: NaN throughout.
+    It never falls with k, and is exactly 1 from the document's number of blocks on. A document with
+    mass that is not finite has no curve: NaN throughout.
     """
     mean_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
-    # A product with a triangle, since CUDA's cumsum is not reproducible; a number that is not finite
-    # makes its whole row NaN. cummax heals rounding.
+    # A product with a triangle, since CUDA's cumsum is not reproducible; one number that is not
+    # finite makes its row NaN throughout. cummax heals rounding.
     curves_SK = (mean_SK @ torch.ones_like(mean_SK[:1]).expand(mean_SK.shape[1], -1).triu()).float()
     broken_S1 = curves_SK[:, :1].isnan()
     budget_K = torch.arange(1, mean_SK.shape[1] + 1, device=curves_SK.device)
@@ -131,15 +123,8 @@ def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: in
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
-    """Look coverage up; budgets outside 1..K read the curve's ends.
-
-    Args:
-        curves_SK: [S, K], a selector's coverage.
-        budgets: integers [S], or [S, any].
-
-    Returns:
-        Coverage in the shape of ``budgets``.
-    """
+    """Coverage at budgets, integers [S] or [S, any], in their shape; those outside 1..K read the
+    curve's ends."""
     column = budgets.long().clamp(1, curves_SK.shape[1]) - 1
     if budgets.ndim == 1:
         return curves_SK.gather(1, column[:, None])[:, 0]
@@ -162,14 +147,8 @@ def cut_columns(
     blocks_N: Tensor,
     columns_N: Tensor,
 ) -> ColumnLists:
-    """The best columns outside of the blocks that a budget reads.
-
-    Args:
-        layouts: where queries and keys lie.
-        blocks_NGK, columns_NGX: see :class:`.ranking.Ranking`.
-        blocks_N: how many blocks each query block reads.
-        columns_N: how many blocks' worth of columns.
-    """
+    """The best columns outside of the blocks that a budget reads: of each query block ``blocks_N``
+    blocks, and ``columns_N`` blocks' worth of columns."""
     layout, (rows, heads, places) = layouts.kv_layout, columns_NGX.shape
     width = column_blocks(blocks_NGK.shape[2]) * layout.block_size
     tokens_NGK = columns_NGX.new_empty(rows, heads, width)
@@ -192,16 +171,8 @@ def cut_columns(
 
 
 def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
-    """Choose the blocks of a document that are read as blocks.
-
-    Args:
-        order_JGK: numbers of blocks inside the document; anything past the ``count_JG`` first.
-        count_JG: how many are read; broadcast, and may have dimensions in front of J.
-        blocks: W.
-
-    Returns:
-        bool [J, G, W], behind the dimensions that ``count_JG`` has in front.
-    """
+    """bool [..., J, G, W]: the blocks of a document that are read as blocks, the ``count_JG`` first
+    of ``order_JGK``; dimensions that ``count_JG`` has in front stay."""
     place_K = torch.arange(order_JGK.shape[2], device=order_JGK.device)
     # What is not read lands in an extra column, which is cut off.
     number_JGK = torch.where(place_K < count_JG[..., None], order_JGK, blocks).long()
@@ -214,17 +185,8 @@ def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
 def best_outside(
     block_JGX: Tensor, candidate_JGX: Tensor, read_JGW: Tensor, count_JG1: Tensor | int
 ) -> Tensor:
-    """Choose columns: the first candidates whose block is not read as a block, up to their number.
-
-    Args:
-        block_JGX: the block inside its document of every column, best columns first.
-        candidate_JGX: bool.
-        read_JGW: of :func:`read_blocks`.
-        count_JG1: how many columns are read.
-
-    Returns:
-        bool [J, G, X], behind the dimensions that ``read_JGW`` has in front.
-    """
+    """bool [..., J, G, X]: the first ``count_JG1`` candidates, best first, whose block is not read;
+    dimensions that ``read_JGW`` has in front stay."""
     block_JGX = block_JGX.expand(*read_JGW.shape[:-1], -1)
     outside_JGX = candidate_JGX & ~read_JGW.gather(-1, block_JGX)
     return outside_JGX & (outside_JGX.cumsum(-1, dtype=torch.int32) <= count_JG1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""The router by Triton kernels: lists and mass of all rows in two launches, means over blocks in one.
+"""The router by Triton kernels: means over blocks in one launch, lists and mass in two.
 
 A program takes a query block and some of its heads: all tokens of the block, or the block itself,
 which may read the same blocks. It writes the scores of a few rows into memory of its own, behind a
