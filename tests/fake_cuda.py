@@ -12,12 +12,11 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,6 +89,7 @@ class Launches(TorchDispatchMode):
     @contextlib.contextmanager
     def of_triton(self) -> Iterator[None]:
         """Kernels of Triton are counted, checked and not run."""
+        import triton
 
         def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
             name = kernel.fn.__name__
@@ -104,21 +104,26 @@ class Launches(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of storages on the device that live at once; ``most`` of them so far."""
+    """Bytes of storages on a device that live at once; ``most`` of them so far.
 
-    def __init__(self) -> None:
+    Args:
+        before: whose tensors do not count.
+    """
+
+    def __init__(self, device: str = "cuda", before: Iterable[Any] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._seen: set[int] = set()
+        self._device = device
+        self._seen = {x.untyped_storage()._cdata for x in before if isinstance(x, Tensor)}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         results = function(*arguments, **(keywords or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.device == CUDA:
+            if isinstance(result, Tensor) and result.device.type == self._device:
                 storage = result.untyped_storage()
-                if storage._cdata not in self._seen:
+                if storage._cdata not in self._seen and storage.nbytes():
                     self._seen.add(storage._cdata)
                     self.now += storage.nbytes()
                     self.most = max(self.most, self.now)

@@ -207,10 +207,9 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table that was measured on one rank. ``segments``: what they cost
-    beside micro-batches in one piece; None leaves the defaults. ``versions``: package -> version,
-    ``date``: ISO 8601, ``threads``: host threads of the process. ``path`` is where the table was
-    read from; it is not part of the table.
+    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
+    ``versions``: package -> version. ``date``: ISO 8601. ``threads``: of the host. ``path``: where
+    the table was read from.
     """
 
     identity: RunIdentity

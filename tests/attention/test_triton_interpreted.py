@@ -24,9 +24,9 @@ TIMEOUT_S = 580
 PER_PUSH = (
     "test_column_kernels.py::test_columns_alone",
     "test_column_kernels.py::test_empty_lists_add_nothing",
-    "test_every_selection.py::test_bad_numbers_of_a_document_stay_in_it",
-    "test_every_selection.py::test_rows_of_members_add_up_to_the_whole",
-    "test_every_selection.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
+    "../test_kernel_contract.py::test_bad_numbers_of_a_document_stay_in_it",
+    "../test_kernel_contract.py::test_rows_of_members_add_up_to_the_whole",
+    "../test_kernel_contract.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
     "test_kernels.py::test_cut_lists_of_readers_add_up",
     "test_kernels.py::test_head_dims_and_groups",
     "test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
@@ -49,7 +49,7 @@ def test_every_kernel_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     "file",
     sorted(
-        {"test_memory_accesses.py", "test_self_check_mutants.py"}
+        {"test_every_selection.py", "test_memory_accesses.py", "test_self_check_mutants.py"}
         | {test.partition("::")[0] for test in PER_PUSH}
     ),
 )
@@ -61,7 +61,9 @@ def run_interpreted(*tests: str) -> None:
     pytest.importorskip("triton")
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     paths = [os.fspath(KERNEL_TESTS / test) for test in tests]
-    command = [sys.executable, "-m", "pytest", *paths, "-q", "-p", "no:cacheprovider"]
+    # Of the tests of all implementations, those of Triton's.
+    options = ("-q", "-k", "triton", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *paths, *options]
     result = subprocess.run(
         command,
         env=environment,

@@ -367,12 +367,7 @@ def pooled_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
     mean_NHD = x_THD.new_empty(layout.blocks, heads, head_dim, dtype=wide)
     with torch.cuda.device_of(x_THD):
         _mean_kernel[layout.blocks, heads](
-            x_THD,
-            mean_NHD,
-            layout.start_N,
-            layout.length_N,
-            x_THD.stride(0),
-            x_THD.stride(1),
+            *(x_THD, mean_NHD, layout.start_N, layout.length_N, *x_THD.stride()[:2]),
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import assert_as_good_as_plain, assert_exact, make_case
+from attention.cases import SERVING, assert_as_good_as_plain, assert_exact, make_case
 from attention.sequence.slices import BLOCK, in_parts, random_owners, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,20 +20,12 @@ def _slices(members: int, seed: int) -> list[SequenceSlice]:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "granularity"),
-    [
-        ("blocks", "previous-block"),
-        ("tokens", "token-kv-head"),
-        ("tokens", "token-query-head"),
-        ("reference", "previous-block"),
-        ("blocks", "vertical-slash"),
-        ("reference", "vertical-slash"),
-    ],
+    ("granularity", "implementation"), [pair for pair in SERVING if "last" not in pair[0]]
 )
 @settings(max_examples=6)
 @given(members=st.integers(2, 5), seed=st.integers(0, 99))
 def test_parts_are_the_whole(
-    implementation: str, granularity: str, members: int, seed: int
+    granularity: str, implementation: str, members: int, seed: int
 ) -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=granularity)
     ours = in_parts(case, implementation, torch.float64, _slices(members, seed), seed)

@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attention.cases import (
     SCALE,
     Case,
-    assert_as_good_as_plain,
     assert_identical,
     assert_right,
     on_device,
     reselected,
     saved,
     with_heads_far_apart,
-    with_lists,
 )
 from attention.column_cases import any_case
-from attention.sequence.slices import in_parts, slices_of
 from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
 from torch import Tensor
 
@@ -93,27 +88,6 @@ def test_every_result_is_as_good_as_plain_torch(
     assert_right(case, case.q_THD.dtype)
 
 
-@pytest.mark.parametrize("spoilt", ["nan", "inf", "everything"])
-@every_kind
-def test_bad_numbers_of_a_document_stay_in_it(kind: str, spoilt: str) -> None:
-    """It lies between two others, and its last block is short, so that its own blocks must be
-    read as such: the list comes from the bad numbers."""
-    clean = _case(kind, [0, 20, 86, 115], [2, 3, 2])
-    broken = dataclasses.replace(clean, q_THD=clean.q_THD.clone(), k_TGD=clean.k_TGD.clone())
-    if spoilt == "everything":
-        broken = dataclasses.replace(clean, v_TGF=clean.v_TGF.clone(), dout_THF=clean.dout_THF + 0)
-        for x in (broken.v_TGF, broken.dout_THF):
-            x[20:86] = torch.nan
-    else:
-        for x in (broken.q_THD, broken.k_TGD):
-            x[[20, 85], 0, 3] = float(spoilt)
-        broken = reselected(broken)
-    found, expected = (case.ours("triton", torch.float32) for case in (broken, clean))
-    assert not found[0][20:86].isfinite().all()
-    elsewhere = torch.cat((torch.arange(20), torch.arange(86, 115)))
-    assert_identical(*(tuple(x[elsewhere] for x in results) for results in (found, expected)))
-
-
 @every_kind
 def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
     """Token 69 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
@@ -127,32 +101,6 @@ def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
         results.append(tuple(x[:token] for x in ours))
     assert_identical(results[0], results[1])
     assert_identical(results[0], results[2])
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_query_without_keys_gives_zero_and_finite_gradients(kind: str) -> None:
-    """And what lies past a list is not read."""
-    case = _case(kind, [0, 80], [3])
-    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
-    counts_QC[slice(32, 48) if case.selection.by_token else 2] = 0
-    indices_QCK[torch.arange(indices_QCK.shape[2]) >= counts_QC[:, :, None]] = torch.iinfo(
-        indices_QCK.dtype
-    ).max
-    out, lse, *gradients = with_lists(case, indices_QCK, counts_QC).ours("triton", torch.float32)
-    assert (out[32:48] == 0).all()
-    assert (lse[32:48] == -torch.inf).all()
-    assert (gradients[0][32:48] == 0).all()
-    assert (gradients[2][:16] != 0).all()
-    assert all(x.isfinite().all() for x in (out, lse[:32], lse[48:], *gradients))
-
-
-@every_kind
-def test_rows_of_members_add_up_to_the_whole(kind: str) -> None:
-    """Keys and values of one member of a context group at a time."""
-    case = _case(kind, [0, 1, 92], [1, 3])
-    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
-    parts = in_parts(case, "triton", torch.float32, slices, 0)
-    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
 @every_kind

@@ -88,18 +88,3 @@ def test_lengths_and_budgets_of_one_power_of_two_compile_nothing() -> None:
     for cu_seqlens, budget in (([0, 3000], 3), ([0, 1, 2101], 64), ([0, 33 * BLOCK - 5], 1)):
         _ranked("token-kv-head", cu_seqlens, "triton", max_budget=budget)
     assert compiled() == before
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_ranking_does_not_wait_for_the_device(selection: str) -> None:
-    inputs = _integers(8192, 8, 0), _integers(8192, 2, 1)
-    layout = packed_layout([0, 3000, 8192], BLOCK, "cuda")
-    selector = dataclasses.replace(selector_named(selection), router="triton")
-    how = {"softmax_scale": 0.001, "max_budget": 8, "observe": True}
-    rank_sequence(selector, *inputs, layout, **how)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        selector.coverage(rank_sequence(selector, *inputs, layout, **how))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import mmap
 
 import pytest
 import torch
 from attention.cases import (
     Case,
-    assert_as_good_as_plain,
     assert_identical,
     assert_right,
-    in_shards,
     make_case,
     on_device,
     with_lists,
@@ -84,40 +81,7 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
         assert 128 * dense.stride(0) < 2**31
 
 
-def test_order_of_past_blocks_does_not_matter() -> None:
-    case = _case([0, 85], [5], 16, heads=2, kv_heads=1)
-    indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC
-    for row in range(indices_NGK.shape[0]):
-        count = int(counts_NG[row, 0])
-        indices_NGK[row, :, 1:count] = indices_NGK[row, :, 1:count].flip(-1)
-    assert not torch.equal(indices_NGK, case.selection.indices_QCK)
-    flipped = with_lists(case, indices_NGK, counts_NG)
-    ours = flipped.ours("triton", torch.float32)
-    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
-    # Readers are sorted, so dk and dv do not even round differently but for the statistics.
-    torch.testing.assert_close(ours[4], case.ours("triton", torch.float32)[4])
-
-
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
-
-
-@pytest.mark.parametrize(
-    ("query_shards", "kv_shards"),
-    [([range(10)], [range(10)]), ([EVEN, ODD], [range(10)]), ([range(10)], [EVEN, ODD])],
-)
-@pytest.mark.parametrize("wanted_programs", [1, 10_000])
-def test_parts_add_up_to_the_whole(
-    query_shards: list[range],
-    kv_shards: list[range],
-    wanted_programs: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Lists cut in two, and queries or keys in rows of their own, a document for every block."""
-    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", wanted_programs)
-    case = _case([0, 1, 140], [1, 5], 16)
-    assert case.selection.query_layout.blocks == 10
-    parts = in_shards(case, "triton", torch.float32, query_shards, kv_shards)
-    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
@@ -135,14 +99,6 @@ def test_nothing_behind_the_last_list_is_touched() -> None:
     guarded = guarded.view(lists.shape).copy_(lists)
     ours = with_lists(case, guarded, case.selection.counts_QC).ours("triton", torch.float32)
     assert_identical(ours, case.ours("triton", torch.float32))
-
-
-def test_large_scores_stay_finite() -> None:
-    case = _case([0, 50], [3], 16)
-    case = dataclasses.replace(case, q_THD=case.q_THD * 300)
-    ours = case.ours("triton", torch.float32)
-    assert all(x.isfinite().all() for x in ours)
-    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
 
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:

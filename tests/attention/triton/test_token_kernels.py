@@ -9,9 +9,7 @@ import pytest
 import torch
 from attention.cases import (
     Case,
-    assert_as_good_as_plain,
     assert_right,
-    in_shards,
     make_case,
     with_lists,
 )
@@ -84,13 +82,6 @@ def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its heads lie in two tiles."""
     _use_tiles(monkeypatch, rows=16, columns=16)
     assert_right(_case([0, 20], [2], heads=32))
-
-
-def test_parts_of_lists_and_rows_of_their_own_add_up() -> None:
-    """Also lists without the own block, and empty ones."""
-    case = _case([0, 1, 30, 62], [1, 2, 3])
-    parts = in_shards(case, "triton", torch.float32, [[0, 2, 4], [1, 3]], [range(5)])
-    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
 def test_rows_too_many_for_31_bits_are_refused() -> None:
