@@ -22,8 +22,8 @@ TIMEOUT_S = 580
 
 
 PER_PUSH = (
-    "test_column_kernels.py::test_columns_alone",
-    "test_column_kernels.py::test_empty_lists_add_nothing",
+    "test_kernels.py::test_columns_alone",
+    "test_kernels.py::test_empty_lists_add_nothing",
     "../test_kernel_contract.py::test_bad_numbers_of_a_document_stay_in_it",
     "../test_kernel_contract.py::test_rows_of_members_add_up_to_the_whole",
     "../test_kernel_contract.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
@@ -33,7 +33,7 @@ PER_PUSH = (
     "test_router_kernels.py::test_means_are_the_same",
     "test_router_kernels.py::test_ties_go_to_the_lower_block",
     "test_inverse_lists.py::test_readers_lie_by_block_and_tile",
-    "test_token_kernels.py::test_chunks_launches_and_cut_lists_add_up",
+    "test_kernels.py::test_chunks_launches_and_cut_lists_add_up",
 )
 """They launch every kernel; the others are nightly."""
 

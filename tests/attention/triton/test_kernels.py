@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels against float64: by Triton's interpreter on the CPU, compiled on a GPU."""
+"""Triton kernels against float64: by Triton's interpreter on the CPU, compiled on a GPU.
+
+Over blocks of queries, then over blocks and single columns, then over lists by token.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 
 import pytest
@@ -16,15 +20,27 @@ from attention.cases import (
     on_device,
     with_lists,
 )
+from attention.column_cases import ColumnCase, make_column_case, with_columns, with_random_columns
 from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
+from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.kernels import triton as implementation
 from sparsebalance_megatron.attention.kernels.triton import (
     device_functions,
+    index,
     key_block_kernel,
     query_block_kernel,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
+
+
+def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
+    tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
+    for module in (query_block_kernel, key_block_kernel, token_kernels):
+        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
 
 
 def _case(cu_seqlens: list[int], budgets: list[int], block: int = 32, **settings) -> Case:
@@ -55,10 +71,7 @@ def test_a_group_of_sixteen() -> None:
 def test_tiles_smaller_and_larger_than_a_head_of_a_block(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
-    tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (query_block_kernel, key_block_kernel):
-        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
+    _use_tiles(monkeypatch, rows, columns)
     assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1))
 
 
@@ -114,3 +127,140 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
                 softmax_scale=scale,
                 implementation="triton",
             )
+
+
+def _column_case(cu_seqlens: list[int], budgets: list[int], **settings) -> ColumnCase:
+    defaults = {"block": 16, "head_dim": 16, "heads": 2, "kv_heads": 1}
+    return make_column_case(cu_seqlens, budgets, device=DEVICE, **defaults | settings)
+
+
+def _with_none(case: ColumnCase) -> Case:
+    """A copy of the case without columns."""
+    selection = dataclasses.replace(case.selection, columns=None)
+    return dataclasses.replace(case, selection=selection)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 16), (32, 64)])
+def test_lists_of_any_length_and_order(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty ones, others that fill no tile, a different one for each KV head; what lies past their
+    end is no token's number."""
+    _use_tiles(monkeypatch, rows, columns)
+    case = _column_case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
+    case = with_random_columns(case, 45)
+    assert case.selection.columns is not None
+    counts_NG = case.selection.columns.counts_NG
+    assert counts_NG.min() == 0 and counts_NG.max() > 32
+    assert not torch.equal(counts_NG[:, 0], counts_NG[:, 1])
+    assert_right(case)
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk reads the document's first tokens."""
+    case = _column_case([0, 17, 96], [1, 3], kv_heads=2)
+    monkeypatch.setattr(key_block_kernel, "PARTIAL_BYTES", chunk_blocks * 8 * 2 * 16 * 16)
+    readers = key_block_kernel._readers_by_row
+    chunks: list[int] = []
+
+    def counted(tokens_JGK: Tensor, *others) -> tuple[Tensor, ...]:
+        chunks.append(len(tokens_JGK))
+        return readers(tokens_JGK, *others)
+
+    monkeypatch.setattr(key_block_kernel, "_readers_by_row", counted)
+    assert_right(case)
+    assert max(chunks) == chunk_blocks and sum(chunks) == case.selection.query_layout.blocks
+
+
+def test_columns_alone() -> None:
+    """Queries that read no block."""
+    case = with_random_columns(_column_case([0, 70], [2]), 40)
+    lists, columns = case.selection, case.selection.columns
+    assert columns is not None and columns.counts_NG[3:].min() > 0
+    counts_NG = lists.counts_QC.clone()
+    counts_NG[3:] = 0
+    case = with_lists(case, lists.indices_QCK, counts_NG)
+    assert_right(case)
+    counts_NG = columns.counts_NG.clone()
+    counts_NG[3] = 0
+    nothing = with_columns(case, columns.tokens_NGK, counts_NG).ours("triton", torch.float32)
+    out, lse, dq = (x[48:64] for x in nothing[:3])
+    assert (out == 0).all() and (lse == -torch.inf).all() and (dq == 0).all()
+    assert all(x.isfinite().all() for x in (nothing[0], *nothing[2:]))
+
+
+def test_empty_lists_add_nothing() -> None:
+    case = _column_case([0, 100], [3])
+    columns = case.selection.columns
+    assert columns is not None
+    expected = _with_none(case).ours("triton", torch.float32)
+    empty = with_columns(case, columns.tokens_NGK, torch.zeros_like(columns.counts_NG))
+    assert_identical(empty.ours("triton", torch.float32), expected)
+    no_places = with_columns(case, columns.tokens_NGK[..., :0], torch.zeros_like(columns.counts_NG))
+    assert_identical(no_places.ours("triton", torch.float32), expected)
+
+
+BY_KV_HEAD, BY_QUERY_HEAD = "token-kv-head", "token-query-head"
+
+
+def _token_case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings) -> Case:
+    defaults = {"head_dim": 16, "heads": 2, "kv_heads": 1, "granularity": BY_KV_HEAD}
+    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **defaults | settings)
+
+
+def _popular(case: Case, block: int) -> Case:
+    """Every later token of the block's document that reads two blocks reads this one."""
+    layout = case.selection.query_layout
+    indices_TCK = case.selection.indices_QCK.clone()
+    later_T = layout.block_T > block
+    assert (layout.document_N[layout.block_T[later_T]] == layout.document_N[block]).all()
+    indices_TCK[later_T, :, 1] = block
+    return with_lists(case, indices_TCK, case.selection.counts_QC)
+
+
+@pytest.mark.parametrize("granularity", [BY_KV_HEAD, BY_QUERY_HEAD])
+def test_chunks_launches_and_cut_lists_add_up(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of 32 rows in launches of three, keys of half a block, a block that all read."""
+    _use_tiles(monkeypatch, rows=16, columns=16)
+    monkeypatch.setattr(index, "FEWEST_TILE_READERS", 8)
+    monkeypatch.setattr(token_kernels, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(token_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
+    monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
+    case = _popular(_token_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
+    chunks: list[token_kernels.Chunks] = []
+    parts: list[int] = []
+    chunks_of, invert = token_kernels.Chunks.of, device_functions.inverse_lists
+
+    def chunked(*args, **kwargs):
+        chunks.append(chunks_of(*args, **kwargs))
+        return chunks[-1]
+
+    def inverse(*args, **kwargs):
+        found = invert(*args, **kwargs)
+        parts.append(int(found.parts_U[: 2 * 4].max()))
+        return found
+
+    monkeypatch.setattr(token_kernels.Chunks, "of", chunked)
+    monkeypatch.setattr(device_functions, "inverse_lists", inverse)
+    assert_right(case)
+    assert {(x.rows, x.at_once, x.programs) for x in chunks} == {(32, 3, 14)}
+    assert len(chunks) == 2 and min(parts) > 1
+
+
+def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heads lie in two tiles."""
+    _use_tiles(monkeypatch, rows=16, columns=16)
+    assert_right(_token_case([0, 20], [2], heads=32))
+
+
+def test_rows_too_many_for_31_bits_are_refused() -> None:
+    """The row lies on the meta device, so that it needs no memory."""
+    case = _token_case([0, 20], [2])
+    lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
+    selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
+    q_THD = case.q_THD.to(DEVICE)
+    assert "too few for 20 rows" in str(implementation.obstacle(q_THD, q_THD, selection))
+    assert implementation.obstacle(q_THD, q_THD, case.selection) is None
