@@ -27,8 +27,7 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.predict.rows import EXACT, ROWS
 from sparsebalance_megatron.predict.workload import STEPS, Workload
-from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.text_table import shown_ms, terminal_columns
+from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
 from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
 
 _GIVEN = "as given"
@@ -228,7 +227,7 @@ def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
     rows, refused = [], {}
     words_of: dict[tuple[str, ...], list[str]] = {}
-    progress = Progress("flags", len(combinations), "rows")
+    bar = progress_bar("flags", len(combinations), "rows")
     for chosen in combinations:
         names = tuple(" ".join(each[1:]) or ("no", "yes")[len(each)] for each in chosen)
         words = list(itertools.chain(*chosen))
@@ -244,13 +243,12 @@ def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices
             exact = ROWS[EXACT].of(workload)
             if not workload.is_dense and not any(_dense_alike(exact, row.workload) for row in rows):
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
-        progress()
-    progress.close()
+        bar.update()
+    bar.close()
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
-    progress = Progress("plan", compared_steps(worth_planning(rows)))
-    found = compare_layouts(rows, progress)
-    progress.close()
+    with progress_bar("plan", compared_steps(worth_planning(rows)), "steps") as bar:
+        found = compare_layouts(rows, bar.update)
     refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
     fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
     dense_flags = [*job.flags, *dense]

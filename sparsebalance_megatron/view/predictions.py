@@ -17,8 +17,7 @@ from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import unhideable_steps
 from sparsebalance_megatron.predict.rows import given_row, rows_of
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
+from sparsebalance_megatron.text_table import progress_bar, shown_ms, text_table, wrapped
 
 _MOSTLY_DENSE = 0.8
 _MUCH_ROUTING = 0.15
@@ -53,9 +52,8 @@ def predicted(
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
-    progress = Progress("plan", compared_steps(rows))
-    found = compare(rows, (given,), progress)
-    progress.close()
+    with progress_bar("plan", compared_steps(rows), "steps") as bar:
+        found = compare(rows, (given,), bar.update)
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
     dense = found.dense.names[0]
     if given != dense:
