@@ -76,7 +76,8 @@ class SparseBalanceLM(HFLM):
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
         """See the ``hf`` model; one request at a time."""
         batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
-        if self._sparse and queries_not_in_a_cache(self._selector):
+        no_cache = self._sparse and queries_not_in_a_cache(self._selector)
+        if no_cache:
             # The harness asks for a cache, whatever its arguments say.
             generate = type(self.model).generate
             self.model.generate = lambda **given: generate(
@@ -86,7 +87,8 @@ class SparseBalanceLM(HFLM):
             answers: list[str] = super().generate_until(*arguments, **keywords)
         finally:
             self.batch_size_per_gpu = batch_size
-            vars(self.model).pop("generate", None)
+            if no_cache:
+                del self.model.generate
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
