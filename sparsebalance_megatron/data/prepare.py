@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,9 @@ def prepare(
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
-        ends = _Ends(
-            eod=tokenizer.eod if append_eod else None, bos=tokenizer.bos if prepend_bos else None
-        )
+        eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
         records = _with_progress(source, bad, "tokenise")
-        for tokens, mask in _encoded(records, tokenizer, ends, bad, counts):
+        for tokens, mask in _encoded(records, tokenizer, eod, bos, bad, counts):
             writer.add(tokens, mask)
             trained = int(mask.sum())
             counts["loss_tokens"] += trained
@@ -181,23 +178,17 @@ def _batches(
         yield batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ends:
-    """Token ids that end every document and begin every text; None for neither."""
-
-    eod: int | None
-    bos: int | None
-
-
 def _encoded(
     records: Iterable[Record],
     tokenizer: DocumentTokenizer,
-    ends: _Ends,
+    eod: int | None,
+    bos: int | None,
     bad: BadRecords,
     counts: Counter[str],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (int64) and loss mask (uint8) of every document."""
-    end_text = None if ends.eod is None else tokenizer.backend.id_to_token(ends.eod)
+    """Token ids (int64), with ``eod`` at the end and ``bos`` before texts, and loss mask (uint8) of
+    every document."""
+    end_text = None if eod is None else tokenizer.backend.id_to_token(eod)
     for batch in _batches(_rendered(records, tokenizer.conversations, bad)):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
@@ -214,16 +205,16 @@ def _encoded(
                 token_ends = [end for _, end in encoding.offsets]
                 mask = trained_tokens(token_ends, document.trained_spans)
             ends_trained = document.ends_trained and mask.any()
-            (places,) = np.nonzero(tokens == ends.eod)
+            (places,) = np.nonzero(tokens == eod)
             if len(places) and document.text.rstrip().endswith(str(end_text)):
                 counts["already_ended"] += 1
                 mask[places[-1]] |= np.uint8(ends_trained)
-            elif ends.eod is not None:
-                tokens = np.append(tokens, ends.eod)
+            elif eod is not None:
+                tokens = np.append(tokens, eod)
                 mask = np.append(mask, np.uint8(ends_trained))
-            counts["texts" if record.messages is None else "conversations"] += 1
-            bos = None if record.messages is not None else ends.bos
-            if bos is not None and tokens[0] != bos:
+            is_text = record.messages is None
+            counts["texts" if is_text else "conversations"] += 1
+            if is_text and bos is not None and tokens[0] != bos:
                 tokens, mask = np.insert(tokens, 0, bos), np.insert(mask, 0, 1)
             yield tokens, mask
 

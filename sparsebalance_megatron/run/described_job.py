@@ -29,8 +29,7 @@ from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, c
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.training_arguments import (
-    settle_dense_length,
-    settle_first_blocks,
+    settle_attention,
 )
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
@@ -121,7 +120,7 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
-        notes += (*settle_first_blocks(args), *settle_dense_length(args))
+        notes += settle_attention(args)
         config = config_from_args(args)
         check_supported(args, config)
         check_resumed_optimizer(args)

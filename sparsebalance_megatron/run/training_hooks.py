@@ -30,8 +30,7 @@ from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedul
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.training_arguments import (
     TrainingArguments,
-    settle_dense_length,
-    settle_first_blocks,
+    settle_attention,
 )
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
 from sparsebalance_megatron.run.agreement import print_rank_0
@@ -122,7 +121,7 @@ def make_training_hooks(
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    for line in (*settle_first_blocks(args), *settle_dense_length(args)):
+    for line in settle_attention(args):
         report(f"sparse balance: {line}")
     config = config_from_args(args)
     check_supported(args, config)
