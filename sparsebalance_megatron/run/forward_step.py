@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.expert_padding import leave_out_padding
+from sparsebalance_megatron.megatron.experts import leave_out_padding
 from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
     model_config_of,

@@ -19,7 +19,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import COUNTS_IN_LOG_LINE, LOG_LINE, PREFIX
-from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
+from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place

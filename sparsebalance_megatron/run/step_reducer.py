@@ -29,7 +29,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
     lockstep_waiting,
 )
-from sparsebalance_megatron.megatron.expert_collectives import COLLECTIVES_PER_LAYER
+from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
