@@ -15,7 +15,7 @@ from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.log_directory import LogDirectory
+from sparsebalance_megatron.log.files import LogDirectory
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan

@@ -14,11 +14,9 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.recording import FinishedStep
-from sparsebalance_megatron.log.scalars import COUNTS_IN_LOG_LINE, LOG_LINE, PREFIX
 from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -35,7 +33,7 @@ from sparsebalance_megatron.run.agreement import (
     print_rank_0,
     shown,
 )
-from sparsebalance_megatron.run.sinks import StepSinks
+from sparsebalance_megatron.run.sinks import PREFIX, StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
 
@@ -247,7 +245,8 @@ class Run:
         with self._host_time.counted("log"):
             token_counts = self._token_counts(planned.plan)
             figures = StepFigures.of(planned, measured)
-            logged = logged_figures(figures, token_counts)
+            lost = {name: float(count) for name, count in token_counts.items() if count}
+            logged = {f"{PREFIX}/{name}": of for name, of in (figures.log_line() | lost).items()}
             if self._ends_steps:
                 add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
@@ -264,8 +263,11 @@ class Run:
                     figures=figures,
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
+                    times=times,
+                    pieces=observed.pieces,
+                    executed_O=executed_O,
                 )
-                self.sinks.write(finished, times, observed.pieces, executed_O)
+                self.sinks.write(finished)
         self.begin_step()
         return logged
 
@@ -293,14 +295,6 @@ class Run:
                 f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
                 "check that all ranks run the same software on the same data"
             )
-
-
-def logged_figures(figures: StepFigures, token_counts: Mapping[str, int]) -> dict[str, float]:
-    """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
-    values = {name: getattr(figures, name) for name in LOG_LINE}
-    counts = {name: getattr(figures, name) for name in COUNTS_IN_LOG_LINE} | dict(token_counts)
-    values |= {name: count for name, count in counts.items() if count}
-    return {f"{PREFIX}/{name.replace('_', '-')}": float(of) for name, of in values.items()}
 
 
 def add_figures(

@@ -19,12 +19,11 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.dense_length import check_dense_length
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
@@ -38,7 +37,7 @@ from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
-from sparsebalance_megatron.run.sinks import open_sinks
+from sparsebalance_megatron.run.sinks import StepSinks
 
 _SAMPLES = "training samples"
 _WHAT_SAMPLES_FOLLOW = (
@@ -231,7 +230,7 @@ class TrainerRun:
             leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
-        run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)
+        run.sinks = StepSinks(inputs, run.place, scheduler.coverage, self.device)
         return run
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import Calibration
+from sparsebalance_megatron.learn.step_planner import Calibration
 
 SHAPE_RPVM = (2, 3, 2, 4)
 STAGES, CHUNKS = SHAPE_RPVM[1:3]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import DeviceSlowness
+from sparsebalance_megatron.learn.step_planner import DeviceSlowness
 
 SHAPE_RPVM = (4, 2, 2, 3)
 ALIKE_RP = np.ones(SHAPE_RPVM[:2])

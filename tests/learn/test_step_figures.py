@@ -11,11 +11,12 @@ import pytest
 from step_cases import JOB, measured_as_planned, planned_step, slowed_down
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import StepFigures
+from sparsebalance_megatron.plan.metrics import rank_busy_ms
 
 
 def scalars(planned: Any, measured: Any) -> dict[str, float]:
-    return dict(StepFigures.of(planned, measured).scalars())
+    return StepFigures.of(planned, measured).scalars()
 
 
 def test_a_step_as_predicted_measures_what_it_predicted() -> None:
@@ -71,3 +72,21 @@ def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
     assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_RP.size))
     assert values["slowness-planned-max"] == pytest.approx(1.2)
+
+
+def test_the_log_line_has_counts_where_they_are_not_zero() -> None:
+    planned = planned_step()
+    measured = slowed_down(measured_as_planned(planned), 0, 0, 3.0)
+    busy_R, expected_R = map(
+        rank_busy_ms, (measured.times_2RPVM, planned.plan.expectation.times_2RPVM)
+    )
+    expected = {
+        "imbalance": pytest.approx(max(busy_R) * 2 / sum(busy_R)),
+        "predicted-to-measured": pytest.approx(max(expected_R) / max(busy_R)),
+        "coverage": pytest.approx(0.45),
+        "tuned-samples": 0.0,
+    }
+    figures = StepFigures.of(planned, measured)
+    assert figures.log_line() == expected
+    assert replace(figures, unobserved=2).log_line() == expected | {"unobserved": 2.0}
+    assert not figures.log_line().keys() & figures.scalars().keys()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 
 HOLDER = """
 import os, sys, time
-from sparsebalance_megatron.log.log_directory import LogDirectory
+from sparsebalance_megatron.log.files import LogDirectory
 held = LogDirectory(sys.argv[1])
 held.make(claim=True)
 # Saving a checkpoint asynchronously forks; the child may outlive the run.

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import RunLog
 from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
@@ -127,7 +127,7 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 
 FULL_DISK = """
 import logging, resource, sys
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import RunLog
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
@@ -185,7 +185,7 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
 
 PREAMBLE = """
 import os, sys, time
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import RunLog
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):

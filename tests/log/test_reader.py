@@ -19,8 +19,7 @@ from record_cases import step_line as record
 from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.log.log_directory import step_log_path
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import RunLog, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
@@ -28,9 +27,8 @@ from sparsebalance_megatron.log.reader import (
 )
 from sparsebalance_megatron.log.recording import coverage_record, step_record
 from sparsebalance_megatron.log.records import LOG_FORMAT, encode
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
-
-ONES = np.ones((1, 2, 2))
 
 
 def write(directory: Path, *lines: Any) -> Path:
@@ -46,11 +44,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         iteration_ms = None if iteration == 1 else 10.0
         step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
         log.append(partial(step_record, step))
-    log.append(
-        lambda: coverage_record(
-            iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0
-        )
-    )
+    log.append(lambda: coverage_record(2, CoverageCurves(1, 2, 0.9)))
     log.close()
     read = read_run_log(tmp_path)
     assert read.problems == ()

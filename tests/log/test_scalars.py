@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,8 +19,7 @@ from step_cases import (
     planned_step,
 )
 
-from sparsebalance_megatron.log.scalars import ScalarWriter, step_scalars
-from sparsebalance_megatron.run.sinks import StepSinks
+from sparsebalance_megatron.run.sinks import step_scalars, write_scalars
 
 
 def scalars(planned: Any, measured: Any, iteration_ms: float | None = 500.0) -> dict[str, float]:
@@ -48,24 +48,14 @@ def test_coverage_by_depth_budgets_and_speed() -> None:
     assert slower["tflops-per-rank-executed"] == pytest.approx(executed / 2)
 
 
-class FakeRun:
-    """Has ``log`` as the wandb module does."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, float], int]] = []
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((values, step))
-
-
 def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)
     unmeasured = replace(measured, schedule_ms=np.full_like(measured.schedule_ms, math.nan))
     values = scalars(planned, unmeasured, iteration_ms=None)
-    run = FakeRun()
-    ScalarWriter(None, run, interval=5).write(10, values)
-    ((logged, step),) = run.logged
+    wandb = Mock()
+    write_scalars((None, wandb, 5), 10, values)
+    ((logged, step),) = (call.args for call in wandb.log.call_args_list)
     assert step == 10
     assert all(math.isfinite(value) for value in logged.values())
     missing = scalars(planned, measured).keys() - values.keys()
@@ -80,11 +70,3 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
         "tflops-per-rank-executed",
         "tflops-per-rank-dense-equivalent",
     }
-
-
-def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
-    run = FakeRun()
-    others = dict.fromkeys(("inputs", "place", "coverage", "step_log", "rank_log"))
-    sinks = StepSinks(**others, scalars=ScalarWriter(None, run, interval=5))
-    sinks.write_mismatches(7, 2)
-    assert run.logged == [({"sparse-balance/digest-mismatches": 2}, 7)]

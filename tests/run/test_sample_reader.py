@@ -15,9 +15,8 @@ from learn.scheduler_cases import index as index  # a fixture
 
 from sparsebalance_megatron.data.packing import PackedSequence
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 
 WAIT_S = 30

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import StepFigures
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
