@@ -80,7 +80,6 @@ class StepPlanner:
 
     Args:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
-        coverage: the curves that learn.
         calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
         clock: seconds, for the time that planning takes.
@@ -166,19 +165,17 @@ class StepPlanner:
         if self._calibrate == "measured":
             self._device_speed.update(planned, measured)
 
-    @property
-    def _saved(self) -> dict[str, Any]:
-        """State for a checkpoint; no device speeds, because a restart may run on other devices."""
-        return {"coverage": self.coverage, "calibration": self._calibration}
-
     def state_dict(self) -> dict[str, Any]:
-        """State that later plans depend on besides lengths, in plain Python types."""
-        saved = {name: learner.state_dict() for name, learner in self._saved.items()}
+        """State that later plans depend on besides lengths, in plain Python types.
+
+        It has no device speeds: a restart may run on other devices.
+        """
         return {
             "version": _STATE_VERSION,
             "selection": self._selection,
             "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
-            **saved,
+            "coverage": self.coverage.state_dict(),
+            "calibration": self._calibration.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -197,7 +194,7 @@ class StepPlanner:
         if "coverage_balance" in state:
             afresh.append("the account of coverage goes: budgets only rise above base budgets")
         measured_with = state.get("selection", self._selection)
-        for name, learner in self._saved.items():
+        for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
             if name == "coverage" and measured_with != self._selection:
                 afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
                 continue

@@ -175,12 +175,8 @@ class MicroBatchIterator:
         scheduler: training's, or the fixed one of evaluation.
         index: where samples are read; None where the chunk neither embeds tokens nor computes the
             loss.
-        packing: packs micro-batches, of which only this rank's slice is kept.
-        device: where the model runs.
-        data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
         step: where to start.
-        batch_sizes: samples of every step.
         worker: reads; one thread keeps the order.
     """
 

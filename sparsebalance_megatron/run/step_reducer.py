@@ -2,8 +2,7 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: U length buckets, C = K + 5 columns, O rows of observations (one per micro-batch and
-chunk, layer, sample), X collectives of a chunk in which ranks wait for one another, 2 forward and
-backward. Of times inside collectives, Y segments of a micro-batch and Z passes.
+chunk, layer, sample); of times inside collectives X collectives of a chunk, Y segments, Z passes.
 """
 
 from __future__ import annotations
@@ -141,8 +140,7 @@ class StepReducer:
         """Measurements of all ranks, and [O] executed coverage of this rank; collective.
 
         Args:
-            segments_M: of this rank's micro-batches.
-            most_segments: of a micro-batch of any rank.
+            segments_M, most_segments: of this rank's micro-batches; of one of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
@@ -177,7 +175,11 @@ class StepReducer:
         own_O = torch.empty(0, dtype=torch.float64, device=self._device)
         if observed.values_OC is not None:
             own_O = observed.values_OC[:, EXECUTED]
-        summed, own_O = self._sum(flat, own_O)
+        began = self._clock()
+        torch.distributed.all_reduce(flat)
+        # The only copy of a step that the host waits for.
+        summed, own_O = torch.cat([flat, own_O]).cpu().split([len(flat), len(own_O)])
+        self.waited_ms = (self._clock() - began) * 1e3
         return self._measurement(_views(summed, shapes)), own_O.numpy()
 
     def _shapes(self, micro_batches: int, segments: int) -> dict[str, tuple[int, ...]]:
@@ -226,15 +228,6 @@ class StepReducer:
             part["loss"][:] = loss_and_tokens
         if recompute is not None:
             part["recompute"][:] = recompute
-
-    def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer summed over ranks, and what is this rank's own, on the host."""
-        began = self._clock()
-        torch.distributed.all_reduce(flat)
-        # The only copy of a step that the host waits for.
-        summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
-        self.waited_ms = (self._clock() - began) * 1e3
-        return summed, own
 
     def _measurement(self, summed: dict[str, torch.Tensor]) -> StepMeasurement:
         part = {name: values.numpy() for name, values in summed.items()}
