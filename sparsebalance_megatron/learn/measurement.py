@@ -136,21 +136,6 @@ class CoverageTotals:
     tokens: float = 0.0
     lost_tokens: float = 0.0
 
-    @property
-    def executed_mean(self) -> float:
-        """Mean executed coverage; NaN where nothing was observed."""
-        return float(self.executed_L.sum() / (self.counts_L.sum() or math.nan))
-
-    @property
-    def base_mean(self) -> float:
-        """The mean that the base budgets would have had; NaN where nothing was observed."""
-        return float(self.base_sum / (self.counts_L.sum() or math.nan))
-
-    @property
-    def lost_by_token(self) -> float:
-        """Mean coverage lost where every token counts alike; NaN where none was counted."""
-        return self.lost_tokens / (self.tokens or math.nan)
-
 
 class RecomputeTotals(NamedTuple):
     """Passes of single layers that backward recomputed where attention is to be kept.
@@ -314,7 +299,7 @@ class StepFigures:
         table_RP = stage_busy_ms(expected.times_2RPVM / scales.factors_2RPV[..., None])
         relative_RP = busy_RP / table_RP / (busy_RP / table_RP).mean()
         idle_RP = 1.0 - busy_RP / makespan_R[:, None]
-        budgets_LS = plan.budgets_LS
+        budgets_LS, pairs = plan.budgets_LS, totals.counts_L.sum() or math.nan
         quarters = zip(
             np.array_split(totals.executed_L, _DEPTH_GROUPS),
             np.array_split(totals.counts_L, _DEPTH_GROUPS),
@@ -348,11 +333,11 @@ class StepFigures:
             budget_blocks_mean=float(budgets_LS.mean()),
             budget_blocks_min=float(budgets_LS.min()),
             budget_blocks_max=float(budgets_LS.max()),
-            coverage=totals.executed_mean,
+            coverage=float(totals.executed_L.sum() / pairs),
             coverage_predicted=expected.coverage_mean,
-            coverage_base=totals.base_mean,
-            coverage_min=totals.minimum if totals.counts_L.any() else math.nan,
-            coverage_gained_by_token=-totals.lost_by_token,
+            coverage_base=float(totals.base_sum / pairs),
+            coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
+            coverage_gained_by_token=-totals.lost_tokens / (totals.tokens or math.nan),
             coverage_depth_quarter=tuple(
                 float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters
             ),

@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.run.step_reducer import differing_ranks, digest_number
 
-DIGEST_BYTES = 6
-"""Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
 _SHOWN_RANKS = 8
 _SAMPLES = "training samples"
 _WHAT_SAMPLES_FOLLOW = (
@@ -37,16 +36,6 @@ class RankDisagreementError(ValueError):
 
 class PlanMismatchError(RuntimeError):
     """Ranks computed different plans for the same step."""
-
-
-def digest_number(digest: bytes) -> int:
-    """A plan's digest as a number that ranks can compare, in float64 too."""
-    return int.from_bytes(digest[:DIGEST_BYTES], "big")
-
-
-def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
-    """Places of the digest numbers that are not the first one's."""
-    return tuple(np.flatnonzero(numbers != numbers[0]).tolist())
 
 
 def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:

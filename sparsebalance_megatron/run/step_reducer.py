@@ -32,12 +32,13 @@ from sparsebalance_megatron.megatron.expert_collectives import COLLECTIVES_PER_L
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
 
 ONE, EXECUTED, BASE, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, the sample's
 tokens, and those times what base budgets had covered more."""
 _EXTRA_COLUMNS = 5
+DIGEST_BYTES = 6
+"""Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,3 +265,13 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return {
         name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def digest_number(digest: bytes) -> int:
+    """A plan's digest as a number that ranks can compare, in float64 too."""
+    return int.from_bytes(digest[:DIGEST_BYTES], "big")
+
+
+def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
+    """Places of the digest numbers that are not the first one's."""
+    return tuple(np.flatnonzero(numbers != numbers[0]).tolist())

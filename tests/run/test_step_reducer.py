@@ -59,8 +59,9 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     np.testing.assert_allclose(coverage.executed_L, [2 + 0.5 + 0.6, 2 + 0.51 + 0.61], rtol=1e-6)
     assert coverage.counts_L.sum() == 8
     executed = 4 + 0.5 + 0.6 + 0.51 + 0.61
-    assert coverage.executed_mean == pytest.approx(executed / 8)
-    assert coverage.base_mean == pytest.approx((executed + 4 * 0.05) / 8)
+    assert coverage.counts_L.sum() == 8
+    assert coverage.executed_L.sum() == pytest.approx(executed)
+    assert coverage.base_sum == pytest.approx(executed + 4 * 0.05)
     assert coverage.minimum == pytest.approx(0.5)
     assert coverage.tokens == 4 * (5 + 64)
     assert coverage.lost_tokens == pytest.approx(4 * 0.05 * 64)
@@ -190,5 +191,5 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
     assert coverage.counts_LU.sum() == 1
     np.testing.assert_allclose(coverage.sums_LUK.sum((0, 1)), [0.25, 0.5, 0.75, 1.0])
     assert coverage.counts_L.sum() == 2
-    assert coverage.executed_mean == 0.75
+    assert coverage.executed_L.sum() == 0.75 * coverage.counts_L.sum()
     assert (coverage.minimum, coverage.unobserved) == (0.5, 0)

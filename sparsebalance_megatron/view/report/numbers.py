@@ -124,7 +124,7 @@ class RunSummary:
     - ``iteration_ms``: every step that has a time, warm-up included.
     - ``split``: where the mean step's time goes.
     - ``figures``: over steps, the mean of coverages and the median of other
-      :class:`.step_figures.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+      :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
       this out, and ``split`` counts it as waiting.
     """
