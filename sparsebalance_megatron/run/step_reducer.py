@@ -176,11 +176,7 @@ class StepReducer:
         own_O = torch.empty(0, dtype=torch.float64, device=self._device)
         if observed.values_OC is not None:
             own_O = observed.values_OC[:, EXECUTED]
-        began = self._clock()
-        torch.distributed.all_reduce(flat)
-        # The only copy of a step that the host waits for.
-        summed, own_O = torch.cat([flat, own_O]).cpu().split([len(flat), len(own_O)])
-        self.waited_ms = (self._clock() - began) * 1e3
+        summed, own_O = self._sum(flat, own_O)
         return self._measurement(_views(summed, shapes)), own_O.numpy()
 
     def _shapes(self, micro_batches: int, segments: int) -> dict[str, tuple[int, ...]]:
@@ -229,6 +225,15 @@ class StepReducer:
             part["loss"][:] = loss_and_tokens
         if recompute is not None:
             part["recompute"][:] = recompute
+
+    def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer summed over ranks, and what is this rank's own, on the host."""
+        began = self._clock()
+        torch.distributed.all_reduce(flat)
+        # The only copy of a step that the host waits for.
+        summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
+        self.waited_ms = (self._clock() - began) * 1e3
+        return summed, own
 
     def _measurement(self, summed: dict[str, torch.Tensor]) -> StepMeasurement:
         part = {name: values.numpy() for name, values in summed.items()}

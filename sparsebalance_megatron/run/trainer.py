@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on an index of samples: of trainers that call Megatron's schedules themselves, and of
-``megatron.training``, into which :mod:`.training_hooks` puts one. Loads no ``megatron.training``.
+"""A run on an index of samples, and the forward step of its planned micro-batches.
 
-:class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
-the iterators need them.
+Trainers that call Megatron's schedules themselves begin one, and :mod:`.training_hooks` puts one
+into ``megatron.training``, which is not loaded here. :class:`.inputs.Inputs` is what could be
+checked before process groups exist; :class:`.run.Run` and the iterators need them.
 """
 
 from __future__ import annotations
