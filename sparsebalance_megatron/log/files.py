@@ -171,7 +171,7 @@ class LogDirectory:
         return LogDirectoryError(f"{flag_name('log_dir')} {self.path}: {problem}")
 
 
-class RunLog:
+class LogWriter:
     """A log file; its records are made and written on a thread.
 
     ``NAME.jsonl`` and the older ``NAME.jsonl.1`` together stay within ``max_bytes``: the oldest

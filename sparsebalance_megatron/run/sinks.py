@@ -17,7 +17,7 @@ import torch
 from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
-from sparsebalance_megatron.log.files import RunLog, rank_log_path, step_log_path
+from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -55,14 +55,14 @@ class StepSinks:
         self._step_log = self._rank_log = None
         directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
         if directory is not None:
-            self._rank_log = RunLog(
+            self._rank_log = LogWriter(
                 rank_log_path(directory, place.world_rank),
                 rank_header(place, inputs.job, socket.gethostname()),
                 max_bytes=max_bytes,
             )
         if directory is not None and place.world_rank == 0:
             header = run_header(inputs, device)
-            self._step_log = RunLog(step_log_path(directory), header, max_bytes=max_bytes)
+            self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
 
     def write(self, step: FinishedStep) -> None:

@@ -33,7 +33,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.files import RunLog
+from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.run import agreement
 
@@ -133,7 +133,7 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
 
     def resume(raw: bytes) -> None:
         path.write_bytes(raw)
-        log = RunLog(path, rank_header())
+        log = LogWriter(path, rank_header())
         log.append(rank_step)
         log.close()
         lines = path.read_bytes().splitlines()

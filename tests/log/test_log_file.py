@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError, RunLog
+from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError, LogWriter
 from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
@@ -48,7 +48,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, *lines: Line, header: Header = HEADER, **how: Any) -> None:
     """All that one process writes."""
-    log = RunLog(path, header, **how)
+    log = LogWriter(path, header, **how)
     for line in lines:
         log.append(lambda line=line: line)
         log.flush()
@@ -89,13 +89,13 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
     max_bytes = 1000
     with tempfile.TemporaryDirectory() as directory:
         path, older = Path(directory) / "log.jsonl", Path(directory) / "log.jsonl.1"
-        log = RunLog(path, HEADER, max_bytes=max_bytes)
+        log = LogWriter(path, HEADER, max_bytes=max_bytes)
         discarded = 0
         for number, size in enumerate(sizes):
             before = older.read_bytes() if older.exists() else b""
             if number in resumptions:
                 log.close()
-                log = RunLog(path, HEADER, max_bytes=max_bytes)
+                log = LogWriter(path, HEADER, max_bytes=max_bytes)
             log.append(lambda number=number, size=size: Line(number=number, text="x" * size))
             log.flush()
             kept = records(older) + records(path)
@@ -128,7 +128,7 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 
 FULL_DISK = """
 import logging, resource, sys
-from sparsebalance_megatron.log.files import RunLog
+from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
@@ -140,7 +140,7 @@ def append(number, text=""):
     log.flush()
 
 logging.basicConfig(format="WARNED %(message)s")
-log = RunLog(sys.argv[1], Header(log_format=2))
+log = LogWriter(sys.argv[1], Header(log_format=2))
 log.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(50):
@@ -186,14 +186,14 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
 
 PREAMBLE = """
 import os, sys, time
-from sparsebalance_megatron.log.files import RunLog
+from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
     text: str
 
-log = RunLog(sys.argv[1], Header(log_format=2))
+log = LogWriter(sys.argv[1], Header(log_format=2))
 
 def append(number):
     log.append(lambda: Line(number=number, text="x" * 2000))
@@ -254,7 +254,7 @@ for number in range(20, 40): append(number)
 def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RunLog(tmp_path / "log.jsonl", HEADER, max_queued=3)
+    log = LogWriter(tmp_path / "log.jsonl", HEADER, max_queued=3)
     log.flush()
     disk, waits = threading.Event(), threading.Event()
 
@@ -281,7 +281,7 @@ def test_a_full_queue_drops_lines_and_the_next_one_says_so(
 def test_a_line_that_cannot_be_made_is_said_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RunLog(tmp_path / "log.jsonl", HEADER)
+    log = LogWriter(tmp_path / "log.jsonl", HEADER)
     with caplog.at_level(logging.WARNING):
         log.append(lambda: Line(number=1 // 0))
         log.append(lambda: Line(number=1))

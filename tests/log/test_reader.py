@@ -23,7 +23,7 @@ from record_cases import step_line as record
 from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.log.files import RunLog, step_log_path
+from sparsebalance_megatron.log.files import LogWriter, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
@@ -45,7 +45,7 @@ def write(directory: Path, *lines: Any) -> Path:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     header = header_of(JOB)
-    log = RunLog(step_log_path(tmp_path), header)
+    log = LogWriter(step_log_path(tmp_path), header)
     for iteration in (1, 2):
         iteration_ms = None if iteration == 1 else 10.0
         step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
