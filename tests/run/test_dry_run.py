@@ -30,7 +30,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.run import dry_run
-from sparsebalance_megatron.run.dry_run_report import _positions
+from sparsebalance_megatron.run.described_job import _positions
 from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
@@ -255,7 +255,7 @@ def test_it_refuses_what_training_refuses_in_the_same_words(
     assert "Traceback" not in dry.stderr + trained.stderr
 
 
-report = pytest.importorskip("sparsebalance_megatron.run.dry_run_report")
+report = pytest.importorskip("sparsebalance_megatron.run.described_job")
 
 
 def planned(
