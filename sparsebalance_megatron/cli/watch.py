@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.log.log_directory import step_log_path
+from sparsebalance_megatron.log.files import step_log_path
 from sparsebalance_megatron.log.reader import RunLog, RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
