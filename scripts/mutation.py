@@ -111,8 +111,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 fits counts."""
 LEFT_OUT = (
     "attention/kernels/triton/",
-    "attention/select/ranking_kernels.py",
-    "attention/select/row_ranking_kernel.py",
+    "attention/select/router_kernels.py",
 )
 """Kernels: on a CPU they are interpreted, minutes a time."""
 

@@ -14,8 +14,8 @@ from typing import Any
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
+from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.rates import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
     Comparison,

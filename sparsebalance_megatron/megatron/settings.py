@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.experts import ExpertShape
-from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
+from sparsebalance_megatron.cost.table import (
+    ExpertShape,
+    ModelShape,
+    RunIdentity,
+    latent_attention_weights,
+)
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.scheduler import BatchSizes
 from sparsebalance_megatron.megatron import cpu

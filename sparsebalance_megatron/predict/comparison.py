@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.rates import memory_gib
+from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.predict.memory import memory_at_most
 from sparsebalance_megatron.predict.outcome import (

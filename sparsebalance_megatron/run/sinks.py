@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsebalance_megatron.cost.flops import training_flops
+from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
