@@ -19,7 +19,7 @@ from sparsebalance_megatron.cli.output import (
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
-from sparsebalance_megatron.view.report.run_report import step_picture
+from sparsebalance_megatron.view.report.run_report import picture_of_both
 from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
@@ -90,7 +90,7 @@ def run(arguments: Namespace) -> int:
         write_text(arguments.output, text)
         written.append(f"written to {arguments.output}")
     if arguments.picture is not None:
-        iteration, svg = step_picture(balanced, baseline)
+        iteration, svg = picture_of_both(balanced, baseline)
         write_text(arguments.picture, svg)
         written.append(f"iteration {iteration} of both runs drawn in {arguments.picture}")
     if arguments.json:

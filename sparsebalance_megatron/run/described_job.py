@@ -34,8 +34,13 @@ from sparsebalance_megatron.megatron.training_arguments import (
 )
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
-from sparsebalance_megatron.predict.lengths import WorkloadError, batches_of, samples_of
-from sparsebalance_megatron.predict.workload import Workload, without_warnings
+from sparsebalance_megatron.predict.workload import (
+    Workload,
+    WorkloadError,
+    batches_of,
+    samples_of,
+    without_warnings,
+)
 from sparsebalance_megatron.run.inputs import first_batches, read_costs, workload_of
 
 _SHARDED_PARAMETERS = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})

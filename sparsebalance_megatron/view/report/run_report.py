@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES
+from sparsebalance_megatron.log.records import SIDES, RunHeader
+from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
@@ -19,29 +19,19 @@ from sparsebalance_megatron.view.report.numbers import (
     summarize,
 )
 from sparsebalance_megatron.view.report.pictures import (
-    COLOURS,
-    Chart,
-    step_chart,
+    Picture,
+    coverage_picture,
+    layers_picture,
+    step_picture,
     waterfall,
 )
-from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
     named_places,
     predicted_timeline,
 )
-from sparsebalance_megatron.view.report.words import (
-    Table,
-    caveats,
-    descriptions,
-    headline,
-    numbers_table,
-    run_facts,
-    settings_that_differ,
-    worst_steps,
-    worst_table,
-)
+from sparsebalance_megatron.view.report.words import caveats, slowest_device, slowest_text
 
 _MOST_NOTES = 100
 
@@ -120,26 +110,21 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
 class Report:
     """Contents of a page.
 
-    ``runs``: what the runs are, a sentence each. ``missing``: what cannot be drawn of the step,
-    and why. ``notes``: what the logs lack.
+    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``missing``: what
+    cannot be drawn of the step, and why. ``notes``: what the logs lack.
     """
 
     title: str
-    facts: str
-    runs: Sequence[str]
-    headline: str
-    differences: Sequence[str]
-    caveats: Sequence[str]
+    headers: Mapping[str, RunHeader | None]
     numbers: RunSummary | Comparison
-    numbers_table: Table
-    waterfall: Chart | None
-    loss: Sequence[Plot]
-    worst_steps: Table
+    remarks: Sequence[str]
+    waterfall: Picture | None
     iteration: int
-    step: Chart | None
+    step: Picture | None
     missing: Sequence[str]
-    coverage: Sequence[Plot]
+    coverage: Picture | None
     coverage_iteration: int
+    layers: Picture | None
     notes: Sequence[str]
 
     @property
@@ -163,24 +148,26 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     log = read_run_log(run_directory)
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
-    worst = worst_steps(log.steps)
-    evidence = gather(log, {iteration, *(each.iteration for each in worst)})
-    wanted = [
-        (evidence, "this run, measured", "measured"),
-        (evidence, "this run, predicted", "predicted"),
-    ]
-    problems = [*evidence.problems]
+    evidence = gather(log, {iteration})
+    timelines = {
+        "this run, measured": evidence.timeline("measured", iteration),
+        "this run, predicted": evidence.timeline("predicted", iteration),
+    }
+    problems = evidence.problems
     numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
     headers, why = {"This run": log.header}, None
     if baseline_log is not None:
         baseline = gather(baseline_log, {iteration})
-        wanted.insert(0, (baseline, "baseline, measured", "measured"))
+        of_baseline = baseline.timeline("measured", iteration)
+        timelines = {"baseline, measured": of_baseline} | timelines
         numbers = compare(baseline_log, log)
-        problems += [*baseline.problems, *numbers.problems]
+        problems += (*baseline.problems, *numbers.problems)
         why = numbers.explanation
         headers = {"Baseline": baseline_log.header} | headers
-    timelines = {name: run.timeline(side, iteration) for run, name, side in wanted}
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
+    remarks = caveats(numbers)
+    if (slowest := slowest_device(settled(log.steps))) is not None:
+        remarks.append(f"This run's {slowest_text(*slowest, evidence.ranks)}.")
     notes = list(dict.fromkeys(problems))
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
@@ -188,30 +175,25 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     return Report(
         # The last two parts of a directory name a run.
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
-        facts=run_facts(log.header),
-        runs=descriptions(headers),
-        headline=headline(numbers),
-        differences=settings_that_differ(numbers),
-        caveats=caveats(numbers),
+        headers=headers,
         numbers=numbers,
-        numbers_table=numbers_table(numbers),
+        remarks=remarks,
         waterfall=None if why is None else waterfall(why),
-        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
-        worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
-        step=step_chart(drawn) if drawn else None,
+        step=step_picture(drawn) if drawn else None,
         missing=[
             f"{name.capitalize()}: not drawn, its times are not logged."
             for name in timelines
             if name not in drawn
         ],
-        coverage=coverage_plots(log.coverage, log.header.config if log.header else {}),
+        coverage=coverage_picture(log.coverage, log.header.config if log.header else {}),
         coverage_iteration=log.coverage.iteration if log.coverage else 0,
+        layers=layers_picture(log.header),
         notes=notes,
     )
 
 
-def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
+def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
@@ -228,20 +210,11 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, _render("step.svg.j2", chart=step_chart(timelines))
+    return iteration, step_picture(timelines).svg
 
 
-def render_page(report: Report, refresh_s: float | None = None) -> str:
-    """The HTML page of a report, which needs no other file.
-
-    Args:
-        refresh_s: seconds after which a browser loads the page again; None: it does not.
-    """
-    return _render("report.html.j2", report=report, refresh_s=refresh_s)
-
-
-def _render(template: str, **values: Any) -> str:
-    """A template of this package filled with values."""
+def render_page(report: Report) -> str:
+    """The HTML page of a report, which needs no other file."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -250,4 +223,4 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(colours=COLOURS, **values).lstrip()
+    return environment.get_template("report.html.j2").render(report=report, words=words).lstrip()

@@ -42,12 +42,6 @@ class Timeline:
     contents: Mapping[Place, RankStep] = field(default_factory=dict)
 
     @property
-    def start_unix_s(self) -> float | None:
-        """When the first rank began; None where no rank said so."""
-        starts_s = [step.start_unix_s for step in self.contents.values() if step.spans]
-        return min((start_s for start_s in starts_s if start_s is not None), default=None)
-
-    @property
     def makespan_ms(self) -> float:
         return max(span.end_ms for spans in self.spans.values() for span in spans)
 
@@ -70,19 +64,6 @@ class Timeline:
         step = self.contents.get(place)
         held = step.micro_batches if step else ()
         return next((each for each in held if each.position == span.position), None)
-
-    def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
-        """Place, start and end of all time until the step's end in which a stage computes
-        nothing."""
-        end_ms = self.makespan_ms
-        for place, spans in self.spans.items():
-            free_ms = 0.0
-            for span in sorted(spans, key=lambda span: (span.start_ms, span.end_ms)):
-                if span.start_ms > free_ms:
-                    yield place, free_ms, span.start_ms
-                free_ms = max(free_ms, span.end_ms)
-            if end_ms > free_ms:
-                yield place, free_ms, end_ms
 
 
 def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) -> Timeline | None:
