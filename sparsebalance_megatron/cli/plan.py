@@ -7,14 +7,13 @@ import itertools
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.rates import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
@@ -232,7 +231,7 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     combinations = list(itertools.islice(every, _MOST_ROWS + 1))
     if len(combinations) > _MOST_ROWS:
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
-    rows, refused = [], {}
+    rows, refused, dense_rows = [], {}, set()
     words_of: dict[tuple[str, ...], list[str]] = {}
     progress = Progress("flags", len(combinations), "rows")
     for chosen in combinations:
@@ -247,9 +246,12 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
             refused[shlex.join(words)] = str(error)
         else:
             rows.append(TableRow(names=(*names, _GIVEN), workload=workload))
-            exact = ROWS[EXACT].of(workload)
-            if not workload.is_dense and not any(_dense_alike(exact, row.workload) for row in rows):
+            dense_words = tuple(words_of[*names, EXACT])
+            # Flags of sparse attention alone make no other row.
+            if not workload.is_dense and dense_words not in dense_rows:
+                exact = ROWS[EXACT].of(workload)
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
+                dense_rows.add(dense_words)
         progress()
     progress.close()
     if not rows:
@@ -282,18 +284,6 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     )
     flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
     return _json(found) | flags | {"left_out": refused}, lines
-
-
-def _dense_alike(one: Workload, other: Workload) -> bool:
-    """Whether two workloads with dense attention alone take the same, whatever else differs."""
-    parts = [
-        [rows for part, rows in of.items() if part not in (Part.ATTENTION, Part.ROUTER)]
-        for each in (one, other)
-        for of in (each.cost.forward_ms, each.cost.backward_ms)
-    ]
-    settings = replace(other.plan_settings, base_budget=one.plan_settings.base_budget)
-    same = (one.job, one.memory, one.plan_settings) == (other.job, other.memory, settings)
-    return other.is_dense and same and parts[:2] == parts[2:]
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:

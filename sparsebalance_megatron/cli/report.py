@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
-    check_outputs,
     print_json,
     refuse_output_over_logs,
     write_text,
@@ -48,7 +47,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read, draw, write, print."""
-    check_outputs({"--output": (arguments.output, (".html", ".htm"))})
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render_page(report))
@@ -57,7 +55,7 @@ def run(arguments: Namespace) -> int:
         return 0
     show(report.numbers, report.notes)
     print(
-        *report.not_drawn,
+        *report.missing,
         f"iteration {report.iteration} is drawn; written to {arguments.output}",
         sep="\n",
     )

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
-    check_outputs,
     print_notes,
     print_wrapped,
+    refuse_one_file,
     refuse_output_over_logs,
     write_text,
 )
@@ -62,12 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read both logs, write the JSON, print the table, draw."""
-    check_outputs(
-        {
-            "--output": (arguments.output, (".json",)),
-            "--picture": (arguments.picture, (".svg",)),
-        }
-    )
+    refuse_one_file({"--output": arguments.output, "--picture": arguments.picture})
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(
             written, arguments.baseline, arguments.run_directory, *arguments.beside

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.cli.output import (
-    check_outputs,
     print_notes,
     refuse_output_over_logs,
     writing,
@@ -62,7 +61,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read, write, say what was left out."""
-    check_outputs({"--output": (arguments.output, (".json", ".gz"))})
     refuse_output_over_logs(arguments.output, arguments.run_directory)
     log = read_run_log(arguments.run_directory)
     wanted = log.steps[-_DEFAULT_STEPS:]

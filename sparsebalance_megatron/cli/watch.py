@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
@@ -18,7 +17,7 @@ from sparsebalance_megatron.text_table import shown_ms, wrapped
 from sparsebalance_megatron.view.report.numbers import split_time
 from sparsebalance_megatron.view.report.words import slowest_device, slowest_text
 
-_SLOWEST_INTERVAL_S = 3600.0
+_PAUSE_S = 2.0
 _COLUMNS = 80
 _TAIL_BYTES = 4 << 20
 """Bytes at the end of the log that each look reads."""
@@ -31,16 +30,11 @@ def add_flags(parser: ArgumentParser) -> None:
         "device is slowest. It ends with the run, or by Ctrl-C."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR", help="the log directory")
-    parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks"
-    )
     parser.add_argument("--once", action="store_true", help="show the last step, and end")
 
 
 def run(arguments: Namespace) -> int:
     """Follow the log until the run has ended, or until interrupted."""
-    if not 0.05 <= arguments.interval <= _SLOWEST_INTERVAL_S:
-        raise OutputError(f"--interval {arguments.interval}: must be 0.05 to 3600 seconds")
     if arguments.once:
         read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
     watch = Watch(arguments.run_directory)
@@ -50,7 +44,7 @@ def run(arguments: Namespace) -> int:
                 print(line, flush=True)
             if arguments.once or watch.ended:
                 break
-            time.sleep(arguments.interval)
+            time.sleep(_PAUSE_S)
     return 0
 
 

@@ -11,16 +11,15 @@ from sparsebalance_megatron.predict.comparison import (
     Comparison,
     TableRow,
     compare_ways,
+    even_stages,
     given_row,
     rows_of,
 )
-from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 
 _MOSTLY_DENSE = 0.8
-_MUCH_WAITING = 0.15
 _DEVICE_CHARACTERS, _HEADING_CHARACTERS = 14, 10
 
 _COLUMNS = {
@@ -199,11 +198,6 @@ def _findings(row: TableRow) -> Iterator[str]:
             f"{outcome.dense_tokens_share:.0%} of the tokens are in documents that are attended to "
             "densely: what is gained comes from placement."
         )
-    if outcome.bubble_share > _MUCH_WAITING:
-        yield (
-            f"{outcome.bubble_share:.0%} of the GPUs' time is idle: a larger --global-batch-size "
-            "fills more of it."
-        )
     if count := unhideable_steps(workload):
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
@@ -214,16 +208,11 @@ def _findings(row: TableRow) -> Iterator[str]:
 
 def _remarks(workload: Workload) -> Iterator[str]:
     """What a prediction leaves out of this job."""
-    job, memory = workload.job, workload.memory
+    memory = workload.memory
     if memory.shape.experts is not None:
         yield (
             "Experts: every expert is taken to get as many tokens as the others; how far routing "
             "is from that is not known here and comes on top, in time and in memory."
-        )
-    if job.lockstep_ranks > 1:
-        yield (
-            f"Groups of {job.lockstep_ranks} data-parallel ranks wait for one another in every "
-            "layer: a step takes the slowest of each group, layer by layer."
         )
     if memory.shape.tensor_parallel_size > 1:
         yield (

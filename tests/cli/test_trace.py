@@ -125,7 +125,7 @@ def test_slices_never_overlap(lengths: list[list[float]]) -> None:
             for position, (ms, end) in enumerate(zip(durations, ends, strict=True))
         )
         timelines = {
-            side: Timeline(spans={(0, 0): ran}, source="")
+            side: Timeline(spans={(0, 0): ran})
             for side, ran in (("predicted", spans), ("measured", spans[:1]))
         }
         steps.append((step_record(iteration), timelines))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,10 @@ _CONFIDENCE = 0.95
 
 _SAME_MODEL_AND_DATA = ("layers", "seq_length", "global_batch_size", "counts", "sources")
 """Fields without which a comparison says nothing of the plugin."""
-_OF_THE_RUN = (
-    *(each.name for each in fields(Job)),
-    *("pipeline_stages", "virtual_stages", "device", "cost_source", "megatron_core", "torch"),
+_OF_THE_JOB = ("layers", "pipeline_stages", "virtual_stages")
+_OF_THE_HEADER = (
+    *("seq_length", "global_batch_size", "counts", "sources"),
+    *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
 """Settings that change no step."""
@@ -309,36 +310,30 @@ def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
     """
     if baseline.header is None or run.header is None:
         return ()
-    other = _differing(baseline.header, run.header, _SAME_MODEL_AND_DATA)
+    before, after = (_settings(header) for header in (baseline.header, run.header))
+    differing = {
+        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} in the baseline, "
+        f"{after.get(name, 'none')} in the run"
+        for name in before | after
+        if before.get(name, "none") != after.get(name, "none")
+    }
+    other = [text for name, text in differing.items() if name in _SAME_MODEL_AND_DATA]
     if other:
         raise ConfigError(
             f"{baseline.directory} and {run.directory} trained other models or data: "
             f"{'; '.join(other)}. Compare runs of one model over the same samples"
         )
-    settings = [
-        text
-        for name in {**baseline.header.config, **run.header.config}
-        if name not in _OF_NO_ACCOUNT
-        if (text := _difference(name, baseline.header.config, run.header.config))
-    ]
-    return (*_differing(baseline.header, run.header, _OF_THE_RUN), *settings)
+    return tuple(differing.values())
 
 
-def _differing(baseline: RunHeader, run: RunHeader, names: tuple[str, ...]) -> list[str]:
-    before, after = (
-        {name: getattr(header if hasattr(header, name) else header.job, name) for name in names}
-        for header in (baseline, run)
-    )
-    return [text for name in names if (text := _difference(name, before, after))]
-
-
-def _difference(name: str, baseline: Mapping[str, Any], run: Mapping[str, Any]) -> str | None:
-    before, after = (_shown(values.get(name)) for values in (baseline, run))
-    if before == after:
-        return None
-    return f"{name.replace('_', ' ')} {before} in the baseline, {after} in the run"
-
-
-def _shown(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+def _settings(header: RunHeader) -> dict[str, str]:
+    """What may differ between runs, by name, as short text."""
+    job = header.job
+    values = {name: getattr(job, name) for name in (*_OF_THE_JOB, *(f.name for f in fields(Job)))}
+    values |= {name: getattr(header, name) for name in _OF_THE_HEADER}
+    values |= {name: each for name, each in header.config.items() if name not in _OF_NO_ACCOUNT}
+    texts = {name: "none" if value is None else str(value) for name, value in values.items()}
+    return {
+        name: text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+        for name, text in texts.items()
+    }

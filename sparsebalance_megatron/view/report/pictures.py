@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run, drawn by matplotlib as SVG.
-
-Shape legend: U length buckets, K budgets of the grid.
-"""
+"""One step as a picture, drawn by matplotlib as SVG."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
-from sparsebalance_megatron.log.records import CoverageRecord, Place, RunHeader
+from sparsebalance_megatron.log.records import Place
 from sparsebalance_megatron.text_table import shown_ms
-from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -28,11 +22,7 @@ COLOURS = {
     "waiting": "#f0a13c",
     "forward": "#8fbde2",
     "backward": "#1f6fb2",
-    "computing": "#1f6fb2",
-    "optimizer, gradients": "#b3b8bf",
-    "noise": "#9a6bb5",
 }
-"""A kind of time has one colour in all pictures."""
 _INK, _FAINT = "#1b1d20", "#e3e6ea"
 _STYLE: dict[Any, Any] = {
     # Text stays text, in the reader's font.
@@ -62,7 +52,6 @@ _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
 _MOST_ROWS = 16
 _LARGEST_RATIO_ON_ONE_AXIS = 6.0
-_MOST_FRAMES, _FRAMES_IN_A_ROW = 6, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +59,7 @@ class Picture:
     """An SVG element, and what is known about it and not drawn."""
 
     svg: str
-    remarks: tuple[str, ...] = ()
-    wide: bool = False
+    remarks: tuple[str, ...]
 
 
 def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
@@ -85,19 +73,19 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
     most_bars = max(len(spans) for view in views for spans in view.spans.values())
     width = float(np.clip(most_bars / _BARS_PER_INCH, _NARROW_INCHES, _WIDE_INCHES))
     remarks = [
-        f"{name}: {'; '.join((view.source, *view.remarks))}" for name, view in timelines.items()
+        f"{name}: {'; '.join(view.remarks)}" for name, view in timelines.items() if view.remarks
     ]
     ends_ms = [max(view.makespan_ms, 1e-9) for view in views]
     if max(ends_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(ends_ms):
         ends_ms = [max(ends_ms)] * len(ends_ms)
-    else:
-        remarks.append("times differ so much that every panel has an axis of its own")
     ranks, drawn = (
         len({rank for rank, _ in places})
         for places in ([place for view in views for place in view.spans], shown)
     )
     if drawn < ranks:
         remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
+    from matplotlib.patches import Patch
+
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
 
     def draw(figure: Figure) -> None:
@@ -109,10 +97,11 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
             axes.set_title(
                 f"{name}: {shown_ms(view.makespan_ms)} ms, stages wait {waiting:.0%} of it"
             )
-        _add_legend(figure, ("waiting", "forward", "backward"))
+        handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+        figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
 
     svg = _drawn(draw, width, (rows_height + 0.5) * len(views) + 0.3)
-    return Picture(svg=svg, remarks=tuple(remarks), wide=width > _NARROW_INCHES)
+    return Picture(svg=svg, remarks=tuple(remarks))
 
 
 def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
@@ -164,133 +153,10 @@ def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: flo
                     va="center_baseline",
                 )
     axes.set_yticks(range(len(shown)), labels)
-    _time_axis(axes)
-
-
-def _time_axis(axes: Axes) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x")
     axes.xaxis.set_major_formatter("{x:,g} ms")
     axes.locator_params(axis="x", nbins=6)
-
-
-def waterfall(explanation: Explanation) -> Picture:
-    """The baseline's mean step, what was taken away and added, this run's mean step."""
-    before, after = explanation.baseline, explanation.run
-    kinds = ("computing", "waiting", "optimizer, gradients", "noise")
-    changes = explanation.changes
-    levels_ms = list(accumulate((each.ms for each in changes), initial=before.step_ms))
-    names = ["baseline", *(each.name for each in changes), "this run"]
-    notes = [f"{before.step_ms:,.0f}", *(each.signed for each in changes), f"{after.step_ms:,.0f}"]
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        for row, split in ((0, before), (len(names) - 1, after)):
-            _draw_split(axes, row, split)
-        ends_ms = [before.step_ms, *map(max, levels_ms, levels_ms[1:]), after.step_ms]
-        for row, (change, kind) in enumerate(zip(changes, kinds, strict=False), start=1):
-            start_ms = min(levels_ms[row - 1 : row + 1])
-            axes.barh(row, abs(change.ms), left=start_ms, color=COLOURS[kind])
-        for row, (end_ms, note) in enumerate(zip(ends_ms, notes, strict=True)):
-            axes.text(end_ms, row, f" {note}", va="center_baseline")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xlim(0.0, max(ends_ms) * 1.1)
-        _time_axis(axes)
-        _add_legend(figure, kinds if len(changes) == len(kinds) else kinds[:3])
-
-    return Picture(svg=_drawn(draw, _NARROW_INCHES, 0.25 * len(names) + 0.7))
-
-
-def _draw_split(axes: Axes, row: int, split: TimeSplit) -> None:
-    parts = {
-        "computing": split.compute_ms,
-        "waiting": split.waiting_ms,
-        "optimizer, gradients": split.rest_ms,
-    }
-    starts_ms = accumulate(parts.values(), initial=0.0)
-    for (kind, ms), start_ms in zip(parts.items(), starts_ms, strict=False):
-        axes.barh(row, ms, left=start_ms, color=COLOURS[kind])
-
-
-def coverage_picture(record: CoverageRecord | None, config: Mapping[str, Any]) -> Picture | None:
-    """The layers' coverage against budget, a frame per length of the longest samples.
-
-    None where no coverage was observed of samples longer than one block.
-    """
-    if record is None:
-        return None
-    observed_U = np.isfinite(record.curves_LUK).all(axis=2).any(axis=0)
-    # Every budget covers the whole of a document with one block.
-    buckets = [u for u in np.flatnonzero(observed_U).tolist() if record.bucket_blocks[u] > 1]
-    buckets = buckets[-_MOST_FRAMES:]
-    if not buckets:
-        return None
-    rows = -(-len(buckets) // _FRAMES_IN_A_ROW)
-
-    def draw(figure: Figure) -> None:
-        frames = figure.subplots(rows, _FRAMES_IN_A_ROW, squeeze=False, sharey=True).flat
-        for axes in frames[len(buckets) :]:
-            axes.remove()
-        for axes, bucket in zip(frames, buckets, strict=False):
-            _draw_coverage(axes, record, bucket, config)
-
-    return Picture(svg=_drawn(draw, 9.0, 1.7 * rows), wide=True)
-
-
-def _draw_coverage(
-    axes: Axes, record: CoverageRecord, bucket: int, config: Mapping[str, Any]
-) -> None:
-    """The layers' band, their mean and the base budget."""
-    blocks, least = record.bucket_blocks[bucket], 1 << bucket
-    budgets_K = [budget for budget in record.grid if budget <= blocks]
-    curves_LK = record.curves_LUK[:, bucket, : len(budgets_K)]
-    curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
-    axes.fill_between(
-        budgets_K,
-        curves_LK.min(axis=0),
-        curves_LK.max(axis=0),
-        color=COLOURS["forward"],
-        alpha=0.5,
-        linewidth=0.0,
-    )
-    axes.plot(budgets_K, curves_LK.mean(axis=0), color=COLOURS["computing"])
-    base, alike = config.get("base_budget"), config.get("layer_budgets") is None
-    if alike and isinstance(base, int) and 1 <= base <= budgets_K[-1]:
-        axes.axvline(base, color=_INK, linestyle=":", linewidth=1.0)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(0.0, 1.02)
-    axes.grid(axis="y")
-    axes.set_title(f"{blocks} blocks" if least >= blocks else f"{least} to {blocks} blocks")
-
-
-def layers_picture(header: RunHeader | None) -> Picture | None:
-    """Base budgets of the layers; None where all have the same, or where that is unknown."""
-    config = header.config if header else {}
-    if header is None or config.get("layer_budgets") is None:
-        return None
-    budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
-    if len(set(budget_L)) == 1:
-        return None
-    most = max([budget for budget in budget_L if budget != DENSE], default=1)
-    height_L = [1.2 * most if budget == DENSE else budget for budget in budget_L]
-    colours = [COLOURS["computing" if budget == DENSE else "forward"] for budget in budget_L]
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.bar(range(len(budget_L)), height_L, color=colours)
-        axes.locator_params(axis="x", integer=True)
-        axes.grid(axis="y")
-        axes.axhline(config["base_budget"], color=_INK, linestyle=":", linewidth=1.0)
-
-    return Picture(svg=_drawn(draw, 9.0, 1.7), wide=True)
-
-
-def _add_legend(figure: Figure, kinds: Sequence[str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(kinds))
 
 
 def _drawn(draw: Any, width_inches: float, height_inches: float) -> str:

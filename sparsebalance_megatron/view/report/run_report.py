@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES, RunHeader
+from sparsebalance_megatron.log.records import SIDES, CoverageRecord, RunHeader
 from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
@@ -18,13 +18,7 @@ from sparsebalance_megatron.view.report.numbers import (
     settled,
     summarize,
 )
-from sparsebalance_megatron.view.report.pictures import (
-    Picture,
-    coverage_picture,
-    layers_picture,
-    step_picture,
-    waterfall,
-)
+from sparsebalance_megatron.view.report.pictures import Picture, step_picture
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -32,8 +26,6 @@ from sparsebalance_megatron.view.report.timeline import (
     predicted_timeline,
 )
 from sparsebalance_megatron.view.report.words import caveats, slowest_device, slowest_text
-
-_MOST_NOTES = 100
 
 
 class ReportError(ValueError):
@@ -51,22 +43,18 @@ class Evidence:
     def problems(self) -> tuple[str, ...]:
         return (*self.log.problems, *self.ranks.problems)
 
-    def timeline(self, side: str, iteration: int) -> Timeline | None:
-        """Predicted or measured; None where it is not known."""
+    def timelines(self, iteration: int) -> dict[str, Timeline]:
+        """A step's timelines that are known, by side."""
         step = next((step for step in self.log.steps if step.iteration == iteration), None)
         if step is None:
-            return None
+            return {}
         contents = self.ranks.steps.get(iteration, {})
-        if side == "predicted":
-            timeline = predicted_timeline(step, self.log.schedule)
-        else:
-            timeline = measured_timeline(step, contents)
-        return timeline and replace(timeline, contents=contents)
-
-    def timelines(self, iteration: int) -> dict[str, Timeline]:
-        """Those that are known, by side."""
-        found = {side: self.timeline(side, iteration) for side in SIDES}
-        return {side: timeline for side, timeline in found.items() if timeline}
+        found = {
+            "predicted": predicted_timeline(step, self.log.schedule),
+            "measured": measured_timeline(step, contents),
+        }
+        known = {side: timeline for side, timeline in found.items() if timeline}
+        return {side: replace(each, contents=contents) for side, each in known.items()}
 
 
 def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
@@ -118,21 +106,11 @@ class Report:
     headers: Mapping[str, RunHeader | None]
     numbers: RunSummary | Comparison
     remarks: Sequence[str]
-    waterfall: Picture | None
     iteration: int
     step: Picture | None
     missing: Sequence[str]
-    coverage: Picture | None
-    coverage_iteration: int
-    layers: Picture | None
+    coverage: CoverageRecord | None
     notes: Sequence[str]
-
-    @property
-    def not_drawn(self) -> list[str]:
-        """Names of the pictures that the page lacks, and what the step lacks."""
-        pictures = {"step": self.step, "coverage": self.coverage}
-        lacking = [f"{name}: not drawn" for name, drawn in pictures.items() if not drawn]
-        return [*self.missing, *lacking]
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
@@ -149,28 +127,22 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
     evidence = gather(log, {iteration})
-    timelines = {
-        "this run, measured": evidence.timeline("measured", iteration),
-        "this run, predicted": evidence.timeline("predicted", iteration),
-    }
+    of_run = evidence.timelines(iteration)
+    timelines = {f"this run, {side}": of_run.get(side) for side in reversed(SIDES)}
     problems = evidence.problems
     numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
-    headers, why = {"This run": log.header}, None
+    headers = {"This run": log.header}
     if baseline_log is not None:
         baseline = gather(baseline_log, {iteration})
-        of_baseline = baseline.timeline("measured", iteration)
-        timelines = {"baseline, measured": of_baseline} | timelines
+        of_baseline = baseline.timelines(iteration)
+        timelines = {"baseline, measured": of_baseline.get("measured")} | timelines
         numbers = compare(baseline_log, log)
         problems += (*baseline.problems, *numbers.problems)
-        why = numbers.explanation
         headers = {"Baseline": baseline_log.header} | headers
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
     remarks = caveats(numbers)
     if (slowest := slowest_device(settled(log.steps))) is not None:
         remarks.append(f"This run's {slowest_text(*slowest, evidence.ranks)}.")
-    notes = list(dict.fromkeys(problems))
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
     logs = [log] if baseline_log is None else [log, baseline_log]
     return Report(
         # The last two parts of a directory name a run.
@@ -178,7 +150,6 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         headers=headers,
         numbers=numbers,
         remarks=remarks,
-        waterfall=None if why is None else waterfall(why),
         iteration=iteration,
         step=step_picture(drawn) if drawn else None,
         missing=[
@@ -186,10 +157,8 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
             for name in timelines
             if name not in drawn
         ],
-        coverage=coverage_picture(log.coverage, log.header.config if log.header else {}),
-        coverage_iteration=log.coverage.iteration if log.coverage else 0,
-        layers=layers_picture(log.header),
-        notes=notes,
+        coverage=log.coverage,
+        notes=list(dict.fromkeys(problems)),
     )
 
 
@@ -204,7 +173,7 @@ def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     timelines = {
         name: timeline
         for name, log in named.items()
-        if (timeline := gather(log, {iteration}).timeline("measured", iteration))
+        if (timeline := gather(log, {iteration}).timelines(iteration).get("measured"))
     }
     if len(timelines) < 2:
         raise ReportError(

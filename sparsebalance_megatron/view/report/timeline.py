@@ -18,8 +18,6 @@ from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
-PREDICTED = "the schedule simulated with the predicted times"
-MEASURED = "starts and ends by the clocks of the ranks"
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
 
@@ -28,14 +26,12 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``source``: how starts are known, :data:`PREDICTED` or :data:`MEASURED`.
     ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
     all spans together, for other ranks in their layers. ``remarks``: what is not in it.
     ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
-    source: str
     segments: Sequence[Sequence[int]] = ()
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
@@ -76,7 +72,7 @@ def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) 
             spans[rank, event.stage].append(span)
     except PlanError:
         return None
-    return Timeline(spans=spans, source=PREDICTED, segments=record.segments_RM.tolist())
+    return Timeline(spans=spans, segments=record.segments_RM.tolist())
 
 
 def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
@@ -136,7 +132,6 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
         ]
     return Timeline(
         spans=spans,
-        source=MEASURED,
         segments=record.segments_RM.tolist(),
         waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
         remarks=tuple(remarks),

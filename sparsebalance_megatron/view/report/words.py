@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.log.reader import RankLogs
-from sparsebalance_megatron.log.records import SIDES, Place, RunHeader, StepRecord
+from sparsebalance_megatron.log.records import SIDES, CoverageRecord, Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.text_table import printable, shown_ms
@@ -19,7 +20,6 @@ _OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro
 _SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
 _SLOW = 1.05
 """A device that takes so much longer than the median is named."""
-_SETTINGS = ("block_size", "base_budget", "layer_budgets", "batching", "tuning")
 
 
 def headline(numbers: RunSummary | Comparison) -> str:
@@ -131,8 +131,6 @@ def run_facts(header: RunHeader | None) -> str:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
     known |= {name: getattr(header, name) for name in _SOFTWARE}
-    config = header.config
-    known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
@@ -199,6 +197,46 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
     if value is None:
         return "not measured"
     return shown_ms(value) if layout == "ms" else format(value, layout)
+
+
+def coverage_table(record: CoverageRecord | None) -> Table:
+    """Coverage at budgets of powers of two, the mean of the layers and the least, by length.
+
+    Samples of one block are left out: every budget covers them.
+    """
+    if record is None:
+        return Table((), ())
+    budgets = [budget for budget in record.grid if budget.bit_count() == 1]
+    rows = []
+    for bucket, blocks in enumerate(record.bucket_blocks):
+        curves_LK = record.curves_LUK[:, bucket]
+        curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
+        if blocks == 1 or not len(curves_LK):
+            continue
+        of_budgets = (curves_LK[:, record.grid.index(budget)] for budget in budgets)
+        cells = (f"{each_L.mean():.3f} ({each_L.min():.3f})" for each_L in of_budgets)
+        shown = [
+            cell if budget < blocks else "" for budget, cell in zip(budgets, cells, strict=True)
+        ]
+        least = 1 << bucket
+        rows.append((f"{least} to {blocks}" if least < blocks else str(blocks), *shown))
+    return Table(("blocks", *map(str, budgets)), rows)
+
+
+def layers_table(header: RunHeader | None) -> Table:
+    """Base budgets by layer, largest first; no rows where all layers have the same."""
+    config = header.config if header else {}
+    if header is None or config.get("layer_budgets") is None:
+        return Table((), ())
+    budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
+    layers: dict[int, list[str]] = {}
+    for layer, budget in enumerate(budget_L):
+        layers.setdefault(budget, []).append(str(layer))
+    rows = [
+        ("all: dense" if budget == DENSE else str(budget), ", ".join(layers[budget]))
+        for budget in sorted(layers, reverse=True)
+    ]
+    return Table(("base budget, blocks", "layers"), rows if len(rows) > 1 else ())
 
 
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:

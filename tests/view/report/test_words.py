@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.log.records import CoverageRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.numbers import (
     Change,
@@ -27,8 +30,10 @@ from sparsebalance_megatron.view.report.numbers import (
 from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
+    coverage_table,
     descriptions,
     headline,
+    layers_table,
     slowest_device,
     slowest_text,
 )
@@ -118,3 +123,27 @@ def test_the_slowest_device_is_named_with_its_host(tmp_path: Path) -> None:
 def test_devices_alike_are_not_named(tmp_path: Path) -> None:
     directory = SampleRun(steps=3, noise=0.0).write(tmp_path)
     assert slowest_device(read_run_log(directory).steps) is None
+
+
+def test_coverage_is_that_of_the_layers_mean_and_least() -> None:
+    curves_LUK = np.full((2, 3, 4), np.nan)
+    curves_LUK[:, 0] = 1.0
+    curves_LUK[:, 2] = (0.2, 0.4, 0.6, 0.8), (0.4, 0.6, 0.8, 1.0)
+    record = CoverageRecord(
+        iteration=5, grid=(1, 2, 3, 4), bucket_blocks=(1, 3, 7), curves_LUK=curves_LUK
+    )
+    table = coverage_table(record)
+    assert table.headings == ("blocks", "1", "2", "4")
+    assert table.rows == [("4 to 7", "0.300 (0.200)", "0.500 (0.400)", "0.900 (0.800)")]
+    assert not coverage_table(None).rows
+
+
+def test_base_budgets_of_layers() -> None:
+    header = header_of(replace(JOB, stage_layers=(((0, 1, 2, 3),),)))
+
+    def rows(text: str | None) -> Sequence[Sequence[str]]:
+        config = {"base_budget": 8, "layer_budgets": text}
+        return layers_table(structs.replace(header, config=config)).rows
+
+    assert rows("dense:0 2:1-2") == [("all: dense", "0"), ("8", "3"), ("2", "1, 2")]
+    assert not rows(None) and not rows("dense:all") and not layers_table(None).rows
