@@ -43,8 +43,14 @@ from sparsebalance_megatron.megatron.training_arguments import (
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.predict.lengths import WorkloadError, batches_of, samples_of
-from sparsebalance_megatron.predict.workload import STEPS, Workload, without_warnings
+from sparsebalance_megatron.predict.workload import (
+    STEPS,
+    Workload,
+    WorkloadError,
+    batches_of,
+    samples_of,
+    without_warnings,
+)
 from sparsebalance_megatron.run.inputs import (
     Inputs,
     first_batches,

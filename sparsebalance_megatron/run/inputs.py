@@ -29,7 +29,7 @@ from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.comparison import even_stages
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 

@@ -34,7 +34,7 @@ from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogWriter
-from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.predict.workload import WorkloadError, read_lengths
 from sparsebalance_megatron.run import agreement
 
 
