@@ -13,8 +13,7 @@ from sparsebalance_megatron.cost.model import DEFAULT_EFFICIENCY, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.lengths import batches_of
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.workload import Workload, batches_of
 
 LAYERS = 36
 SHAPE = ModelShape(
