@@ -101,11 +101,9 @@ class MemoryModel:
     def layer_bytes_per_token(self) -> float:
         """Bytes that backward needs of one layer, per token of one rank's share of a sequence.
 
-        The inputs of both norms and their outputs; query, key, value and attention output with its
-        log-sum-exp, not the latents of multi-latent attention; the lists of blocks; the MLP's input
-        of the activation and its output, likewise of shared and of balanced routed experts, and the
-        copies of tokens that routed experts read. Terms as in section 4 of arXiv:2205.05198, with
-        attention that stores no scores and without dropout masks.
+        Terms as in section 4 of arXiv:2205.05198, with attention that stores no scores but its
+        log-sum-exp and lists, without dropout masks and without the latents of multi-latent
+        attention. Routed experts are balanced, and read copies of their tokens.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0

@@ -356,11 +356,10 @@ def measured_exchanges(
     thoroughness: Thoroughness,
     clock: Clock,
 ) -> tuple[ExchangeRow, ...]:
-    """Time the exchange of a layer between 2, 4, ... ranks; collective over all of them.
+    """Time the exchange of a layer between 2, 4, ... ranks, in both directions; collective.
 
     The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
-    slow as its slowest member. Attention itself is left out. ``args`` are cut down to one rank's
-    share of heads; the rows are of both directions of every number of ranks and length.
+    slow as its slowest member. ``args`` are cut down to one rank's share of heads.
     """
     rows = []
     with data_parallel_world(device):

@@ -120,10 +120,8 @@ def rank_rows(
 
 
 def _products_of_halves(queries_QCED: Tensor, keys_NGD: Tensor) -> bool:
-    """Whether queries ask as they are, in a half type: a product of two is exact in float32.
-
-    Triton's interpreter takes no product of bfloat16.
-    """
+    """Whether queries ask as they are, in a half type: a product of two is exact in float32."""
+    # Triton's interpreter takes no product of bfloat16.
     dtypes = {torch.float16} if triton.knobs.runtime.interpret else {torch.float16, torch.bfloat16}
     return queries_QCED.shape[2] == 1 and queries_QCED.dtype == keys_NGD.dtype in dtypes
 
