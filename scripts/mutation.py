@@ -81,8 +81,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
+        CONTRACT,
         "tests/attention/sequence/test_earlier_segments.py",
-        "tests/attention/sequence/test_parts.py",
         "tests/attention/sequence/test_slice.py",
         "tests/attention/sequence/test_exchange.py",
     ),

@@ -27,7 +27,6 @@ from attention.cases import (
     compute_as_off_the_cpu,
     make_case,
 )
-from attention.column_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
@@ -62,7 +61,7 @@ def _case(
     cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
 ) -> Case:
     how = {"block": BLOCK, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM} | settings
-    return any_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
 def _attend(case: Case, *qkv: Tensor, implementation: str = "auto") -> tuple[Tensor, Tensor]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, make_case, sharded
+from attention.cases import SCALE, make_case
+from attention.sequence.slices import local_selection, slices_of
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.kernels import blocks as module
@@ -70,8 +72,9 @@ def test_one_missing_entry_makes_a_document_sparse() -> None:
 
 def test_keys_in_a_row_of_their_own_are_gathered() -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8)
-    blocks = range(case.selection.query_layout.blocks)
-    assert split_dense_documents(sharded(case.selection, blocks, blocks))[0] == []
+    owner_N = np.arange(case.selection.query_layout.blocks) % 2
+    held = slices_of(CU_SEQLENS, owner_N, 2, block=8)[0]
+    assert split_dense_documents(local_selection(case.selection, held))[0] == []
 
 
 def test_lists_that_reach_before_the_document_are_gathered() -> None:

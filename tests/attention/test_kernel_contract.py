@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import random
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,11 @@ from attention.cases import (
     assert_exact,
     assert_identical,
     compute_as_off_the_cpu,
-    in_shards,
+    make_case,
     reselected,
-    sharded,
-    tokens_of,
     with_lists,
 )
-from attention.column_cases import any_case
-from attention.sequence.slices import in_parts, slices_of
+from attention.sequence.slices import in_parts, local_selection, random_owners, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import merge_partials
@@ -54,7 +50,6 @@ def _every_kind_but(left_out: str) -> pytest.MarkDecorator:
 every_kind = _every_kind_but("none")
 every_list_of_blocks = _every_kind_but("vertical-slash")
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 10
-ALL = [range(BLOCKS)]
 
 
 def _case(
@@ -65,7 +60,7 @@ def _case(
 ) -> Case:
     device = DEVICE if implementation == "triton" else "cpu"
     how = {"block": 16, "head_dim": 16, "value_dim": 8, "device": device}
-    return any_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
 def _dtype(implementation: str) -> torch.dtype:
@@ -80,45 +75,40 @@ def _assert_right(case: Case, implementation: str, found: tuple[Tensor, ...]) ->
         assert_exact(found, case.plain(torch.float64))
 
 
-def _random_halves(seed: int) -> list[list[int]]:
-    chosen = set(random.Random(seed).sample(range(BLOCKS), BLOCKS // 2))
-    return [[n for n in range(BLOCKS) if (n in chosen) == half] for half in (True, False)]
+OWNERS = {
+    "short blocks": [0, 0, 1, 1, 2, 1, 2, 2, 1, 1],
+    "two in turn": [0, 1] * 5,
+    "random": random_owners(BLOCKS, 3, 1).tolist(),
+    "five": random_owners(BLOCKS, 5, 2).tolist(),
+}
+"""Which member of a context group holds each block: one holds only blocks of a token."""
 
 
-@pytest.mark.parametrize(
-    ("query_shards", "kv_shards"),
-    [
-        pytest.param(ALL, ALL, id="lists-cut"),
-        pytest.param(_random_halves(0), ALL, id="queries-cut"),
-        pytest.param(ALL, _random_halves(1), id="keys-cut"),
-        pytest.param(_random_halves(2), _random_halves(3), id="both-cut"),
-        pytest.param([[0, 1], range(2, BLOCKS)], ALL, id="short-blocks-of-queries"),
-        pytest.param(ALL, [[0, 1], range(2, BLOCKS)], id="short-blocks-of-keys"),
-    ],
-)
-@every_list_of_blocks
-def test_parts_add_up_to_the_whole(
-    granularity: str, implementation: str, query_shards: list[list[int]], kv_shards: list[list[int]]
-) -> None:
-    """Every list is also cut into its even and its odd places."""
-    case = _case(granularity, implementation)
-    assert case.selection.query_layout.blocks == BLOCKS
-    dtype = _dtype(implementation)
-    parts = in_shards(case, implementation, dtype, query_shards, kv_shards)
-    _assert_right(case, implementation, parts)
-
-
+@pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
 @_every_kind_but("vertical-slash-last-queries")
-def test_rows_of_members_add_up_to_the_whole(granularity: str, implementation: str) -> None:
-    """Keys and values of one member of a context group at a time."""
-    case = _case(granularity, implementation, [0, 1, 92], [1, 3])
-    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
-    parts = in_parts(case, implementation, _dtype(implementation), slices, 0)
-    _assert_right(case, implementation, parts)
+def test_parts_of_members_add_up_to_the_whole(
+    granularity: str, implementation: str, owners: list[int]
+) -> None:
+    """Queries of one member, and keys and values of one after the other, in rows of their own."""
+    case, members = _case(granularity, implementation), 1 + max(owners)
+    slices = slices_of(CU_SEQLENS, np.array(owners), members, block=16)
+    assert slices[0].whole_layout.blocks == BLOCKS
+    found = in_parts(case, implementation, _dtype(implementation), slices, 0)
+    _assert_right(case, implementation, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
+    """Sums over parts are made in float32: the error is that of the inputs' dtype."""
+    how = {"block": 16, "head_dim": 8, "granularity": "token-kv-head", "dtype": dtype}
+    case = make_case(CU_SEQLENS, BUDGETS, **how)
+    slices = slices_of(CU_SEQLENS, np.array(OWNERS["five"]), 5, block=16)
+    found = in_parts(case, "tokens", dtype, slices, 1)
+    assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
 
 
 @pytest.mark.parametrize("off_the_cpu", [False, True])
-@every_list_of_blocks
+@_every_kind_but("vertical-slash-last-queries")
 def test_queries_of_some_blocks_get_their_rows_of_the_whole(
     granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,14 +116,14 @@ def test_queries_of_some_blocks_get_their_rows_of_the_whole(
     if off_the_cpu:
         compute_as_off_the_cpu(monkeypatch)
     case = _case(granularity, implementation)
-    some = _random_halves(4)[0]
-    rows = tokens_of(case.selection.query_layout, some)
-    case.dout_THF[torch.isin(torch.arange(CU_SEQLENS[-1]), rows, invert=True)] = 0.0
+    held = slices_of(CU_SEQLENS, np.array(OWNERS["random"]), 3, block=16)[0]
+    rows = held.tokens_T
+    case.dout_THF[np.setdiff1d(np.arange(CU_SEQLENS[-1]), rows)] = 0.0
     part = dataclasses.replace(
         case,
         q_THD=case.q_THD[rows],
         dout_THF=case.dout_THF[rows],
-        selection=sharded(case.selection, some, range(BLOCKS)),
+        selection=local_selection(case.selection, held),
     )
     found = part.ours(implementation, _dtype(implementation))
     whole = case.plain(torch.float64)
@@ -168,15 +158,14 @@ def test_bad_numbers_of_a_document_stay_in_it(
     assert_identical(*(tuple(x[elsewhere] for x in results) for results in (found, expected)))
 
 
-@every_list_of_blocks
-def test_a_document_of_nan_stays_alone_in_rows_of_its_own(
-    granularity: str, implementation: str
-) -> None:
-    case, halves = _case(granularity, implementation), _random_halves(0)
-    clean = in_shards(case, implementation, torch.float32, halves, ALL)
+@_every_kind_but("vertical-slash-last-queries")
+def test_a_document_of_nan_stays_alone_in_parts(granularity: str, implementation: str) -> None:
+    case = _case(granularity, implementation)
+    slices = slices_of(CU_SEQLENS, np.array(OWNERS["two in turn"]), 2, block=16)
+    clean = in_parts(case, implementation, torch.float32, slices, 0)
     for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF):
         x[CU_SEQLENS[2] : CU_SEQLENS[3]] = torch.nan
-    dirty = in_shards(case, implementation, torch.float32, halves, ALL)
+    dirty = in_parts(case, implementation, torch.float32, slices, 0)
     for a, b in zip(dirty, clean, strict=True):
         assert a[: CU_SEQLENS[2]].equal(b[: CU_SEQLENS[2]])
         assert a[CU_SEQLENS[3] :].equal(b[CU_SEQLENS[3] :])

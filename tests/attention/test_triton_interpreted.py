@@ -25,7 +25,7 @@ PER_PUSH = (
     "test_kernels.py::test_columns_alone",
     "test_kernels.py::test_empty_lists_add_nothing",
     "../test_kernel_contract.py::test_bad_numbers_of_a_document_stay_in_it",
-    "../test_kernel_contract.py::test_rows_of_members_add_up_to_the_whole",
+    "../test_kernel_contract.py::test_parts_of_members_add_up_to_the_whole",
     "../test_kernel_contract.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
     "test_kernels.py::test_cut_lists_of_readers_add_up",
     "test_kernels.py::test_head_dims_and_groups",

@@ -13,12 +13,12 @@ from attention.cases import (
     Case,
     assert_identical,
     assert_right,
+    make_case,
     on_device,
     reselected,
     saved,
     with_heads_far_apart,
 )
-from attention.column_cases import any_case
 from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
 from torch import Tensor
 
@@ -31,7 +31,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def _case(kind: str, cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
     defaults = {"block": 16, "head_dim": 16, "value_dim": 8, "heads": 2, "kv_heads": 1}
-    return any_case(cu_seqlens, budgets, granularity=kind, device=DEVICE, **defaults | settings)
+    return make_case(cu_seqlens, budgets, granularity=kind, device=DEVICE, **defaults | settings)
 
 
 def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, ...]:

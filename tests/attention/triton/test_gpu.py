@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from attention.cases import assert_as_good_as_plain, make_case, selected
-from attention.column_cases import any_case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -103,7 +102,7 @@ def test_lists_in_16_bits_name_blocks_past_token_32767() -> None:
 def test_training_dtypes_at_full_tiles(
     block: int, head_dim: int, dtype: torch.dtype, granularity: str
 ) -> None:
-    case = any_case(
+    case = make_case(
         [0, 700, 701, 1500],
         [3, 1, 2],
         block=block,
@@ -119,7 +118,7 @@ def test_training_dtypes_at_full_tiles(
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_auto_takes_the_kernels(granularity: str) -> None:
-    case = any_case(
+    case = make_case(
         [0, 300],
         [3],
         block=64,

@@ -18,9 +18,10 @@ from attention.cases import (
     assert_right,
     make_case,
     on_device,
+    with_columns,
     with_lists,
+    with_random_columns,
 )
-from attention.column_cases import ColumnCase, make_column_case, with_columns, with_random_columns
 from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
 from torch import Tensor
 
@@ -129,12 +130,18 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
             )
 
 
-def _column_case(cu_seqlens: list[int], budgets: list[int], **settings) -> ColumnCase:
-    defaults = {"block": 16, "head_dim": 16, "heads": 2, "kv_heads": 1}
-    return make_column_case(cu_seqlens, budgets, device=DEVICE, **defaults | settings)
+def _column_case(cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
+    defaults = {
+        "granularity": "vertical-slash",
+        "block": 16,
+        "head_dim": 16,
+        "heads": 2,
+        "kv_heads": 1,
+    }
+    return make_case(cu_seqlens, budgets, device=DEVICE, **defaults | settings)
 
 
-def _with_none(case: ColumnCase) -> Case:
+def _with_none(case: Case) -> Case:
     """A copy of the case without columns."""
     selection = dataclasses.replace(case.selection, columns=None)
     return dataclasses.replace(case, selection=selection)
