@@ -76,7 +76,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
     "cost/": (
-        *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
+        *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
         "tests/learn/test_calibration.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
