@@ -169,7 +169,9 @@ class RingExchange(BetweenRanks):
     attention to these is computed, so a member never holds more than two members' tokens; in the
     backward pass gradients follow them. After the double ring of LoongTrain (arXiv:2406.18485), a
     ring of rings crosses slow links once for every inner ring: what will start the next inner ring
-    is in flight during the whole of this one. With W members the forward pass has W - 1 transfers one after the other, the backward pass
+    is in flight during the whole of this one.
+
+    With W members the forward pass has W - 1 transfers one after the other, the backward pass
     W - 1 of keys and values and W of their gradients.
 
     Args:
