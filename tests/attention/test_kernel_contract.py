@@ -39,7 +39,7 @@ if importlib.util.find_spec("triton") is not None:
 
     TRITON = [
         pytest.param(kind, "triton", marks=where_triton_runs)
-        for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
+        for kind in ("previous-block", "token-kv-head", "vertical-slash")
     ]
 
 
@@ -60,8 +60,10 @@ def _case(
     cu_seqlens: list[int] = CU_SEQLENS,
     budgets: list[int] = BUDGETS,
 ) -> Case:
-    device = DEVICE if implementation == "triton" else "cpu"
-    how = {"block": 16, "head_dim": 16, "value_dim": 8, "device": device}
+    how: dict[str, Any] = {"block": 16, "head_dim": 16, "value_dim": 8}
+    if implementation == "triton":
+        # Few heads, since the interpreter is slow.
+        how |= {"heads": 2, "kv_heads": 1, "device": DEVICE}
     return make_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
