@@ -89,7 +89,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/select/ranking": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/": (
-        *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),
+        *("tests/attention/select/test_block_topk.py", CONTRACT),
         "tests/attention/select/test_memory.py",
     ),
     "attention/kernels/blocks": (CONTRACT, "tests/attention/test_dense_documents.py"),
