@@ -22,6 +22,7 @@ from record_cases import step_line as record
 from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.cli.trace import trace_events
 from sparsebalance_megatron.log.files import LogWriter, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
@@ -33,7 +34,6 @@ from sparsebalance_megatron.log.records import LOG_FORMAT, encode
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
-from sparsebalance_megatron.view.report.trace import Tracer
 
 
 def write(directory: Path, *lines: Any) -> Path:
@@ -353,10 +353,9 @@ def read_everything(directory: Path) -> Evidence:
     log = read_run_log(directory)
     make_report(directory, directory, None)
     evidence = gather(log, {step.iteration for step in log.steps})
-    tracer = Tracer()
-    for step in log.steps:
-        if timelines := evidence.timelines(step.iteration):
-            json.dumps(list(tracer.add(step, timelines)), allow_nan=False)
+    drawn = [(step, evidence.timelines(step.iteration)) for step in log.steps]
+    events = trace_events((step, timelines) for step, timelines in drawn if timelines)
+    json.dumps(list(events), allow_nan=False)
     return evidence
 
 
