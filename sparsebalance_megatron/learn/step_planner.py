@@ -9,6 +9,7 @@ the same calls make the same plans.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,8 +94,8 @@ class StepPlanner:
         cost: CostModel,
         coverage: CoverageCurves,
         calibrate: CalibrationChoice,
-        clock: Callable[[], float],
         selection: str = DEFAULT_SELECTION,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.plan_settings = plan_settings
         self.coverage = coverage

@@ -18,14 +18,15 @@ from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
-from sparsebalance_megatron.log.recording import (
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     FinishedStep,
+    RunHeader,
     coverage_record,
     rank_header,
     rank_step,
     step_record,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, RunHeader
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.run.inputs import Inputs

@@ -204,7 +204,6 @@ def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choice
         index=InOrder(lengths),
         global_batch_size=16,
         dense=dense,
-        clock=lambda: 0.0,
     )
     found = schedule.planned(1)
     assert found.samples.tolist() == list(range(16, 32))

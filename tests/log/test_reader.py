@@ -29,8 +29,7 @@ from sparsebalance_megatron.log.reader import (
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.recording import coverage_record, step_record
-from sparsebalance_megatron.log.records import LOG_FORMAT, encode
+from sparsebalance_megatron.log.records import LOG_FORMAT, coverage_record, encode, step_record
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
