@@ -345,16 +345,10 @@ def _are_counts(values: np.ndarray) -> bool:
 def _are_groups(cp_sizes_RM: np.ndarray) -> bool:
     """Whether ranks fall into aligned groups of powers of two at every position."""
     for sizes in cp_sizes_RM.T.tolist():
-        rank = 0
-        while rank < len(sizes):
-            size = sizes[rank]
-            if (
-                not is_power_of_two(size)
-                or rank % size
-                or sizes[rank : rank + size] != [size] * size
-            ):
+        for rank, size in enumerate(sizes):
+            group = sizes[rank - rank % size :][:size]
+            if not is_power_of_two(size) or group != [size] * size:
                 return False
-            rank += size
     return True
 
 

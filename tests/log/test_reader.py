@@ -414,7 +414,7 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     (directory / "ranks" / "rank-00001.jsonl").unlink()
     evidence = read_everything(directory)
     assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in evidence.problems
-    measured = evidence.timeline("measured", 2)
+    measured = evidence.timelines(2).get("measured")
     assert measured is not None
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)
