@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -117,7 +116,6 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             calibrate=config.calibration,
             selection=config.selection_rule,
-            clock=time.perf_counter,
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
@@ -137,7 +135,6 @@ class Inputs:
             index=index,
             global_batch_size=batch_size,
             dense=self.config.eval_attention == "dense",
-            clock=time.perf_counter,
         )
 
     def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:

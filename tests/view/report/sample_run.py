@@ -27,20 +27,18 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.recording import (
-    FinishedStep,
-    coverage_record,
-    rank_header,
-    rank_step,
-    step_record,
-)
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     CoverageRecord,
+    FinishedStep,
     RankStep,
     Record,
     RunHeader,
+    coverage_record,
     encode,
+    rank_header,
+    rank_step,
+    step_record,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
