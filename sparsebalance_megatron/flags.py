@@ -12,7 +12,8 @@ import ast
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -123,19 +124,17 @@ def values_text(field: Field[Any]) -> str:
 
 def help_texts() -> dict[str, str]:
     """Field -> the text under it, from the source: Python keeps no such text."""
-    return dict(_help_texts())
-
-
-def _help_texts() -> Iterator[tuple[str, str]]:
     (definition,) = ast.parse(inspect.getsource(SparseBalanceConfig)).body
     assert isinstance(definition, ast.ClassDef)
     own = {each.name: each for each in fields(SparseBalanceConfig)}
+    texts = {}
     for node, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             name = node.target.id
             given = own[name].metadata.get("argparse_meta", {}).get("help")
-            yield name, given or " ".join(str(after.value.value).split())
+            texts[name] = given or " ".join(str(after.value.value).split())
+    return texts
 
 
 def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
@@ -145,15 +144,19 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: naming the file, the option and the remedy; or an option on the command line
             that has no effect beside the mode.
     """
-    mode, words = value_of(MODE_FLAG, argv), _words_of(FILE_FLAG, argv)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(MODE_FLAG, dest="mode")
+    parser.add_argument(FILE_FLAG, dest="words", nargs="*", action="extend", default=[])
+    early, _ = parser.parse_known_args(argv)
+    mode = early.mode
     # A wrong mode on the command line is argparse's to refuse.
     found: dict[str, Any] = dict(MODES.get(mode or "", {}))
-    files = [word for word in words if "=" not in word]
+    files = [word for word in early.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{FILE_FLAG} {' '.join(files)}: give one file")
     if files:
         mode, found = _options_of(Path(files[0]), mode)
-    for word in words:
+    for word in early.words:
         if word not in files:
             found |= _option_of(word, mode)
     given = {word.partition("=")[0] for word in argv}
@@ -243,20 +246,6 @@ def _option_of(word: str, mode: str | None) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, ValueError):
         value = text
     _, found = _checked({key: value}, f"{FILE_FLAG} {word}", mode or "default")
-    return found
-
-
-def _words_of(flag: str, argv: Sequence[str]) -> list[str]:
-    """All words that follow a flag, wherever it stands: ``--flag one two`` or ``--flag=one``."""
-    found, follows = [], False
-    for word in argv:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            follows = name == flag
-            if follows and value:
-                found.append(value)
-        elif follows:
-            found.append(word)
     return found
 
 

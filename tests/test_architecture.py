@@ -21,7 +21,7 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 OPEN_TO_ALL = (
     *("config", "errors", "json_file", "flags", "layer_budgets", "selector_registry", "supported"),
-    *("command_entry", "progress", "text_table"),
+    *("command_entry", "text_table"),
     "__version__",
 )
 
@@ -112,8 +112,7 @@ IMPORT_RULES = {
     "selector_registry.py": ImportRule(),
     "flags.py": ImportRule(outside=("msgspec",)),
     "json_file.py": ImportRule(outside=("msgspec",)),
-    "text_table.py": ImportRule(),
-    "progress.py": ImportRule(),
+    "text_table.py": ImportRule(outside=("tqdm",)),
     "command_entry.py": ImportRule(),
     "supported.py": ImportRule(),
     "__init__.py": ImportRule(),

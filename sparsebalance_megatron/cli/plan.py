@@ -14,7 +14,7 @@ from typing import Any
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.rates import memory_gib
+from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
     EXACT,
@@ -29,8 +29,7 @@ from sparsebalance_megatron.predict.workload import (
     WorkloadError,
     read_lengths,
 )
-from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.text_table import shown_ms, terminal_columns
+from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
 from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
 
 _GIVEN = "as given"
@@ -233,7 +232,7 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
     rows, refused, dense_rows = [], {}, set()
     words_of: dict[tuple[str, ...], list[str]] = {}
-    progress = Progress("flags", len(combinations), "rows")
+    bar = progress_bar("flags", len(combinations), "rows")
     for chosen in combinations:
         names = tuple(" ".join(each[1:]) or ("no", "yes")[len(each)] for each in chosen)
         words = list(itertools.chain(*chosen))
@@ -252,8 +251,8 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
                 exact = ROWS[EXACT].of(workload)
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
                 dense_rows.add(dense_words)
-        progress()
-    progress.close()
+        bar.update()
+    bar.close()
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
     found = compare_layouts(rows)

@@ -22,9 +22,6 @@ A record is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}, 
 with "tools" where the assistant may call some. Conversations are rendered with the tokenizer's chat
 template, or as lines "role: content" where it has none. Only the assistant's turns are trained on:
 PREFIX_loss_mask.bin and .idx say which tokens count.
-
-Packed sequences that Megatron-Bridge wrote as .parquet become documents again; their token ids and
-loss masks stay, and what follows a document's last trained token goes.
 """
 
 

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,21 +25,19 @@ class DatasetWriter:
     """Context manager that writes tokens and loss masks in Megatron's format.
 
     Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
-    was written. The loss mask is kept only if some token is masked. Several processes may write to
-    one prefix: each has files of its own, and they get their names together. ``vocab_size`` decides
-    the stored dtype, uint16 or int32, as Megatron's preprocessing does.
+    was written. The loss mask is kept only if some token is masked. ``vocab_size`` decides the
+    stored dtype, uint16 or int32, as Megatron's preprocessing does.
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
         check_output(prefix, overwrite=overwrite)
         self._prefix = prefix
-        self._overwrite = overwrite
         self.any_masked = False
         self.lengths_tokens: list[int] = []
         self._dtype = np.uint16 if vocab_size <= _LARGEST_UINT16_VOCABULARY else np.int32
         self._texts: Mapping[str, str] = {}
         self._tokens = self._partial(".bin").open("wb")
-        self._masks = self._partial(f"{LOSS_MASK_SUFFIX}.bin").open("wb")
+        self._masks = self._partial(_MASK_SUFFIXES[0]).open("wb")
 
     def __enter__(self) -> Self:
         return self
@@ -67,40 +63,23 @@ class DatasetWriter:
         The index, without which nothing reads a data set, gets its name after the data; the last of
         ``texts`` (suffix such as ``.json`` -> content) comes last of all.
         """
-        self._close()
-        self._texts = dict(texts)
+        self._tokens.close()
+        self._masks.close()
+        self._texts = texts
         write_index(self._partial(".idx"), self.lengths_tokens, self._dtype)
-        write_index(self._partial(f"{LOSS_MASK_SUFFIX}.idx"), self.lengths_tokens, np.uint8)
+        write_index(self._partial(_MASK_SUFFIXES[1]), self.lengths_tokens, np.uint8)
         for suffix, text in texts.items():
             path = self._partial(suffix)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+        for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
+            Path(self._prefix + suffix).unlink(missing_ok=True)
         masks = _MASK_SUFFIXES if self.any_masked else ()
-        with _locked(Path(self._prefix).parent):
-            check_output(self._prefix, overwrite=self._overwrite)
-            for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
-                Path(self._prefix + suffix).unlink(missing_ok=True)
-            for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
-                self._partial(suffix).replace(self._prefix + suffix)
-
-    def _close(self) -> None:
-        self._tokens.close()
-        self._masks.close()
+        for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
+            self._partial(suffix).replace(self._prefix + suffix)
 
     def _partial(self, suffix: str) -> Path:
-        return Path(f"{self._prefix}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other writers to a folder out, where its file system can lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        return Path(f"{self._prefix}{suffix}.partial-{os.getpid()}")
 
 
 def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:

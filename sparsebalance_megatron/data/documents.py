@@ -196,15 +196,29 @@ def _read_index(prefix: str) -> tuple[np.ndarray, np.dtype]:
     """Starts of the documents and the end of the last in tokens, int64, and a token's dtype."""
     path = _existing(Path(f"{prefix}.idx"), prefix)
     with _readable(path):
-        dtype, sequences, boundary_count = _read_header(path)
-        columns = []
-        offset = _HEADER.size
-        for type_, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundary_count)):
-            columns.append(np.fromfile(path, dtype=type_, count=count, offset=offset))
-            offset += columns[-1].nbytes
-    lengths, byte_offsets, boundaries = columns
-    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        raw = path.read_bytes()
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise DataError(f"{path}: not a Megatron index (it begins with {raw[:9]!r}); {_REWRITE}")
+    _, version, dtype_code, sequences, boundary_count = _HEADER.unpack_from(raw)
+    expected_bytes = _HEADER.size + sequences * _SEQUENCE_BYTES + boundary_count * _BOUNDARY_BYTES
     problem = None
+    if version != _SUPPORTED_VERSION:
+        problem = f"index version {version}, expected {_SUPPORTED_VERSION}"
+    elif dtype_code not in _TOKEN_DTYPES:
+        problem = f"dtype code {dtype_code} is no integer type"
+    elif sequences == 0:
+        problem = "the data set is empty (0 sequences)"
+    elif len(raw) not in (expected_bytes, expected_bytes + sequences):
+        problem = f"{len(raw)} bytes, its header promises {expected_bytes}"
+    if problem:
+        raise DataError(f"{path}: {problem}; copy it again or {_REWRITE}")
+    dtype = np.dtype(_TOKEN_DTYPES[dtype_code])
+    offsets_at = _HEADER.size + 4 * sequences
+    boundaries_at = _HEADER.size + _SEQUENCE_BYTES * sequences
+    lengths = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
+    byte_offsets = np.frombuffer(raw, "<i8", sequences, offsets_at)
+    boundaries = np.frombuffer(raw, "<i8", boundary_count, boundaries_at)
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if lengths.min() < 0:
         problem = "a sequence length is negative"
     elif not np.array_equal(byte_offsets, ends[:-1] * dtype.itemsize):
@@ -219,31 +233,6 @@ def _read_index(prefix: str) -> tuple[np.ndarray, np.dtype]:
     if problem:
         raise DataError(f"{path}: damaged: {problem}; {_REWRITE}")
     return ends[boundaries], dtype
-
-
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """A token's dtype, and how many sequences and boundaries the file has room for."""
-    actual_bytes = path.stat().st_size
-    with path.open("rb") as stream:
-        raw = stream.read(_HEADER.size)
-    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
-        raise DataError(f"{path}: not a Megatron index (it begins with {raw[:9]!r}); {_REWRITE}")
-    _, version, dtype_code, sequences, boundaries = _HEADER.unpack(raw)
-    expected_bytes = _HEADER.size + sequences * _SEQUENCE_BYTES + boundaries * _BOUNDARY_BYTES
-    problem = None
-    if version != _SUPPORTED_VERSION:
-        problem = f"index version {version}, expected {_SUPPORTED_VERSION}"
-    elif dtype_code not in _TOKEN_DTYPES:
-        problem = f"dtype code {dtype_code} is no integer type"
-    elif sequences == 0:
-        problem = "the data set is empty (0 sequences)"
-    elif actual_bytes < expected_bytes:
-        problem = f"cut short: {actual_bytes} bytes, its header promises {expected_bytes}"
-    elif actual_bytes not in (expected_bytes, expected_bytes + sequences):
-        problem = f"{actual_bytes} bytes do not match its header ({expected_bytes})"
-    if problem:
-        raise DataError(f"{path}: {problem}; copy it again or {_REWRITE}")
-    return np.dtype(_TOKEN_DTYPES[dtype_code]), sequences, boundaries
 
 
 def _open_loss_mask(prefix: str, starts: np.ndarray) -> StoredValues | None:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from sparsebalance_megatron.data.conversations import (
     render_plain,
 )
 from sparsebalance_megatron.data.dataset_writer import DatasetWriter, check_output
-from sparsebalance_megatron.data.packed_parquet import documents_in_packs, holds_packs
 from sparsebalance_megatron.data.records import (
     BadRecords,
     Record,
@@ -58,8 +55,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. Packed sequences keep their
-    tokens; the tokenizer says the vocabulary. At a :class:`DataError` nothing is left behind.
+    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. At a :class:`DataError`
+    nothing is left behind.
 
     Args:
         append_eod: end documents with the tokenizer's end-of-sequence token.
@@ -68,19 +65,18 @@ def prepare(
         skip_bad_records: count unusable records instead of stopping at the first.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
-    packed = _all_packed(source.paths, train_vocab_size)
-    if (prepend_bos or template_arguments) and (packed or train_vocab_size is not None):
-        raise DataError(
-            "--prepend-bos, --chat-template-kwargs: packed sequences keep their tokens, and "
-            "trained tokenizers have neither; drop the flag"
-        )
     if train_vocab_size is None:
         assert tokenizer_name is not None
         tokenizer = load_tokenizer(tokenizer_name, template_arguments)
     else:
+        if prepend_bos or template_arguments:
+            raise DataError(
+                "--prepend-bos, --chat-template-kwargs: trained tokenizers have neither; drop the "
+                "flag"
+            )
         training_texts = _training_texts(source, BadRecords(skip=skip_bad_records))
         tokenizer = train_bpe(training_texts, train_vocab_size, prefix + _TOKENIZER_SUFFIX)
-    if append_eod and not packed and tokenizer.eod is None:
+    if append_eod and tokenizer.eod is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
         )
@@ -92,41 +88,39 @@ def prepare(
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
-        if packed:
-            packs = (documents_in_packs(path, tokenizer.vocab_size, bad) for path in source.paths)
-            documents: Iterator[Any] = itertools.chain.from_iterable(packs)
-        else:
-            ends = _Ends(
-                eod=tokenizer.eod if append_eod else None,
-                bos=tokenizer.bos if prepend_bos else None,
-            )
-            records = _with_progress(source, bad, "tokenise")
-            documents = _encoded(records, tokenizer, ends, bad, counts)
-        for tokens, mask in documents:
+        eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
+        records = _with_progress(source, bad, "tokenise")
+        for tokens, mask in _encoded(records, tokenizer, eod, bos, bad, counts):
             writer.add(tokens, mask)
             trained = int(mask.sum())
             counts["loss_tokens"] += trained
             if not trained:
                 counts["untrained_documents"] += 1
                 counts["untrained_tokens"] += len(tokens)
-        if not writer.lengths_tokens:
+        place, lengths_tokens = listed(map(str, source.paths)), np.asarray(writer.lengths_tokens)
+        if not len(lengths_tokens):
             raise DataError(
-                f"{listed([str(path) for path in source.paths])}: no document to write; records "
-                f"left out: {counts_text(bad.counts)}"
+                f"{place}: no document to write; records left out: {counts_text(bad.counts)}"
             )
         if not counts["loss_tokens"]:
             raise DataError(
-                f"{listed([str(path) for path in source.paths])}: none of "
-                f"{len(writer.lengths_tokens):,} documents has a token that is trained; "
-                + ("their loss masks are zero" if packed else _MARKS_NOTHING)
+                f"{place}: none of {len(lengths_tokens):,} documents has a token that is trained; "
+                + _MARKS_NOTHING
             )
         summary = {
-            **_counts(writer, counts, bad),
+            "documents": len(lengths_tokens),
+            "tokens": int(lengths_tokens.sum()),
+            "loss_tokens": counts["loss_tokens"],
+            "untrained_documents": counts["untrained_documents"],
+            "untrained_tokens": counts["untrained_tokens"],
+            "loss_mask": writer.any_masked,
+            "document_tokens": _percentiles(lengths_tokens),
+            "skipped": dict(sorted(bad.counts.items())),
             "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
-            "append_eod": append_eod and not packed,
+            "append_eod": append_eod,
             "prepend_bos": prepend_bos,
             "chat_template_kwargs": dict(template_arguments or {}),
-            "notes": _notes(counts, tokenizer, prepend_bos=prepend_bos, packed=packed),
+            "notes": _notes(counts, tokenizer, prepend_bos=prepend_bos),
         }
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
         if train_vocab_size is not None:
@@ -134,25 +128,6 @@ def prepare(
             texts = {f"{_TOKENIZER_SUFFIX}/{name}": text for name, text in files.items()} | texts
         writer.commit(texts)
     return summary
-
-
-def _all_packed(paths: Sequence[Path], train_vocab_size: int | None) -> bool:
-    """Whether the files hold packed sequences of token ids.
-
-    Raises:
-        DataError: some do, or a tokenizer was to be trained on them.
-    """
-    packed = [path for path in paths if holds_packs(path)]
-    if packed and len(packed) < len(paths):
-        raise DataError(
-            f"--input: {packed[0]} holds packed sequences of token ids, other files do not; "
-            "prepare them apart, and train on a blend"
-        )
-    if packed and train_vocab_size is not None:
-        raise DataError(
-            f"--tokenizer-train: {packed[0]} holds token ids; give the --tokenizer that made them"
-        )
-    return bool(packed)
 
 
 def _with_progress(source: RecordFiles, bad: BadRecords, action: str) -> Iterator[Record]:
@@ -203,23 +178,17 @@ def _batches(
         yield batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ends:
-    """Token ids that end every document and begin every text; None for neither."""
-
-    eod: int | None
-    bos: int | None
-
-
 def _encoded(
     records: Iterable[Record],
     tokenizer: DocumentTokenizer,
-    ends: _Ends,
+    eod: int | None,
+    bos: int | None,
     bad: BadRecords,
     counts: Counter[str],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (int64) and loss mask (uint8) of every document."""
-    end_text = None if ends.eod is None else tokenizer.backend.id_to_token(ends.eod)
+    """Token ids (int64), with ``eod`` at the end and ``bos`` before texts, and loss mask (uint8) of
+    every document."""
+    end_text = None if eod is None else tokenizer.backend.id_to_token(eod)
     for batch in _batches(_rendered(records, tokenizer.conversations, bad)):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
@@ -236,37 +205,21 @@ def _encoded(
                 token_ends = [end for _, end in encoding.offsets]
                 mask = trained_tokens(token_ends, document.trained_spans)
             ends_trained = document.ends_trained and mask.any()
-            (places,) = np.nonzero(tokens == ends.eod)
+            (places,) = np.nonzero(tokens == eod)
             if len(places) and document.text.rstrip().endswith(str(end_text)):
                 counts["already_ended"] += 1
                 mask[places[-1]] |= np.uint8(ends_trained)
-            elif ends.eod is not None:
-                tokens = np.append(tokens, ends.eod)
+            elif eod is not None:
+                tokens = np.append(tokens, eod)
                 mask = np.append(mask, np.uint8(ends_trained))
-            counts["texts" if record.messages is None else "conversations"] += 1
-            bos = None if record.messages is not None else ends.bos
-            if bos is not None and tokens[0] != bos:
+            is_text = record.messages is None
+            counts["texts" if is_text else "conversations"] += 1
+            if is_text and bos is not None and tokens[0] != bos:
                 tokens, mask = np.insert(tokens, 0, bos), np.insert(mask, 0, 1)
             yield tokens, mask
 
 
-def _counts(writer: DatasetWriter, counts: Counter[str], bad: BadRecords) -> dict[str, Any]:
-    lengths = np.asarray(writer.lengths_tokens)
-    return {
-        "documents": len(lengths),
-        "tokens": int(lengths.sum()),
-        "loss_tokens": counts["loss_tokens"],
-        "untrained_documents": counts["untrained_documents"],
-        "untrained_tokens": counts["untrained_tokens"],
-        "loss_mask": writer.any_masked,
-        "document_tokens": document_tokens(lengths),
-        "skipped": dict(sorted(bad.counts.items())),
-    }
-
-
-def _notes(
-    counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool, packed: bool
-) -> list[str]:
+def _notes(counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool) -> list[str]:
     """What was decided for documents that another user would have otherwise."""
     notes = [*(tokenizer.conversations.notes if counts["conversations"] else ())]
     if ended := counts["already_ended"]:
@@ -277,15 +230,14 @@ def _notes(
             f"the tokenizer would begin {texts:,} texts with {token}; --prepend-bos does so here"
         )
     if untrained := counts["untrained_documents"]:
-        reason = "their loss masks are zero" if packed else _MARKS_NOTHING
         notes.append(
             f"{untrained:,} documents, {counts['untrained_tokens']:,} tokens, have no token that "
-            f"is trained; {reason}"
+            f"is trained; {_MARKS_NOTHING}"
         )
     return notes
 
 
-def document_tokens(lengths_tokens: np.ndarray) -> dict[str, int]:
+def _percentiles(lengths_tokens: np.ndarray) -> dict[str, int]:
     """Percentiles of documents' tokens, and the most."""
     percentiles = np.percentile(lengths_tokens, _PERCENTILES, method="nearest")
     named = zip(_PERCENTILES, percentiles, strict=True)

@@ -254,13 +254,6 @@ def saved_state(directory: str, iteration: int, release: bool = False) -> dict[s
     return state
 
 
-def saved_arguments(args: Namespace) -> Namespace | None:
-    """The ``args`` stored in the ``torch_dist`` checkpoint that this run resumed from, if any."""
-    if not args.load or not getattr(args, "iteration", 0):
-        return None
-    return saved_state(args.load, args.iteration).get("args")
-
-
 def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace | None:
     """The ``args`` stored with the weights that a run at iteration 0 starts from, if any.
 

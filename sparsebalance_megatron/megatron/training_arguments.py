@@ -12,7 +12,7 @@ from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
     enable_variable_lengths,
-    saved_arguments,
+    saved_state,
 )
 from sparsebalance_megatron.megatron.sharded_checkpoints import use_sharded_checkpoints
 from sparsebalance_megatron.selector_registry import default_first_blocks
@@ -51,8 +51,10 @@ class TrainingArguments:
     def take_saved_state(self) -> dict[str, Any] | None:
         """The plugin's state in the checkpoint that the run goes on from; None without one, and
         once it was taken."""
-        state = getattr(saved_arguments(self._args), STATE_ATTRIBUTE, None)
-        if state is None or hasattr(self._args, STATE_ATTRIBUTE):
+        if not self._args.load or not self.iteration or hasattr(self._args, STATE_ATTRIBUTE):
+            return None
+        saved = saved_state(self._args.load, self.iteration).get("args")
+        if (state := getattr(saved, STATE_ATTRIBUTE, None)) is None:
             return None
         setattr(self._args, STATE_ATTRIBUTE, state)
         return dict(state)
@@ -86,52 +88,41 @@ def trained_first_blocks(trained: Namespace) -> int:
     return getattr(trained, destination("first_blocks"), None) or 0
 
 
-def settle_first_blocks(args: Namespace) -> list[str]:
-    """Set the number of first blocks where the flags leave it open, for checkpoints to hold it.
+def settle_attention(args: Namespace) -> list[str]:
+    """Set what flags leave open of attention, for checkpoints to hold it.
 
-    It is what the run read that the checkpoint comes from, else the selection's default.
-
-    Returns:
-        A sentence where the checkpoint decides otherwise than the default.
-    """
-    name, selection = destination("first_blocks"), getattr(args, destination("selection"))
-    default = default_first_blocks(selection)
-    if getattr(args, name) is not None or not default:
-        return []
-    setattr(args, name, default)
-    trained = arguments_of_weights(args)
-    if (
-        trained is None
-        or not getattr(trained, destination("enabled"), False)
-        or getattr(trained, destination("selection")) != selection
-        or (first_blocks := trained_first_blocks(trained)) == default
-    ):
-        return []
-    setattr(args, name, first_blocks)
-    return [
-        f"{flag_name('first_blocks')} is {first_blocks}, as in the checkpoint, not {default}; give "
-        "the flag to change it"
-    ]
-
-
-def settle_dense_length(args: Namespace) -> list[str]:
-    """Take the length up to which documents are dense from the checkpoint, where flags leave it
-    open and say the same of attention otherwise.
+    First blocks are those of the checkpoint that the run starts from, where it was trained with
+    this selection, else the selection's default. The length up to which documents are dense is the
+    checkpoint's, where flags say the same of attention otherwise.
 
     Returns:
-        A sentence where the checkpoint has one.
+        A sentence for each where the checkpoint decides otherwise than the default.
     """
-    name, trained = destination("dense_up_to"), arguments_of_weights(args)
-    kept = getattr(trained, name, "auto")
-    what = ("enabled", "block_size", "base_budget", "selection")
-    if (
-        getattr(args, name) != "auto"
-        or kept == "auto"
-        or any(getattr(trained, each) != getattr(args, each) for each in map(destination, what))
-    ):
-        return []
-    setattr(args, name, kept)
-    return [f"{flag_name('dense_up_to')} is {kept}, as in the checkpoint; give the flag to change"]
+    trained, lines = arguments_of_weights(args), []
+
+    def agree(*names: str) -> bool:
+        return all(
+            getattr(trained, name, None) == getattr(args, name)
+            for name in map(destination, ("enabled", "selection", *names))
+        )
+
+    name = destination("first_blocks")
+    default = default_first_blocks(getattr(args, destination("selection")))
+    if getattr(args, name) is None and default:
+        kept = trained_first_blocks(trained) if trained is not None and agree() else default
+        setattr(args, name, kept)
+        if kept != default:
+            lines.append(
+                f"{flag_name('first_blocks')} is {kept}, as in the checkpoint, not {default}; give "
+                "the flag to change it"
+            )
+    name = destination("dense_up_to")
+    length = getattr(trained, name, "auto")
+    if getattr(args, name) == "auto" != length and agree("block_size", "base_budget"):
+        setattr(args, name, length)
+        flag = flag_name("dense_up_to")
+        lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")
+    return lines
 
 
 def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:

@@ -18,12 +18,12 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.rates import memory_gib
+from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.progress import Progress
+from sparsebalance_megatron.text_table import progress_bar
 
 LEAST_SPEEDUP = 1.01
 """Smaller gains are within the error of predictions and are not named."""
@@ -193,13 +193,12 @@ def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, 
     """The rows with what they are predicted to take, and why others cannot be planned."""
     found: list[TableRow] = []
     refused = {}
-    progress = Progress("plan", sum(len(row.workload.batches) for row in rows))
-    for row in rows:
-        try:
-            found.append(replace(row, outcome=predict(row.workload, watch=progress)))
-        except PlanError as error:
-            refused[row.names] = str(error)
-    progress.close()
+    with progress_bar("plan", sum(len(row.workload.batches) for row in rows), "steps") as bar:
+        for row in rows:
+            try:
+                found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
+            except PlanError as error:
+                refused[row.names] = str(error)
     if not any(row.workload.is_dense for row in found):
         raise PlanError(next(iter(refused.values())))
     return found, refused

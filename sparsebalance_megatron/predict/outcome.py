@@ -92,8 +92,11 @@ def predict(
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
         tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
-        bubble_share=1.0
-        - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
+        # Rounding may leave less than nothing where all are busy.
+        bubble_share=max(
+            0.0,
+            1.0 - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
+        ),
         dense_tokens_share=float(lengths[dense_S].sum() / lengths.sum()),
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
@@ -111,7 +114,11 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     dense_LS = workload.plan_settings.dense_LS(job.layers, batch)
     costs = step_costs(batch, job, workload.cost, scales, dense_LS)
     floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
-    bounds = step_bounds(costs.sample_ms(floor_LS), costs)
+    settings = workload.plan_settings
+    shared_by = workload.job.context_parallel_size
+    if settings.context_parallel == "dynamic":
+        shared_by = max(shared_by, settings.max_context_parallel)
+    bounds = step_bounds(costs.sample_ms(floor_LS), costs, shared_by)
     return bool(bounds.unhideable_S.any())
 
 

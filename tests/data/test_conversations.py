@@ -110,6 +110,7 @@ class Prepared:
         *flags: str,
         eos: str = "<|endoftext|>",
         begins_texts: bool = False,
+        tokenizer: Sequence[str] = (),
     ) -> None:
         path, self._prefix = folder / "tokenizer", folder / "data"
         folder.mkdir(exist_ok=True)
@@ -118,12 +119,8 @@ class Prepared:
         )
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / "in.jsonl").write_text(lines)
-        self.status = main(
-            [
-                *("prepare-data", "--input", str(folder / "in.jsonl"), "--tokenizer", str(path)),
-                *("--output-prefix", str(self._prefix), *flags),
-            ]
-        )
+        words = ("--input", str(folder / "in.jsonl"), "--output-prefix", str(self._prefix), *flags)
+        self.status = main(["prepare-data", *words, *(tokenizer or ("--tokenizer", str(path)))])
         self.out, self.err = capsys.readouterr()
 
     @property
@@ -297,27 +294,51 @@ def test_texts_begin_with_a_token_if_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "tokenizer", "named"),
     [
-        (("--prepend-bos",), "--prepend-bos: the tokenizer "),
-        (("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+        (("--prepend-bos",), (), "--prepend-bos: the tokenizer "),
+        (("--chat-template-kwargs", '{"tokenize": true}'), (), "tokenize is set for every"),
+        (("--prepend-bos",), ("--tokenizer-train", "300"), "trained tokenizers have neither"),
+        (
+            ("--chat-template-kwargs", '{"a": 1}'),
+            ("--tokenizer-train", "300"),
+            "trained tokenizers have neither; drop the flag",
+        ),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(
-    flags: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    tokenizer: tuple[str, ...],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = Prepared(tmp_path, CHATML, [{"messages": TALK}], capsys, *flags)
+    records = [{"messages": TALK}]
+    done = Prepared(tmp_path, CHATML, records, capsys, *flags, tokenizer=tokenizer)
     assert done.status == 2 and named in done.err
 
 
-@pytest.mark.parametrize("flags", [("--prepend-bos",), ("--chat-template-kwargs", '{"a": 1}')])
-def test_trained_tokenizers_have_no_template_and_no_first_token(
-    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("template", "noted"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", True),
+        (MARKS, False),
+        (CHATML, False),
+    ],
+)
+def test_a_template_that_opens_no_turn_is_noted(
+    template: str, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    given = ("--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "data"))
-    assert main(["prepare-data", *given, "--tokenizer-train", "300", *flags]) == 2
-    assert "trained tokenizers have neither; drop the flag" in capsys.readouterr().err
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
+    assert done.status == 0
+    assert ("note: the chat template ignores add_generation_prompt" in done.out) == noted
+
+
+def test_a_conversation_that_the_assistant_begins_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Prepared(tmp_path, CHATML, [{"messages": TALK[::-1] + TALK}], capsys)
+    assert "in.jsonl:1: " in done.err and "begin with a user or system turn" in done.err
 
 
 def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:

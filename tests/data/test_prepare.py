@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +64,9 @@ def trained_text(prefix: str, document: int) -> str:
 
 
 def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
+    """The trained tokenizer, which transformers loads, gives the same data set again."""
+    from transformers import AutoTokenizer
+
     prefix = str(tmp_path / "out" / "data")
     summary = prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
     stored = stored_documents(prefix)
@@ -78,12 +79,17 @@ def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
     assert summary["document_tokens"]["p50"] in lengths[1:3]
     assert summary["skipped"] == {}
     assert json.loads(Path(f"{prefix}.json").read_text()) == summary
-    assert sorted(path.name for path in Path(prefix).parent.iterdir()) == [
-        "data.bin",
-        "data.idx",
-        "data.json",
-        "data_tokenizer",
-    ]
+    names = sorted(path.name for path in Path(prefix).parent.iterdir())
+    assert names == ["data.bin", "data.idx", "data.json", "data_tokenizer"]
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{prefix}_tokenizer")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert load_tokenizer(f"{prefix}_tokenizer").vocab_size == len(tokenizer)
+    expected = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in TEXTS]
+    assert [tokens.tolist() for tokens in stored] == expected
+    again = str(tmp_path / "again")
+    prepare(texts_source(tmp_path), again, tokenizer_name=f"{prefix}_tokenizer")
+    assert Path(f"{again}.bin").read_bytes() == Path(f"{prefix}.bin").read_bytes()
 
 
 def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
@@ -103,22 +109,6 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
         assert read.index.dtype == DType.optimal_dtype(vocab_size)
         masks = IndexedDataset(f"{prefix}_loss_mask")
         assert not any(each.any() for each in masks)
-
-
-def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-    tokenizer = AutoTokenizer.from_pretrained(f"{prefix}_tokenizer")
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert load_tokenizer(f"{prefix}_tokenizer").vocab_size == len(tokenizer)
-    expected = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in TEXTS]
-    assert [tokens.tolist() for tokens in stored_documents(prefix)] == expected
-
-    again = str(tmp_path / "again")
-    prepare(texts_source(tmp_path), again, tokenizer_name=f"{prefix}_tokenizer")
-    assert Path(f"{again}.bin").read_bytes() == Path(f"{prefix}.bin").read_bytes()
 
 
 def test_a_tokenizer_that_cuts_or_pads_does_neither(tmp_path: Path) -> None:
@@ -168,37 +158,28 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     summary = prepare(source, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True)
     assert summary["documents"] == 1
     assert sorted(summary["skipped"].values()) == [1, 1, 1]
+    empty = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
+    with pytest.raises(DataError, match=r"no document to write; records left out: 1 text"):
+        prepare(empty, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True, overwrite=True)
 
 
-def test_no_usable_record_is_an_error(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
-    with pytest.raises(
-        DataError, match=r"in.jsonl\): no document to write; records left out: 1 text"
-    ):
-        prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, skip_bad_records=True)
-
-
+@pytest.mark.parametrize("there_before", [False, True])
 def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, prefix = texts_source(tmp_path), str(tmp_path / "out" / "data")
+    if there_before:
+        prepare(source, prefix, train_vocab_size=VOCABULARY)
+    folder = Path(prefix).parent
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
 
     def interrupt(*arguments: Any, **keywords: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(DocumentTokenizer, "encode", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, prefix, train_vocab_size=VOCABULARY)
-    assert not list(Path(prefix).parent.iterdir())
-
-    prepare(source, prefix, train_vocab_size=VOCABULARY)
-    before = {path: path.read_bytes() for path in Path(prefix).parent.glob("*.*")}
-    with monkeypatch.context() as patched:
-        patched.setattr(DocumentTokenizer, "encode", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(source, prefix, train_vocab_size=VOCABULARY, overwrite=True)
-    assert {path: path.read_bytes() for path in Path(prefix).parent.glob("*.*")} == before
+    monkeypatch.setattr(DocumentTokenizer, "encode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, prefix, train_vocab_size=VOCABULARY, overwrite=there_before)
+    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
 def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
@@ -210,57 +191,6 @@ def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
         prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
     prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, overwrite=True)
     assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
-
-
-WRITES = """
-import sys
-from pathlib import Path
-import numpy as np
-from sparsebalance_megatron.data import dataset_writer
-prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
-with dataset_writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
-    for _ in range(100 + number):
-        written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    written.commit({".json": str(number)})
-"""
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
-    overwrite: bool, tmp_path: Path
-) -> None:
-    prefix = str(tmp_path / "data")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITES, prefix, str(number), str(int(overwrite))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(4)
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    errors = [process.communicate()[1] for process in processes]
-    won = [number for number, process in enumerate(processes) if process.returncode == 0]
-    assert len(won) == (4 if overwrite else 1), errors
-    assert all("exists; choose another" in errors[i] for i in range(4) if i not in won)
-    number = int(Path(f"{prefix}.json").read_text())
-    assert number in won
-    documents = Documents.open(prefix)
-    assert documents.lengths_tokens.tolist() == [50 + number] * (100 + number)
-    assert set(documents.read_tokens(7, 0, 50).tolist()) == {number}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("data.bin", "data.idx", "data.json"),
-        *("data_loss_mask.bin", "data_loss_mask.idx"),
-    ]
 
 
 def test_a_disk_that_is_full_is_named_by_the_prefix(

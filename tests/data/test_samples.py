@@ -255,11 +255,6 @@ def test_a_document_may_be_of_several_sequences_or_of_none(
     assert documents.read_tokens(2, 0, 5).tolist() == [*third]
 
 
-def test_data_set_without_documents_is_empty(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    with pytest.raises(DataError, match="the data set is empty"):
-        open_index(write_dataset(tmp_path / "data", []))
-
-
 def test_prefix_with_suffix_says_so(tmp_path: Path, write_dataset: WriteDataset) -> None:
     prefix = write_dataset(tmp_path / "data", [[1, 2, 3]])
     with pytest.raises(DataError, match=r"without .bin: .*data$"):

@@ -90,6 +90,14 @@ def dense(
     return torch.cat(parts)
 
 
+def assert_dense(out: torch.Tensor, qkv: tuple[torch.Tensor, ...], boundaries) -> None:
+    """To rounding, by what attention of torch in float32 is off."""
+    exact = dense(*(x.double() for x in qkv), boundaries)
+    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+
+
 def test_each_layer_executes_its_own_planned_budgets() -> None:
     """Far below, and above, the base budget; coverage is that of the lists that were made."""
     q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
@@ -113,6 +121,7 @@ def test_each_layer_executes_its_own_planned_budgets() -> None:
         curves_SK = _curves(q_THD, k_TGD, params)
         columns_S = torch.tensor(fitting_S)[:, None] - 1
         torch.testing.assert_close(seen.executed_S, curves_SK.gather(1, columns_S)[:, 0])
+        torch.testing.assert_close(seen.grid_SK, curves_SK[:, [0, 1, 3, 7, 14]])
     torch.testing.assert_close(seen.base_S, params.micro_batch.observations[0].executed_S)
     assert (seen.executed_S < seen.base_S).tolist() == [True, False, False]
 
@@ -131,12 +140,8 @@ def test_layers_have_base_budgets_of_their_own() -> None:
     torch.testing.assert_close(seen[0].base_S, seen[0].executed_S)
     assert (seen[1].base_S > seen[1].executed_S).tolist() == [True, False, True]
     outputs, seen = both_layers("dense:0-1")
-    boundaries = (0, *np.cumsum(LENGTHS).tolist())
-    exact = dense(*(x.double() for x in qkv), boundaries)
-    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
-    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
     for layer, out in enumerate(outputs):
-        assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+        assert_dense(out, qkv, (0, *np.cumsum(LENGTHS).tolist()))
         assert (seen[layer].executed_S == 1).all() and (seen[layer].base_S == 1).all()
 
 
@@ -182,15 +187,6 @@ def _curves(
     return selector.coverage(ranking)
 
 
-def test_observed_grid_is_the_routers_coverage() -> None:
-    q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
-    params = params_of(3)
-    attention()(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
-    curves_SK = _curves(q_THD, k_TGD, params)
-    observed_SK = params.micro_batch.observations[0].grid_SK
-    torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
-
-
 def test_padding_for_sequence_parallelism_is_one_more_sequence() -> None:
     tokens = sum(LENGTHS)
     qkv = packed_qkv(tokens + 6)
@@ -216,10 +212,7 @@ def test_without_a_carrier_every_sample_gets_the_base_budget(layout: str) -> Non
         out_sbh = module(*rows, None)
         assert out_sbh.shape == (sequence, batch, HEADS * HEAD_DIM)
         out = out_sbh.transpose(0, 1).reshape(batch * sequence, -1)
-    exact = dense(*(x.double() for x in qkv), boundaries)
-    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
-    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
-    assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+    assert_dense(out, qkv, boundaries)
 
 
 def test_masks_and_biases_that_are_not_causal_attention_are_refused() -> None:
@@ -316,8 +309,7 @@ def test_where_budgets_cover_everything_nothing_is_selected() -> None:
     layer = attention()
     layer.select = None
     out = layer(*leaves, None, packed_seq_params=params)
-    exact = dense(*leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
-    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+    assert_dense(out, leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
     assert params.micro_batch.observations[0].executed_S.tolist() == [1.0, 1.0]
 
 

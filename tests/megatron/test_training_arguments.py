@@ -11,7 +11,7 @@ import pytest
 from sparsebalance_megatron.megatron import training_arguments
 from sparsebalance_megatron.megatron.training_arguments import (
     changed_attention,
-    settle_dense_length,
+    settle_attention,
 )
 
 
@@ -43,7 +43,7 @@ def test_a_checkpoint_keeps_the_length_up_to_which_documents_are_dense(
 ) -> None:
     monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda args: trained)
     now = Namespace(**vars(now))
-    lines = settle_dense_length(now)
+    lines = settle_attention(now)
     assert now.sparse_balance_dense_up_to == found
     assert len(lines) == (found == "4096")
 

@@ -115,3 +115,7 @@ def test_the_row_of_the_flags_plans_as_they_do(config: dict[str, str], row: str)
 def test_unhideable_steps_are_counted() -> None:
     given = workload(((8192, *[300] * 7), (1000,) * 8), ranks=2, stages=1)
     assert unhideable_steps(given) == 1
+    lengths = (8192, *[1000] * 7)
+    assert unhideable_steps(workload((lengths,), ranks=2, stages=1, micro_batches=4)) == 1
+    shared = workload((lengths,), ranks=2, stages=1, micro_batches=8, cp_size=2)
+    assert unhideable_steps(shared) == 0, "both ranks share every sample"

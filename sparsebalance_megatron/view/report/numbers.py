@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import StepFigures
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
@@ -97,7 +97,7 @@ class RunSummary:
     - ``iteration_ms``: every step that has a time, warm-up included.
     - ``split``: where the mean step's time goes.
     - ``figures``: over steps, the mean of coverages and the median of other
-      :class:`.step_figures.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+      :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
       this out, and ``split`` counts it as waiting.
     """
