@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way: on the same ranks, which share what they did."""
-        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | self.changes
+        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
         if workload.plan_settings.max_context_parallel == 1:
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
