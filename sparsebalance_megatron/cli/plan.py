@@ -55,11 +55,6 @@ def add_flags(parser: ArgumentParser) -> None:
         "budgets, by the paper's rule, and by default. After -- are the flags of training. Several "
         "values of flags are compared in one table."
     )
-    parser.usage = (
-        "sparse-balance plan --gpus N [--lengths FILE] [--model DIR] "
-        "[--vary 'FLAG VALUE VALUE ...']... [--steps N] [--rows all] [--json] "
-        "-- <flags of training>"
-    )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
     parser.add_argument(
         "--lengths",
@@ -84,9 +79,6 @@ def add_flags(parser: ArgumentParser) -> None:
         "with the flag and without; several multiply",
     )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="to plan")
-    parser.add_argument(
-        "--rows", choices=("main", "all"), default="main", help="all: also parts of the default"
-    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -100,9 +92,7 @@ def run(arguments: Namespace) -> int:
     if choices:
         document, lines = _compared_layouts(job, choices)
     else:
-        comparison, lines = predicted(
-            job.workload(), job.order, terminal_columns(), every=arguments.rows == "all"
-        )
+        comparison, lines = predicted(job.workload(), job.order, terminal_columns())
         document = _json(comparison) | {"flags": job.flags}
     if arguments.json:
         print_json(document)

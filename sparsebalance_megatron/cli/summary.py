@@ -25,9 +25,9 @@ from sparsebalance_megatron.view.report.words import (
     changes,
     descriptions,
     headline,
-    headlines_beside,
     numbers_table,
     settings_that_differ,
+    speedup_text,
 )
 
 
@@ -108,9 +108,8 @@ def show(
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
     beside = beside or {}
     print_wrapped(settings_that_differ(numbers, beside))
-    print_wrapped(
-        [headline(numbers), *changes(numbers), *headlines_beside(beside), *caveats(numbers)]
-    )
+    others = [speedup_text(comparison, name) for name, comparison in beside.items()]
+    print_wrapped([headline(numbers), *changes(numbers), *others, *caveats(numbers)])
     # The page says besides how each number is known.
     names, rows = numbers_table(numbers, beside)
     cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]

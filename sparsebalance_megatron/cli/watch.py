@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,6 @@ from sparsebalance_megatron.view.report.numbers import split_time
 from sparsebalance_megatron.view.report.words import slowest_device, slowest_text
 
 _PAUSE_S = 2.0
-_COLUMNS = 80
 _TAIL_BYTES = 4 << 20
 """Bytes at the end of the log that each look reads."""
 
@@ -80,16 +79,16 @@ class Watch:
         iterations = log.header.iterations if log.header else None
         last, shown, recent = log.steps[-1].iteration, self._iteration, log.steps[-_RECENT_STEPS:]
         if shown is None:
-            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", _COLUMNS)
+            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", columns=80)
             yield from (_LEGEND, _HEADINGS)
+        recent_ms = [step.iteration_ms for step in recent if step.iteration_ms]
+        typical_ms = median(recent_ms) if recent_ms else None
         new = [step for step in log.steps if shown is not None and step.iteration > shown]
         for step in new or (log.steps[-1:] if last != shown else ()):
-            yield step_row(step, _typical_ms(recent), iterations)
+            yield step_row(step, typical_ms, iterations)
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
             yield slowest_text(*slowest, read_rank_logs(self.directory, ()))
-        if log.damaged_lines and self._is_new(log.damaged_lines):
-            yield f"{log.damaged_lines} damaged lines left out"
         self.ended = iterations is not None and last >= iterations
         if self.ended:
             yield f"{last} of {iterations}, ended"
@@ -126,8 +125,3 @@ def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None)
 
 def _cell(value: float | None, layout: Callable[[float], str]) -> str:
     return "-" if value is None else layout(value)
-
-
-def _typical_ms(steps: Sequence[StepRecord]) -> float | None:
-    known_ms = [step.iteration_ms for step in steps if step.iteration_ms]
-    return median(known_ms) if known_ms else None

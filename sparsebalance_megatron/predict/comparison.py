@@ -46,8 +46,7 @@ class Row(NamedTuple):
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way: on the same ranks, which share what they did."""
-        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN}
-        changes |= self.changes
+        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
         if workload.plan_settings.max_context_parallel == 1:
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
@@ -204,8 +203,7 @@ def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, 
     return found, refused
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvenStages:
+class EvenStages(NamedTuple):
     """``layers``: of each stage. ``speedup``: predicted, over the job's own layers per stage."""
 
     layers: tuple[int, ...]
@@ -215,7 +213,7 @@ class EvenStages:
     def layout(self) -> str:
         """The value of Megatron's ``--pipeline-model-parallel-layout``.
 
-        >>> EvenStages(layers=(10, 9, 7), speedup=1.05).layout
+        >>> EvenStages((10, 9, 7), speedup=1.05).layout
         'Et*10|t*9|t*7L'
         """
         return f"E{'|'.join(f't*{layers}' for layers in self.layers)}L"
@@ -254,7 +252,7 @@ def even_stages(workload: Workload) -> EvenStages | None:
         best_ms, best_P = ms, layers_P
     if first_ms / best_ms < LEAST_SPEEDUP:
         return None
-    return EvenStages(layers=tuple(best_P.tolist()), speedup=first_ms / best_ms)
+    return EvenStages(tuple(best_P.tolist()), first_ms / best_ms)
 
 
 def _moved(layers_P: np.ndarray, source: int, busy_P: np.ndarray) -> np.ndarray:

@@ -34,19 +34,16 @@ _COLUMNS = {
 }
 
 
-def predicted(
-    workload: Workload, order: str, columns: int, *, every: bool = False
-) -> tuple[Comparison, list[str]]:
+def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison, list[str]]:
     """A job in every way to plan it, and the lines that say what came out.
 
     Args:
         order: of the samples, in words.
-        every: further rows too.
 
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
-    ways = rows_of(workload, every=every)
+    ways = rows_of(workload)
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]

@@ -45,7 +45,6 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--gpus": (*TOO_SMALL, "1000001", "9" * 12),
         "--steps": (*TOO_SMALL, "10001", "9" * 12),
         "--vary": ("", "x --y", "--tensor-model-parallel-size --x", "'"),
-        "--rows": ("", "OURS"),
         "--model": ("{folder}/gpt-5", "{folder}/lengths.txt", "/dev/null"),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
     },

@@ -38,7 +38,7 @@ Pair = tuple[StepRecord, StepRecord]
 """(baseline's step, the run's step) of the same iteration."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TimeSplit:
     """Parts of the mean step's time, in ms; the three add up to it.
 
@@ -47,7 +47,6 @@ class TimeSplit:
     ``rest_ms``: everything after that: reducing gradients, the optimizer, reading, logging.
     """
 
-    steps: int
     compute_ms: float
     waiting_ms: float
     rest_ms: float
@@ -91,10 +90,9 @@ class Explanation:
 class RunSummary:
     """One run in numbers; None where nothing was measured.
 
-    All but the losses and the list of times leave out the warm-up: the first
-    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run.
+    All but the losses leave out the warm-up: the first :data:`WARM_UP_STEPS` steps, or the first
+    fifth of a short run.
 
-    - ``iteration_ms``: every step that has a time, warm-up included.
     - ``split``: where the mean step's time goes.
     - ``figures``: over steps, the mean of coverages and the median of other
       :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
@@ -105,7 +103,6 @@ class RunSummary:
     steps: int
     warm_up_steps: int
     iteration_ms_median: float | None
-    iteration_ms: tuple[float, ...]
     loss_first: float | None
     loss_last: float | None
     figures: Mapping[str, float | None]
@@ -176,9 +173,7 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
-    times_ms = [
-        [step.iteration_ms for step in each if step.iteration_ms] for each in (steps, after)
-    ]
+    times_ms = [step.iteration_ms for step in after if step.iteration_ms]
     figures: dict[str, float | None] = {}
     for name in (each.name for each in fields(StepFigures)):
         known = [
@@ -194,8 +189,7 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up_steps(len(steps)),
-        iteration_ms_median=median(times_ms[1]) if times_ms[1] else None,
-        iteration_ms=tuple(times_ms[0]),
+        iteration_ms_median=median(times_ms) if times_ms else None,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         figures=figures,
@@ -276,12 +270,7 @@ def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
 
 
 def _mean(parts: np.ndarray) -> TimeSplit | None:
-    if not len(parts):
-        return None
-    compute_ms, waiting_ms, rest_ms = parts.mean(axis=0).tolist()
-    return TimeSplit(
-        steps=len(parts), compute_ms=compute_ms, waiting_ms=waiting_ms, rest_ms=rest_ms
-    )
+    return TimeSplit(*parts.mean(axis=0).tolist()) if len(parts) else None
 
 
 def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:

@@ -85,13 +85,12 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
         return asked
     pairs = paired(log, baseline) if baseline else []
     candidates = [new for _, new in pairs] or [*settled(log.steps)]
-    timed = [step for step in candidates if step.complete and step.iteration_ms is not None]
-    if not timed:
-        return next(
-            (step for step in reversed(candidates) if step.complete), log.steps[-1]
-        ).iteration
-    timed.sort(key=lambda step: step.iteration_ms or 0.0)
-    return timed[len(timed) // 2].iteration
+    whole = [step for step in candidates if step.complete]
+    timed = sorted(
+        (step for step in whole if step.iteration_ms is not None),
+        key=lambda step: step.iteration_ms or 0.0,
+    )
+    return timed[len(timed) // 2].iteration if timed else (whole or log.steps)[-1].iteration
 
 
 @dataclass(frozen=True, kw_only=True)

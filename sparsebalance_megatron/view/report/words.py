@@ -25,7 +25,7 @@ _SLOW = 1.05
 def headline(numbers: RunSummary | Comparison) -> str:
     """The speedup, or without a baseline the parts of the mean step."""
     if isinstance(numbers, Comparison):
-        return _speedup(numbers)
+        return speedup_text(numbers)
     if numbers.split is None:
         return "No step of this run was measured whole."
     split = numbers.split
@@ -39,7 +39,8 @@ def headline(numbers: RunSummary | Comparison) -> str:
     )
 
 
-def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
+def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
+    """How much faster the run is, over a mean step."""
     if comparison.speedup is None:
         return (
             f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
@@ -55,11 +56,6 @@ def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
         f"{words}: a mean step takes {shown_ms(why.run.step_ms)} ms instead of "
         f"{shown_ms(why.baseline.step_ms)} ms."
     )
-
-
-def headlines_beside(beside: Mapping[str, Comparison]) -> list[str]:
-    """The speedup over each of the other runs, by the names of their directories."""
-    return [_speedup(comparison, name) for name, comparison in beside.items()]
 
 
 def changes(numbers: RunSummary | Comparison) -> list[str]:
