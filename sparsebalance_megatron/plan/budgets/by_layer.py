@@ -10,6 +10,7 @@ Shape legend: K budgets that a layer may have, X lengths of samples, F features.
 from __future__ import annotations
 
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from sparsebalance_megatron.plan.job import Job
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
+WHOLE_LAYERS_OF = 10
+"""One of so many layers reads everything, if there is time."""
 _OWN_AND_FIRST = 2
 """Blocks that every query reads, whatever it selects."""
 
@@ -108,11 +111,12 @@ def budgets_by_sensitivity(
 
     1. All layers get the least budget: a share of the base budget, rounded up, and at least the
        own and the first block.
-    2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
-       as all layers together take no more time than at the base budget. Sensitivities name the
-       layers; by how much they differ says little (research/pretrained.md).
-    3. What does not suffice for one more block there is given to the other layers in the same
-       order, a block each, in rounds, until no layer can have one more.
+    2. The most sensitive tenth of the layers, one at least, get blocks until they read everything,
+       one after the other, as long as all layers together take no more time than at the base
+       budget.
+    3. The time that is left is given out in blocks, each to the layer whose time beyond the least
+       is then the smallest share of its squared sensitivity: layers get time in proportion to
+       that, as far as they can use it (research/pretrained.md).
 
     Args:
         sensitivity_L: to any scale.
@@ -130,21 +134,29 @@ def budgets_by_sensitivity(
         budget_K, time_K = np.append(budget_K, DENSE), np.append(time_K, dense_time)
     choice_L = np.zeros(len(sensitivity_L), dtype=np.int64)
     left -= len(choice_L) * time_K[0]
-    order = np.argsort(-sensitivity_L, kind="stable")
-    for layer in order:
-        affordable = int(np.searchsorted(time_K - time_K[0], left, side="right"))
-        choice_L[layer] = max(affordable - 1, 0)
-        left -= time_K[choice_L[layer]] - time_K[0]
-    while True:
-        raised = False
-        for layer in order[choice_L[order] < len(time_K) - 1]:
-            more = time_K[choice_L[layer] + 1] - time_K[choice_L[layer]]
-            if more <= left:
-                choice_L[layer] += 1
-                left -= more
-                raised = True
-        if not raised:
-            return budget_K[choice_L]
+    weight_L = (sensitivity_L / (sensitivity_L.max() or 1.0)) ** 2
+    place_L = np.argsort(np.argsort(-sensitivity_L, kind="stable"))
+
+    def next_block(layer: int) -> tuple[float, int, int]:
+        """Sorts layers by who gets the next block; alike ones take turns."""
+        choice, place, weight = int(choice_L[layer]), int(place_L[layer]), float(weight_L[layer])
+        if weight == 0.0:
+            return np.inf, choice, layer
+        if place < len(place_L) / WHOLE_LAYERS_OF:
+            return 0.0, place, layer
+        return float(time_K[choice + 1] - time_K[0]) / weight, choice, layer
+
+    rising = [next_block(layer) for layer in range(len(choice_L)) if len(time_K) > 1]
+    heapify(rising)
+    while rising:
+        layer = heappop(rising)[-1]
+        more = time_K[choice_L[layer] + 1] - time_K[choice_L[layer]]
+        if more <= left:
+            choice_L[layer] += 1
+            left -= more
+            if choice_L[layer] < len(time_K) - 1:
+                heappush(rising, next_block(layer))
+    return budget_K[choice_L]
 
 
 def _held_back(sensitivity_L: np.ndarray, base_L: np.ndarray) -> tuple[str, ...]:

@@ -82,16 +82,25 @@ def test_dense_layers_stand_in_for_lists_that_take_as_long(sensitivities, base, 
     assert dense_time > pairs(lengths, [base]) or dense_L.all()
 
 
-def test_the_most_sensitive_layers_are_whole():
-    """Six of thirty layers of a short context, and less than three of one of twice the length."""
+def test_the_most_sensitive_tenth_is_whole_and_the_others_follow_squared_sensitivities():
+    """Of a short context; of one of twice the length the tenth gets all that there is."""
     sensitivity_L = np.linspace(0.2, 0.3, 30)
     sensitivity_L[[7, 8, 17, 18]] = 0.5, 0.6, 0.8, 0.7
     found_L = by_pairs(sensitivity_L, 8, [32] * 5)
-    assert (found_L[[7, 8, 17, 18, 29, 28]] == 32).all()
-    assert set(found_L[:7]) == {5}
+    assert (found_L[[8, 17, 18]] == 32).all() and 12 < found_L[7] < 16
+    assert set(np.delete(found_L, [7, 8, 17, 18])) == {6, 7}
     found_L = by_pairs(sensitivity_L, 8, [64] * 5)
     assert (found_L[[17, 18]] == 64).all() and 5 < found_L[8] < 64
     assert set(np.delete(found_L, [8, 17, 18])) <= {5, 6}
+
+
+def test_time_is_in_proportion_to_squares():
+    """12 blocks beyond the least of 5: 5 fill the first layer; the squares of the others are as
+    4 to 4 to 1."""
+    found_L = budgets_by_sensitivity(np.array([0.6, 1.0, 0.3, 0.6]), 8, np.arange(11.0))
+    assert found_L.tolist() == [8, 10, 6, 8]
+    alike_L = budgets_by_sensitivity(np.zeros(4), 8, np.arange(11.0))
+    assert alike_L.tolist() == [8, 8, 8, 8]
 
 
 def config_with(tmp_path, sensitivities, **choices):
