@@ -25,8 +25,8 @@ from sparsebalance_megatron.plan.job import Job
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
-WHOLE_LAYERS_OF = 10
-"""One of so many layers reads everything, if there is time."""
+_WHOLE_LAYERS = 0.1
+"""The share of the layers that read everything, where tokens have lists of their own."""
 _OWN_AND_FIRST = 2
 """Blocks that every query reads, whatever it selects."""
 
@@ -52,11 +52,18 @@ def with_layer_budgets(
         return config, ()
     sensitivity_L = read_sensitivities(Path(config.sensitivity), job.layers)
     ms_K, dense_ms = _layer_ms(config, lengths_tokens, cost)
+    entries = cost.work.list_entries_per_token(
+        heads=1, groups=1, block_size=config.block_size, budget_blocks=1
+    )
     base_L = np.empty(job.layers, dtype=np.int64)
     for stage in job.stage_layers:
         layers = [layer for chunk in stage for layer in chunk]
         base_L[layers] = budgets_by_sensitivity(
-            sensitivity_L[layers], config.base_budget, ms_K, dense_time=dense_ms
+            sensitivity_L[layers],
+            config.base_budget,
+            ms_K,
+            dense_time=dense_ms,
+            own_lists=entries >= 1.0,
         )
     text = layer_budgets_text({layer: int(budget) for layer, budget in enumerate(base_L)})
     line = (
@@ -106,22 +113,23 @@ def budgets_by_sensitivity(
     *,
     dense_time: float = np.inf,
     least_share: float = LEAST_SHARE,
+    own_lists: bool = False,
 ) -> np.ndarray:
     """Base budget of every layer, int64 [L], :data:`.DENSE` where lists would take as long.
 
     1. All layers get the least budget: a share of the base budget, rounded up, and at least the
        own and the first block.
-    2. The most sensitive tenth of the layers, one at least, get blocks until they read everything,
-       one after the other, as long as all layers together take no more time than at the base
-       budget.
-    3. The time that is left is given out in blocks, each to the layer whose time beyond the least
-       is then the smallest share of its squared sensitivity: layers get time in proportion to
-       that, as far as they can use it (research/pretrained.md).
+    2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
+       as all layers together take no more time than at the base budget. What a shared list misses
+       falls in proportion to its length, so that whole layers pay best (research/pretrained.md).
+    3. Where tokens have lists of their own, that is for a tenth of the layers, rounded up. The
+       others get time in proportion to their squared sensitivities, as far as they can use it.
 
     Args:
         sensitivity_L: to any scale.
         time_K: of a layer, in any unit, at 0, 1, ... blocks, up to those of the longest sample.
         dense_time: of a dense layer; infinity where it is unknown.
+        own_lists: whether single tokens have lists.
     """
     base = min(base_budget, len(time_K) - 1)
     least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
@@ -136,13 +144,14 @@ def budgets_by_sensitivity(
     left -= len(choice_L) * time_K[0]
     weight_L = (sensitivity_L / (sensitivity_L.max() or 1.0)) ** 2
     place_L = np.argsort(np.argsort(-sensitivity_L, kind="stable"))
+    whole = len(place_L) * (_WHOLE_LAYERS if own_lists else 1.0)
 
     def next_block(layer: int) -> tuple[float, int, int]:
         """Sorts layers by who gets the next block; alike ones take turns."""
         choice, place, weight = int(choice_L[layer]), int(place_L[layer]), float(weight_L[layer])
         if weight == 0.0:
             return np.inf, choice, layer
-        if place < len(place_L) / WHOLE_LAYERS_OF:
+        if place < whole:
             return 0.0, place, layer
         return float(time_K[choice + 1] - time_K[0]) / weight, choice, layer
 
