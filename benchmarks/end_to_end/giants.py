@@ -70,7 +70,7 @@ def write_with_giants(source: Path, prefix: Path, lengths_tokens: tuple[int, ...
                 left = np.concatenate([left, next(stream)])
             writer.add(left[: length + 1], np.ones(length + 1, dtype=np.uint8))
             left = left[length + 1 :]
-        writer.commit({})
+        writer.commit("{}\n")
     return prefix
 
 

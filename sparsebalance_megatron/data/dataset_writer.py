@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,9 @@ from sparsebalance_megatron.json_file import refuse_output_over_input
 
 _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
+_SUMMARY_SUFFIX = ".json"
+_SUFFIXES = (*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, _SUMMARY_SUFFIX)
+"""In the order in which files get their names."""
 _LARGEST_UINT16_VOCABULARY = 65499
 """Megatron's preprocessing stores larger vocabularies as int32."""
 
@@ -35,7 +38,6 @@ class DatasetWriter:
         self.any_masked = False
         self.lengths_tokens: list[int] = []
         self._dtype = np.uint16 if vocab_size <= _LARGEST_UINT16_VOCABULARY else np.int32
-        self._texts: Mapping[str, str] = {}
         self._tokens = self._partial(".bin").open("wb")
         self._masks = self._partial(_MASK_SUFFIXES[0]).open("wb")
 
@@ -47,7 +49,7 @@ class DatasetWriter:
             # Of a full disk: what is buffered has nowhere to go.
             with suppress(OSError):
                 file.close()
-        for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, *self._texts):
+        for suffix in _SUFFIXES:
             self._partial(suffix).unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
@@ -57,25 +59,20 @@ class DatasetWriter:
         self.lengths_tokens.append(len(tokens))
         self.any_masked |= not mask.all()
 
-    def commit(self, texts: Mapping[str, str]) -> None:
+    def commit(self, summary: str) -> None:
         """Finish the files and give them their names, replacing an older data set.
 
-        The index, without which nothing reads a data set, gets its name after the data; the last of
-        ``texts`` (suffix such as ``.json`` -> content) comes last of all.
+        The index, without which nothing reads a data set, gets its name after the data;
+        ``PREFIX.json`` with the summary comes last.
         """
         self._tokens.close()
         self._masks.close()
-        self._texts = texts
         write_index(self._partial(".idx"), self.lengths_tokens, self._dtype)
         write_index(self._partial(_MASK_SUFFIXES[1]), self.lengths_tokens, np.uint8)
-        for suffix, text in texts.items():
-            path = self._partial(suffix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
+        self._partial(_SUMMARY_SUFFIX).write_text(summary, encoding="utf-8")
+        for suffix in reversed(_SUFFIXES):
             Path(self._prefix + suffix).unlink(missing_ok=True)
-        masks = _MASK_SUFFIXES if self.any_masked else ()
-        for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
+        for suffix in _SUFFIXES if self.any_masked else (*_TOKEN_SUFFIXES, _SUMMARY_SUFFIX):
             self._partial(suffix).replace(self._prefix + suffix)
 
     def _partial(self, suffix: str) -> Path:
@@ -86,7 +83,7 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     """Refuse a prefix that names no file, an input, or an existing data set that must stay."""
     if prefix.rpartition("/")[2] in ("", ".", ".."):
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
-    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
+    outputs = [Path(prefix + suffix) for suffix in _SUFFIXES]
     for path in outputs:
         refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
     existing = [str(path) for path in outputs if os.path.exists(path)]

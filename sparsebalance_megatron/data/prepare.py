@@ -14,7 +14,6 @@ import numpy as np
 from sparsebalance_megatron.data.conversations import (
     ConversationRenderer,
     RenderedDocument,
-    render_plain,
 )
 from sparsebalance_megatron.data.dataset_writer import DatasetWriter, check_output
 from sparsebalance_megatron.data.records import (
@@ -26,9 +25,7 @@ from sparsebalance_megatron.data.records import (
 from sparsebalance_megatron.data.tokenizer import (
     DocumentTokenizer,
     load_tokenizer,
-    train_bpe,
     trained_tokens,
-    transformers_files,
 )
 from sparsebalance_megatron.errors import DataError, listed
 
@@ -37,7 +34,6 @@ _BATCH_CHARACTERS = 4_000_000
 """Limits of one encoding batch; bounds the memory that token offsets take."""
 
 _MARKS_NOTHING = "the chat template's {% generation %} marks nothing in them"
-_TOKENIZER_SUFFIX = "_tokenizer"
 _PERCENTILES = (50, 90, 99)
 
 
@@ -45,8 +41,7 @@ def prepare(
     source: RecordFiles,
     prefix: str,
     *,
-    tokenizer_name: str | None = None,
-    train_vocab_size: int | None = None,
+    tokenizer_name: str,
     append_eod: bool = True,
     prepend_bos: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
@@ -55,8 +50,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. At a :class:`DataError`
-    nothing is left behind.
+    At a :class:`DataError` nothing is left behind.
 
     Args:
         append_eod: end documents with the tokenizer's end-of-sequence token.
@@ -65,17 +59,7 @@ def prepare(
         skip_bad_records: count unusable records instead of stopping at the first.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
-    if train_vocab_size is None:
-        assert tokenizer_name is not None
-        tokenizer = load_tokenizer(tokenizer_name, template_arguments)
-    else:
-        if prepend_bos or template_arguments:
-            raise DataError(
-                "--prepend-bos, --chat-template-kwargs: trained tokenizers have neither; drop the "
-                "flag"
-            )
-        training_texts = _training_texts(source, BadRecords(skip=skip_bad_records))
-        tokenizer = train_bpe(training_texts, train_vocab_size, prefix + _TOKENIZER_SUFFIX)
+    tokenizer = load_tokenizer(tokenizer_name, template_arguments)
     if append_eod and tokenizer.eod is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
@@ -89,7 +73,7 @@ def prepare(
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
         eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
-        records = _with_progress(source, bad, "tokenise")
+        records = _with_progress(source, bad)
         for tokens, mask in _encoded(records, tokenizer, eod, bos, bad, counts):
             writer.add(tokens, mask)
             trained = int(mask.sum())
@@ -122,27 +106,18 @@ def prepare(
             "chat_template_kwargs": dict(template_arguments or {}),
             "notes": _notes(counts, tokenizer, prepend_bos=prepend_bos),
         }
-        texts = {".json": json.dumps(summary, indent=2) + "\n"}
-        if train_vocab_size is not None:
-            files = transformers_files(tokenizer)
-            texts = {f"{_TOKENIZER_SUFFIX}/{name}": text for name, text in files.items()} | texts
-        writer.commit(texts)
+        writer.commit(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def _with_progress(source: RecordFiles, bad: BadRecords, action: str) -> Iterator[Record]:
+def _with_progress(source: RecordFiles, bad: BadRecords) -> Iterator[Record]:
     from tqdm import tqdm
 
-    bar_of = {"desc": action, "unit": "B", "unit_scale": True, "disable": None}
+    bar_of = {"desc": "tokenise", "unit": "B", "unit_scale": True, "disable": None}
     with tqdm(total=source.total_bytes, **bar_of) as bar:
         for record in source.records(bad):
             yield record
             bar.update(record.size_bytes)
-
-
-def _training_texts(source: RecordFiles, bad: BadRecords) -> Iterator[str]:
-    for record in _with_progress(source, bad, "train tokenizer"):
-        yield record.text or render_plain(record.messages or (), False)
 
 
 def _rendered(

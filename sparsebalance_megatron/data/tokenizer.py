@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,8 @@ from sparsebalance_megatron.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 
-_SMALLEST_VOCABULARY = 257
-"""The 256 bytes and the end-of-text token."""
-_LARGEST_VOCABULARY = 1_000_000
-"""Several times that of any model; the trainer allocates by it."""
 _SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
 _PROBES = (
     "Hello World, it's ok  two   spaces\n\n\tdef f_1(x):\r\n    return x+1.5e-3  # ok\n\n\n  \n!\n",
@@ -82,47 +76,6 @@ class DocumentTokenizer:
             ) from error
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
-    """Train a byte-level BPE; it encodes any text without an unknown token."""
-    if vocab_size > _LARGEST_VOCABULARY:
-        raise DataError(
-            f"--tokenizer-train {vocab_size}: at most {_LARGEST_VOCABULARY} tokens; models have "
-            "about 150000"
-        )
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise DataError(
-            f"--tokenizer-train {vocab_size}: at least {_SMALLEST_VOCABULARY} tokens are needed "
-            "(256 bytes and the end of text)"
-        )
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return DocumentTokenizer(
-        name=name,
-        backend=backend,
-        vocab_size=backend.get_vocab_size(),
-        eod=backend.token_to_id(END_OF_TEXT),
-    )
-
-
-def transformers_files(tokenizer: DocumentTokenizer) -> dict[str, str]:
-    """Contents by name of the files that ``AutoTokenizer`` reads; for trained tokenizers."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    return {
-        TOKENIZER_FILE: tokenizer.backend.to_str(pretty=False),
-        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-    }
-
-
 def load_tokenizer(
     name: str, template_arguments: Mapping[str, Any] | None = None
 ) -> DocumentTokenizer:
@@ -152,7 +105,7 @@ def load_tokenizer(
         problem = "" if is_directory else "not a directory, and not downloaded: "
         raise DataError(
             f"--tokenizer {name}: {problem}{reason}; give a directory with tokenizer.json and "
-            "tokenizer_config.json, or train one with --tokenizer-train"
+            "tokenizer_config.json, or train one with examples/train_tokenizer.py"
         ) from error
     if not getattr(loaded, "is_fast", False):
         raise DataError(
