@@ -33,11 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebalance_megatron.attention.kernels.triton import (
-    column_gradient_kernels,
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
     HOPPER,
@@ -59,10 +57,10 @@ KERNELS = {
     "key_gradient": key_block_kernel._key_block_kernel,
     "column_forward": query_block_kernel._query_block_kernel,
     "column_query_gradient": query_block_kernel._query_block_kernel,
-    "column_key_gradient": column_gradient_kernels._column_gradient_kernel,
-    "token_forward": token_query_kernels._reader_kernel,
-    "token_query_gradient": token_query_kernels._reader_kernel,
-    "token_key_gradient": token_key_kernel._token_key_kernel,
+    "column_key_gradient": key_block_kernel._column_gradient_kernel,
+    "token_forward": token_kernels._reader_kernel,
+    "token_query_gradient": token_kernels._reader_kernel,
+    "token_key_gradient": token_kernels._token_key_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
 BY_TOKEN, WITH_COLUMNS = "token_", "column_"

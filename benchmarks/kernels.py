@@ -56,8 +56,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.kernels.triton import (
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
@@ -378,7 +377,7 @@ def _changes(
     """Names of versions to time, and which attribute of which module has which value in them."""
     modules = (query_block_kernel, key_block_kernel)
     if by_token:
-        modules = (token_query_kernels, token_key_kernel)
+        modules = (token_kernels, token_kernels)
     table = tiles_for(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
@@ -390,7 +389,7 @@ def _changes(
         for size in PARTIAL_BYTES:
             yield (
                 f"{size >> 20} MiB of partial results",
-                [(token_query_kernels, "PARTIAL_BYTES", size)],
+                [(token_kernels, "PARTIAL_BYTES", size)],
             )
 
 

@@ -22,9 +22,9 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
 FIRST_FILES = (
-    *("run/forward_step", "run/micro_batches", "learn/step_planner", "plan/planner"),
+    *("run/trainer", "run/micro_batches", "learn/step_planner", "plan/planner"),
     *("plan/step_costs", "plan/search/annealing", "plan/pipeline/simulator", "plan/budgets/policy"),
-    *("plan/step_plan", "megatron/core_attention", "attention/coverage", "attention/api"),
+    *("plan/step_plan", "megatron/core_attention", "attention/api"),
     *("run/run", "run/step_reducer"),
 )
 """Where to begin reading, in the order in which a step passes them."""

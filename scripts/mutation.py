@@ -101,7 +101,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "data/dataset_writer": ("tests/data/test_prepare.py",),
     "data/blend": ("tests/data/test_blended_samples.py",),
     "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
-    "log/": ("tests/log/test_reader.py", "tests/log/test_damaged_logs.py"),
+    "log/": ("tests/log/test_reader.py",),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),
         "tests/bad_inputs/test_data_files.py",
@@ -111,8 +111,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 fits counts."""
 LEFT_OUT = (
     "attention/kernels/triton/",
-    "attention/select/ranking_kernels.py",
-    "attention/select/row_ranking_kernel.py",
+    "attention/select/router_kernels.py",
 )
 """Kernels: on a CPU they are interpreted, minutes a time."""
 

@@ -21,7 +21,7 @@ satisfy it."""
 
 _PACKAGES = (
     *("torch", "megatron", "numpy", "scipy", "msgspec", "psutil"),
-    *("jinja2", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
+    *("jinja2", "matplotlib", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
 )
 """Modules of pyproject.toml's dependencies, and of its extras for commands."""
 

@@ -87,7 +87,7 @@ IMPORT_RULES = {
         outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "predict")
     ),
     "view/report": ImportRule(
-        outside=("jinja2", "msgspec", "numpy", "scipy"),
+        outside=("jinja2", "matplotlib", "numpy", "scipy"),
         inside=("learn", "log", "plan", "view.report"),
     ),
     "view": ImportRule(inside=("cost", "predict")),

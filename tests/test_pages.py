@@ -251,7 +251,7 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setitem(BUDGET_POLICIES, "floor", None)
     names = extension("floor_policy")
     fixed, floor = names["fixed"], names["floor"]
-    assert floor.speedup > 1.0 == fixed.speedup
+    assert floor.makespan_ms < fixed.makespan_ms
     assert fixed.coverage_mean - 0.1 <= floor.coverage_mean
     capsys.readouterr()
     extension("gpipe")

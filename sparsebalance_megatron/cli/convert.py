@@ -141,12 +141,7 @@ def _print_flags(arguments: argparse.Namespace) -> None:
     from sparsebalance_megatron.convert.hf_config import read_config
 
     model = read_config(arguments.hf_dir)
-    _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
-
-    dtype = model.weights_dtype or torch.float32
-    with redirect_stdout(io.StringIO()):
-        args = parse_model_flags(model, arguments.passed_on, dtype=dtype)
+    args = _parsed(model, arguments.passed_on, model.weights_dtype or torch.float32)
     print(_model_args(model, args, arguments.hf_dir), end="")
 
 
@@ -232,11 +227,20 @@ def _install_cpu_adapter() -> None:
     cpu.install()
 
 
+def _parsed(model: Decoder, flags: Sequence[str], dtype: torch.dtype) -> argparse.Namespace:
+    """Megatron's arguments."""
+    _install_cpu_adapter()
+    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
+
+    with redirect_stdout(io.StringIO()):
+        return parse_model_flags(model, flags, dtype=dtype)
+
+
 def _built(
     model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
     """Megatron's arguments and its model, whose parameters are those of the mapping."""
-    _install_cpu_adapter()
+    args = _parsed(model, flags, dtype)
     import torch
 
     from sparsebalance_megatron.convert import megatron_model as building
@@ -244,7 +248,6 @@ def _built(
     from sparsebalance_megatron.megatron.single_process import start_single_process
 
     with redirect_stdout(io.StringIO()):
-        args = building.parse_model_flags(model, flags, dtype=dtype)
         start_single_process(args.seed, torch.device("cpu"))
         try:
             megatron_model = building.build_model(args)

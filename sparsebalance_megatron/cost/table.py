@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import check_range
-from sparsebalance_megatron.cost.experts import ExpertShape
+from sparsebalance_megatron.config import check_range, flag_name
 from sparsebalance_megatron.cost.parts import (
     NEVER_TIMED,
     OF_EVERY_MODEL,
@@ -36,6 +35,32 @@ _REMEDY = "measure again with `sparse-balance profile` and this model's flags"
 
 class CostTableError(ValueError):
     """A cost table cannot be read, is damaged, or was measured for something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Experts of a model; every expert is taken to get as many tokens as the others.
+
+    Attributes:
+        experts: routed experts of a layer.
+        top_k: routed experts that a token takes.
+        ffn_hidden_size: of one routed expert.
+        shared_ffn_hidden_size: of a layer's shared experts together; 0 without them.
+        layers_share: of the model's layers, those that have experts. The others have a dense MLP.
+    """
+
+    experts: Count
+    top_k: Count
+    ffn_hidden_size: Count
+    shared_ffn_hidden_size: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
+    layers_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"--moe-router-topk {self.top_k}: a token takes at most all experts of a layer; "
+                f"use at most --num-experts {self.experts}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,3 +293,53 @@ class CostTable:
     def place(self) -> str:
         """Name of the table in messages."""
         return "cost table" if self.path is None else f"cost table {self.path}"
+
+
+_REMEDY = "measure it with `sparse-balance sensitivity`"
+
+
+class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
+    """How sensitive each layer of a model is, and what it was measured on.
+
+    Attributes:
+        sensitivities: one for each layer, to any scale.
+        measure: what they are: attention of a layer's best head to far tokens that the text
+            repeats (:mod:`..attention.repetitions`).
+        block_size: tokens of the blocks that say what is far.
+        samples: training samples that were read.
+        versions: package -> version.
+        date: ISO 8601.
+    """
+
+    sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
+    measure: str
+    block_size: int
+    samples: int
+    versions: dict[str, str]
+    date: str
+    format_version: Literal[1] = 1
+
+    def text(self) -> str:
+        """The file's text."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+
+def read_sensitivities(path: Path, layers: int) -> np.ndarray:
+    """The sensitivities [L] in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another number of layers, or all are 0.
+    """
+    place = f"{flag_name('sensitivity')} {path}"
+    try:
+        found: Sensitivities = read_json(path, Sensitivities)
+    except UnreadableFileError as error:
+        raise ConfigError(f"{place}: {error}; {_REMEDY}") from error
+    sensitivity_L = np.array(found.sensitivities)
+    if len(sensitivity_L) != layers:
+        raise ConfigError(
+            f"{place}: is of {len(sensitivity_L)} layers, the model has {layers}; {_REMEDY}"
+        )
+    if not sensitivity_L.any():
+        raise ConfigError(f"{place}: all sensitivities are 0; {_REMEDY} on longer documents")
+    return sensitivity_L

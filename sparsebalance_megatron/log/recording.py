@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the records of a run from what was planned and measured.
 
-Shape legend: U length buckets, O rows of observations.
+Shape legend: O rows of observations.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
+from sparsebalance_megatron.learn.measurement import (
+    Piece,
+    RankPlace,
+    StepFigures,
+    StepMeasurement,
+    StepTimes,
+)
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_figures import StepFigures
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     CoverageRecord,
@@ -23,6 +28,7 @@ from sparsebalance_megatron.log.records import (
     RankStep,
     StepRecord,
 )
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -32,10 +38,11 @@ _COVERAGE_DIGITS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """Facts about a step at its end, of all ranks; nothing in it changes afterwards.
+    """Facts about a step at its end; nothing in it changes afterwards.
 
-    ``iteration_ms`` is None in the first step of a process. ``host_ms`` is that of the rank which
-    writes (:class:`.timing.HostTime`).
+    ``iteration_ms`` is None in the first step of a process. Of the rank that writes alone are
+    ``host_ms`` (:class:`.timing.HostTime`), ``times``, and the coverage that it observed
+    (:meth:`.step_reducer.StepReducer.reduce`): ``pieces`` say whose, ``executed_O`` how much.
     """
 
     iteration: int
@@ -45,20 +52,15 @@ class FinishedStep:
     figures: StepFigures
     padded_tokens: int
     host_ms: Mapping[str, float]
+    times: StepTimes
+    pieces: Sequence[Piece]
+    executed_O: np.ndarray
 
 
 def step_record(step: FinishedStep) -> StepRecord:
     """A step of all ranks."""
     planned, plan = step.planned, step.planned.plan
-    cp_sizes_RM, segments_RM = (
-        np.array(
-            [
-                [getattr(each, name) for each in plan.for_rank(rank).micro_batches]
-                for rank in range(plan.data_parallel_size)
-            ]
-        )
-        for name in ("cp_size", "segments")
-    )
+    by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
         iteration=step.iteration,
         iteration_ms=step.iteration_ms,
@@ -69,8 +71,8 @@ def step_record(step: FinishedStep) -> StepRecord:
         plan_wait_ms=planned.wait_ms,
         host_ms=dict(step.host_ms),
         batching=plan.batching,
-        cp_sizes_RM=cp_sizes_RM,
-        segments_RM=segments_RM,
+        cp_sizes_RM=np.array([[each.cp_size for each in own] for own in by_rank]),
+        segments_RM=np.array([[each.segments for each in own] for own in by_rank]),
         device_slowness_RP=np.broadcast_to(
             planned.scales.device_slowness_RP, step.measured.schedule_ms.shape
         ),
@@ -80,16 +82,14 @@ def step_record(step: FinishedStep) -> StepRecord:
     )
 
 
-def coverage_record(
-    *, iteration: int, grid: tuple[int, ...], mean_LUK: np.ndarray, observed_LU: np.ndarray
-) -> CoverageRecord:
+def coverage_record(iteration: int, known: CoverageCurves) -> CoverageRecord:
     """The coverage curves as they stand."""
-    known_LUK = np.where(observed_LU[..., None], mean_LUK, math.nan)
+    known_LUK = np.where(known.observed_LU[..., None], known.mean_LUK, math.nan)
     return CoverageRecord(
         iteration=iteration,
-        grid=grid,
+        grid=known.grid,
         bucket_blocks=tuple(
-            min((2 << bucket) - 1, grid[-1]) for bucket in range(observed_LU.shape[1])
+            min((2 << bucket) - 1, known.grid[-1]) for bucket in range(known.buckets)
         ),
         curves_LUK=np.round(known_LUK, _COVERAGE_DIGITS),
     )
@@ -106,45 +106,33 @@ def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
     )
 
 
-def rank_step(
-    *,
-    iteration: int,
-    planned: PlannedStep,
-    place: RankPlace,
-    job: Job,
-    times: StepTimes,
-    pieces: Sequence[Piece],
-    executed_O: np.ndarray,
-) -> RankStep:
-    """One step of this rank.
-
-    Args:
-        pieces, executed_O: see :meth:`.step_reducer.StepReducer.reduce`.
-    """
+def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
+    """One step of this rank."""
+    planned, times = step.planned, step.times
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}
     first = 0
-    for piece in pieces:
-        rows = executed_O[first : first + piece.samples]
+    for piece in step.pieces:
+        rows = step.executed_O[first : first + piece.samples]
         observed.setdefault(piece.position, []).append(rows)
         first += piece.samples
 
     def recorded(plan: MicroBatchPlan) -> RankMicroBatch:
         of_layers = observed.get(plan.position)
-        coverage_S = None if of_layers is None else np.mean(of_layers, axis=0)
+        coverage_S = None
+        if of_layers is not None:
+            coverage_S = tuple(np.mean(of_layers, axis=0).round(_COVERAGE_DIGITS).tolist())
         return RankMicroBatch(
             **vars(plan)
             | {
                 "samples": tuple(planned.samples[list(plan.samples)].tolist()),
                 "budgets_LS": plan.budgets_LS[layers],
-                "coverage": coverage_S
-                if coverage_S is None
-                else tuple(coverage_S.round(_COVERAGE_DIGITS).tolist()),
+                "coverage": coverage_S,
             }
         )
 
     return RankStep(
-        iteration=iteration,
+        iteration=step.iteration,
         start_unix_s=times.start_unix_s,
         schedule_ms=times.schedule_ms,
         micro_batches=tuple(

@@ -16,8 +16,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.json_file import what_is_wrong
-from sparsebalance_megatron.learn.measurement import DIRECTIONS, MeasuredTimes, Span
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, MeasuredTimes, Span, StepFigures
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan

@@ -34,15 +34,14 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.coverage import coverage_at
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
+from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ranking import rank_slice
+from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.experts import ExpertShape
-from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.cost.table import (
+    ExpertShape,
+    ModelShape,
+    RunIdentity,
+    latent_attention_weights,
+)
 from sparsebalance_megatron.learn.host_planner import HostJob
+from sparsebalance_megatron.learn.scheduler import BatchSizes
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,

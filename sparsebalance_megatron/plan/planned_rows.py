@@ -61,24 +61,41 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
     weights_S = own_2SC.sum(axis=(0, 2))
     constant_ms = float(costs.constant_2C.sum())
     numbers = range(1, job.micro_batches + 1) if problem.plans_positions else [job.micro_batches]
-    found = []
-    for positions in numbers:
-        rows = packed_rows(
+
+    def packed(positions: int, *, evenly: bool) -> Rows | None:
+        return packed_rows(
             weights_S,
             costs.lengths_tokens_S,
             rows=groups * positions,
             members=job.lockstep_ranks,
             cap_tokens=problem.cap_tokens,
+            evenly=evenly,
         )
-        if rows is not None:
+
+    found = []
+    for positions in numbers:
+        if (rows := packed(positions, evenly=False)) is not None:
             heights_ms = rows.heights_X.sum() + groups * positions * constant_ms
             found.append((rounded_ms(heights_ms), positions, rows))
     found.sort(key=lambda each: each[:2])
     best = found[:_MAX_NUMBERS_OF_POSITIONS]
     best += [each for each in found[len(best) :] if each[1] == job.micro_batches]
-    for _, _, rows in best:
-        rows.improve()
-    return [(problem.with_positions(positions), rows) for _, positions, rows in best]
+    return [
+        (problem.with_positions(positions), _lower(rows, packed(positions, evenly=True)))
+        for _, positions, rows in best
+    ]
+
+
+def _lower(rows: Rows, even: Rows | None) -> Rows:
+    """Of two packings, improved, the lower one; of equally low ones the even one. A group takes
+    part by part of a layer what its slowest member takes, so that bins as full as the fullest are
+    not free: one with many short samples is the slowest in other parts than one with a long one."""
+    rows.improve()
+    if even is None:
+        return rows
+    even.improve()
+    lower = rounded_ms(even.heights_X.sum()) <= rounded_ms(rows.heights_X.sum())
+    return even if lower else rows
 
 
 def _own_and_together(problem: StepProblem) -> tuple[np.ndarray, np.ndarray]:

@@ -28,9 +28,8 @@ from sparsebalance_megatron.data.packing import (
     padding_tokens,
 )
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
@@ -176,12 +175,8 @@ class MicroBatchIterator:
         scheduler: training's, or the fixed one of evaluation.
         index: where samples are read; None where the chunk neither embeds tokens nor computes the
             loss.
-        packing: packs micro-batches, of which only this rank's slice is kept.
-        device: where the model runs.
-        data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
         step: where to start.
-        batch_sizes: samples of every step.
         worker: reads; one thread keeps the order.
     """
 

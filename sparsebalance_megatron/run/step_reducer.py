@@ -2,8 +2,7 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: U length buckets, C = K + 5 columns, O rows of observations (one per micro-batch and
-chunk, layer, sample), X collectives of a chunk in which ranks wait for one another, 2 forward and
-backward. Of times inside collectives, Y segments of a micro-batch and Z passes.
+chunk, layer, sample); of times inside collectives X collectives of a chunk, Y segments, Z passes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
 
 ONE, EXECUTED, BASE, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, the sample's
 tokens, and those times what base budgets had covered more."""
 _EXTRA_COLUMNS = 5
+DIGEST_BYTES = 6
+"""Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,7 @@ class StepReducer:
         """Measurements of all ranks, and [O] executed coverage of this rank; collective.
 
         Args:
-            segments_M: of this rank's micro-batches.
-            most_segments: of a micro-batch of any rank.
+            segments_M, most_segments: of this rank's micro-batches; of one of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
@@ -271,3 +270,13 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return {
         name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def digest_number(digest: bytes) -> int:
+    """A plan's digest as a number that ranks can compare, in float64 too."""
+    return int.from_bytes(digest[:DIGEST_BYTES], "big")
+
+
+def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
+    """Places of the digest numbers that are not the first one's."""
+    return tuple(np.flatnonzero(numbers != numbers[0]).tolist())

@@ -22,10 +22,9 @@ from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
-from sparsebalance_megatron.attention.kernels import blocks, gathered, tile_attention, tokens
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels import blocks, tile_attention
+from sparsebalance_megatron.attention.kernels.contract import Saved, merge_partials
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.selector_registry import BUILT_IN
@@ -244,13 +243,9 @@ def selection_by_scores(
 
 
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``blocks`` and ``tokens`` read no list, and compute without torch's CPU kernels.
-
-    As many tiles at once as for a core, not as for an accelerator, which fills up to that many.
-    """
-    for module in (blocks, gathered, tile_attention, tokens):
-        monkeypatch.setattr(module, "host_may_read", lambda device: False)
-    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", tile_attention._SCORES_AT_ONCE // 1024)
+    """Let ``blocks`` and ``tokens`` compute without torch's CPU kernels."""
+    for module in (blocks, tile_attention):
+        monkeypatch.setattr(module, "takes_flash", lambda device: False)
 
 
 def on_device(selection: Selection, device: str) -> Selection:

@@ -123,39 +123,21 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
         assert selector.coverage(ranking).isnan().all()
 
 
+@pytest.mark.parametrize("off_the_cpu", [False, True])
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize(("selection", "implementation"), SERVING)
 def test_outputs_and_gradients_of_other_documents_keep_every_bit(
-    selection: str, implementation: str, value: float
+    selection: str,
+    implementation: str,
+    value: float,
+    off_the_cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
     *qkv, _ = _inputs()
     broken = _attend([_spoil(x, value) for x in qkv], selection, implementation)
     clean = _attend(qkv, selection, implementation)
     for ours, expected in zip(broken, clean, strict=True):
         assert torch.equal(_elsewhere(ours), _elsewhere(expected))
         assert not torch.equal(ours[BROKEN], expected[BROKEN])
-
-
-@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("document", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("selection", "implementation"), [pair for pair in SERVING if pair[1] != "reference"]
-)
-def test_padding_of_lists_reads_no_other_document(
-    selection: str,
-    implementation: str,
-    document: int,
-    value: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The way of devices whose list lengths the host does not read: lists are padded."""
-    compute_as_off_the_cpu(monkeypatch)
-    *qkv, _ = _inputs()
-    own = slice(*BOUNDARIES[document : document + 2])
-    broken_qkv = [x.clone() for x in qkv]
-    for x in broken_qkv:
-        x[own] = value
-    broken, clean = (_attend(x, selection, implementation) for x in (broken_qkv, qkv))
-    for ours, expected in zip(broken, clean, strict=True):
-        ours[own] = expected[own] = 0.0
-        assert torch.equal(ours, expected)

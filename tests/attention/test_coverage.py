@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.coverage import coverage_at, curves_of_mass
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select.ranking import coverage_at, curves_of_mass
 
 
 def test_coverage_lookup_reads_the_ends_outside() -> None:

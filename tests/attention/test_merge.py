@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.kernels.contract import merge_partials
 
 
 def _attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:

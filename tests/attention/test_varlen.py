@@ -18,7 +18,7 @@ from attention.cases import SCALE, assert_exact, make_case
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import dense_attention
-from sparsebalance_megatron.attention.kernels import dense, varlen
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 
 
@@ -95,8 +95,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as operations:
         for name, function in (("forward", _forward), ("backward", _backward)):
             operations.impl(f"_flash_attention_{name}", _by_name(name, function), "CPU")
-        monkeypatch.setattr(varlen, "obstacle", lambda *_: None)
-        monkeypatch.setattr(dense, "host_may_read", lambda _: False)
+        monkeypatch.setattr(dense, "obstacle", lambda *_: None)
+        monkeypatch.setattr(dense, "takes_flash", lambda _: False)
         yield
 
 
@@ -136,10 +136,10 @@ def test_a_view_that_begins_off_the_grid_is_copied() -> None:
 def test_installed_torch_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are given by name; another torch is refused with what it lacks, and the remedy."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    missing = varlen.missing_in_torch.__wrapped__
+    missing = dense.missing_in_torch.__wrapped__
     assert missing() is None
-    given = varlen._ARGUMENTS["_flash_attention_backward"] | {"window"}
-    monkeypatch.setitem(varlen._ARGUMENTS, "_flash_attention_backward", given)
+    given = dense._ARGUMENTS["_flash_attention_backward"] | {"window"}
+    monkeypatch.setitem(dense._ARGUMENTS, "_flash_attention_backward", given)
     assert "aten::_flash_attention_backward to take window" in missing()
     assert "install torch 2.8 to 2.14" in missing()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)

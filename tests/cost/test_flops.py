@@ -11,7 +11,7 @@ import step_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.cost.flops import attended_token_pairs, training_flops
+from sparsebalance_megatron.cost.model import attended_token_pairs, training_flops
 
 SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "head_dim": 5}
 SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)

@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.experts import ExpertShape
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import DEVICES, CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.rates import DEVICES, Efficiency
-from sparsebalance_megatron.cost.table import RunIdentity
+from sparsebalance_megatron.cost.table import ExpertShape, RunIdentity
 from sparsebalance_megatron.cost.work_model import features, work_model_named
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from record_cases import FIGURES, HEADER, header_of
 from record_cases import step_line as record
 from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.log.log_directory import step_log_path
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import LogWriter, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
@@ -28,9 +31,10 @@ from sparsebalance_megatron.log.reader import (
 )
 from sparsebalance_megatron.log.recording import coverage_record, step_record
 from sparsebalance_megatron.log.records import LOG_FORMAT, encode
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
-
-ONES = np.ones((1, 2, 2))
+from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
+from sparsebalance_megatron.view.report.trace import Tracer
 
 
 def write(directory: Path, *lines: Any) -> Path:
@@ -41,16 +45,12 @@ def write(directory: Path, *lines: Any) -> Path:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     header = header_of(JOB)
-    log = RunLog(step_log_path(tmp_path), header)
+    log = LogWriter(step_log_path(tmp_path), header)
     for iteration in (1, 2):
         iteration_ms = None if iteration == 1 else 10.0
         step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
         log.append(partial(step_record, step))
-    log.append(
-        lambda: coverage_record(
-            iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0
-        )
-    )
+    log.append(lambda: coverage_record(2, CoverageCurves(1, 2, 0.9)))
     log.close()
     read = read_run_log(tmp_path)
     assert read.problems == ()
@@ -367,3 +367,97 @@ def test_headers_are_read_without_steps(tmp_path: Path) -> None:
     paths[0].write_text('{"type": "ra')
     paths[2].unlink()
     assert len(read_rank_logs(tmp_path, ()).headers) == 2
+
+
+FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 0, 3, 10**30, -2.5, float("nan"), float("inf"), "", "x", [], [[]], {}),
+    *([1, "x"], [None], [[1.0, 2.0], [3.0]], {"type": "step"}),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = SampleRun(ranks=1, stages=2, micro_batches=2, layers=3, steps=3)
+    return run.write(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def copy(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("copy") / "run"
+    shutil.copytree(whole, directory)
+    return directory
+
+
+def read_everything(directory: Path) -> Evidence:
+    """All that a report and a trace take from the files."""
+    log = read_run_log(directory)
+    make_report(directory, directory, None)
+    evidence = gather(log, {step.iteration for step in log.steps})
+    tracer = Tracer()
+    for step in log.steps:
+        if timelines := evidence.timelines(step.iteration):
+            json.dumps(list(tracer.add(step, timelines)), allow_nan=False)
+    return evidence
+
+
+@given(data=st.data())
+def test_cut_anywhere(whole: Path, copy: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(FILES))
+    content = (whole / name).read_bytes()
+    end = data.draw(st.integers(0, len(content)))
+    (copy / name).write_bytes(content[:end])
+    try:
+        evidence = read_everything(copy)
+        kept = content[:end].count(b"\n")
+        cut_inside_a_line = end > 0 and content[end - 1 : end] != b"\n"
+        named = [each for each in evidence.problems if f"{name} line {kept + 1}:" in each]
+        # Only the newline itself can go unnoticed.
+        assert bool(named) == (cut_inside_a_line and content[end : end + 1] != b"\n")
+    except RunLogError:
+        assert name == FILES[0] and content[:end].count(b"\n") < 2, "the first step is whole"
+    finally:
+        (copy / name).write_bytes(content)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_value_replaced(whole: Path, copy: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(FILES))
+    content = (whole / name).read_text()
+    records = [json.loads(line) for line in content.splitlines()]
+    number = data.draw(st.integers(0, len(records) - 1))
+    places = list(_places(records[number]))
+    holder, key = places[data.draw(st.integers(0, len(places) - 1))]
+    if data.draw(st.booleans()) and isinstance(holder, dict):
+        del holder[key]
+    else:
+        holder[key] = data.draw(st.sampled_from(JUNK))
+    (copy / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    try:
+        read_everything(copy)
+    except (RunLogError, ReportError) as error:
+        assert str(copy) in str(error)
+    finally:
+        (copy / name).write_text(content)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) inside a record."""
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield value, key
+            yield from _places(value[key])
+
+
+def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(whole, directory)
+    (directory / "ranks" / "rank-00001.jsonl").unlink()
+    evidence = read_everything(directory)
+    assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in evidence.problems
+    measured = evidence.timeline("measured", 2)
+    assert measured is not None
+    assert list(measured.spans) == [(0, 0)]
+    assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.cost.experts import ExpertShape
+from sparsebalance_megatron.cost.table import ExpertShape
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.settings import (

@@ -18,8 +18,7 @@ from plan.plan_cases import (
 from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron.cost.dense_length import crossing_tokens
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import Efficiency
+from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.layer_budgets import DENSE
 

@@ -229,7 +229,7 @@ def summaries_report() -> dict[str, Any]:
     ]
     traffic = Traffic()
     with traffic.watched():
-        gathered = exchange.summaries([x[held.own_block_N] for x in whole], held)
+        gathered = exchange.summaries([x[held.layouts.own_block_N] for x in whole], held)
     masses = torch.rand(MEMBERS, 5, 3, generator=generator, dtype=torch.float64)
     with traffic.watched():
         total = exchange.total_mass(masses[RANK], held)

@@ -20,14 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.data_set import SampleCounts
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
-from sparsebalance_megatron.learn.calibration import Calibration
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.learn.step_planner import Calibration, StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
+from sparsebalance_megatron.run.agreement import compare_runs
 from sparsebalance_megatron.run.inputs import source_record
-from sparsebalance_megatron.run.trainer import compare_runs
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""

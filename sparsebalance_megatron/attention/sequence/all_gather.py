@@ -2,10 +2,8 @@
 """Every member gathers the keys and values of the sequence, one KV head at a time.
 
 The next head is in flight while attention of this one is computed, so a member holds two heads of
-the sequence at a time. Between heads no member waits for what others compute, as in a ring. As in
-Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
-
-The base class has what rings share with it: summaries and masses of members, and transfers.
+the sequence at a time. As in Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on
+layouts.
 
 Shape legend: T tokens (of a slice or of the sequence), N blocks of them, E both side by side, Z
 tokens of all members, padded to as many as the longest has.
@@ -25,21 +23,14 @@ from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 
 
 class BetweenRanks:
-    """The part of an :class:`.slice.SequenceExchange` that does not move keys and values.
-
-    One exchange serves all sequences and layers of a process group.
-    """
+    """What an all-gather and rings share; one serves all sequences and layers of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """See :meth:`.slice.SequenceExchange.summaries`; one collective.
-
-        Raises:
-            ValueError: a summary has not one entry for each of this rank's blocks.
-        """
+        """See :meth:`.slice.SequenceExchange.summaries`; one collective."""
         blocks = sequence.local_layout.blocks
         if any(x.shape[0] != blocks for x in own):
             raise ValueError(
@@ -64,11 +55,7 @@ class BetweenRanks:
 
     @torch.no_grad()
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """See :meth:`.slice.SequenceExchange.total_mass`; one collective.
-
-        Raises:
-            ValueError: the masses are not float64, or not of the sequence's documents.
-        """
+        """See :meth:`.slice.SequenceExchange.total_mass`; one collective."""
         if mass_SK.dtype != torch.float64 or mass_SK.shape[0] != sequence.whole_layout.documents:
             raise ValueError(
                 f"mass is {mass_SK.dtype} {tuple(mass_SK.shape)}: must be float64 with one entry "

@@ -17,7 +17,7 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.sensitivity import read_sensitivities
+from sparsebalance_megatron.cost.table import read_sensitivities
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks, layer_budgets_text
 from sparsebalance_megatron.plan.job import Job

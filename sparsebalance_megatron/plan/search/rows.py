@@ -7,7 +7,7 @@ long as its fullest bin, its height. The sum of heights is what all rows take, o
 1. *Open.* The heaviest samples, one for each bin, open the bins in falling order: so neighbours in
    weight share a row, and no bin is empty. One sample a bin is then the least sum of heights.
 2. *Add.* Each later sample, heaviest first, goes where its row grows least; of equals, where it
-   leaves least room below the height. No bin exceeds the cap of tokens.
+   leaves least room below the height, or, evenly, most. No bin exceeds the cap of tokens.
 3. *Move.* A sample of a row's fullest bin moves to another bin, or changes places with a sample
    there, where that lowers the sum of heights most. Rows that no move of a round has touched move
    at once. This ends where no move helps, or after ``_MAX_ROUNDS``.
@@ -27,7 +27,13 @@ _GAIN = 1e-9
 
 
 def packed_rows(
-    weights_S: np.ndarray, tokens_S: np.ndarray, rows: int, members: int, cap_tokens: int
+    weights_S: np.ndarray,
+    tokens_S: np.ndarray,
+    rows: int,
+    members: int,
+    cap_tokens: int,
+    *,
+    evenly: bool = False,
 ) -> Rows | None:
     """Rows of few and equal heights; None where the samples do not fit so many bins.
 
@@ -42,7 +48,7 @@ def packed_rows(
     if len(weights_S) < rows * members:
         return None
     packing = Rows(np.asarray(weights_S, dtype=np.float64), tokens_S, rows, members, cap_tokens)
-    return packing if packing.fill() else None
+    return packing if packing.fill(evenly=evenly) else None
 
 
 class Rows:
@@ -81,7 +87,7 @@ class Rows:
         width = self._members
         return [tuple(bins[first : first + width]) for first in range(0, len(bins), width)]
 
-    def fill(self) -> bool:
+    def fill(self, *, evenly: bool) -> bool:
         """Open all bins and add the other samples; whether all found room."""
         order = np.argsort(-self._weights_S, kind="stable")
         first = order[: len(self.load_J)]
@@ -99,7 +105,8 @@ class Rows:
             least = grows_J.min()
             if not np.isfinite(least):
                 return False
-            chosen = int(np.where(grows_J <= least, over_J, -np.inf).argmax())
+            room_J = -over_J if evenly else over_J
+            chosen = int(np.where(grows_J <= least, room_J, -np.inf).argmax())
             self.bin_S[sample] = chosen
             self.load_J[chosen] += weight
             self.used_J[chosen] += tokens

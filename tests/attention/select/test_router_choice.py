@@ -15,7 +15,7 @@ import torch
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
-from sparsebalance_megatron.attention.select.router_choice import (
+from sparsebalance_megatron.attention.select.summaries import (
     MOST_BLOCKS,
     means_in_triton,
     ranks_in_triton,

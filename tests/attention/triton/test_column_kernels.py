@@ -17,7 +17,6 @@ from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.triton import (
-    column_gradient_kernels,
     key_block_kernel,
     query_block_kernel,
 )
@@ -43,7 +42,7 @@ def test_lists_of_any_length_and_order(
     end is no token's number."""
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (query_block_kernel, key_block_kernel, column_gradient_kernels):
+    for module in (query_block_kernel, key_block_kernel):
         monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
     case = _case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
     case = with_random_columns(case, 45)
@@ -58,15 +57,15 @@ def test_lists_of_any_length_and_order(
 def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk reads the document's first tokens."""
     case = _case([0, 17, 96], [1, 3], kv_heads=2)
-    monkeypatch.setattr(column_gradient_kernels, "PARTIAL_BYTES", chunk_blocks * 8 * 2 * 16 * 16)
-    readers = column_gradient_kernels._readers_by_row
+    monkeypatch.setattr(key_block_kernel, "PARTIAL_BYTES", chunk_blocks * 8 * 2 * 16 * 16)
+    readers = key_block_kernel._readers_by_row
     chunks: list[int] = []
 
     def counted(tokens_JGK: Tensor, *others) -> tuple[Tensor, ...]:
         chunks.append(len(tokens_JGK))
         return readers(tokens_JGK, *others)
 
-    monkeypatch.setattr(column_gradient_kernels, "_readers_by_row", counted)
+    monkeypatch.setattr(key_block_kernel, "_readers_by_row", counted)
     assert_right(case)
     assert max(chunks) == chunk_blocks and sum(chunks) == case.selection.query_layout.blocks
 

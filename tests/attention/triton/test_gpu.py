@@ -16,12 +16,10 @@ from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
-    column_gradient_kernels,
     device_functions,
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 
 pytestmark = [
@@ -34,11 +32,11 @@ KERNELS = (
     query_block_kernel._query_block_kernel,
     key_block_kernel._key_block_kernel,
     device_functions._add_parts_kernel,
-    column_gradient_kernels._column_gradient_kernel,
-    column_gradient_kernels._column_sum_kernel,
-    token_query_kernels._reader_kernel,
-    token_key_kernel._delta_kernel,
-    token_key_kernel._token_key_kernel,
+    key_block_kernel._column_gradient_kernel,
+    key_block_kernel._column_sum_kernel,
+    token_kernels._reader_kernel,
+    token_kernels._delta_kernel,
+    token_kernels._token_key_kernel,
 )
 GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head", "vertical-slash"]
 

@@ -16,10 +16,7 @@ from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.select import (  # noqa: E402
-    ranking_kernels,
-    row_ranking_kernel,
-)
+from sparsebalance_megatron.attention.select import router_kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +79,7 @@ def test_auto_takes_the_kernels_and_results_repeat() -> None:
 
 def test_lengths_and_budgets_of_one_power_of_two_compile_nothing() -> None:
     def compiled() -> int:
-        kernels = (ranking_kernels._mean_kernel, row_ranking_kernel._rank_kernel)
+        kernels = (router_kernels._mean_kernel, router_kernels._rank_kernel)
         return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
     _ranked("token-kv-head", [0, 64 * BLOCK], "triton")

@@ -21,8 +21,7 @@ from sparsebalance_megatron.attention.kernels import triton as implementation
 from sparsebalance_megatron.attention.kernels.triton import (
     device_functions,
     index,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
 
@@ -37,8 +36,7 @@ def _case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (token_query_kernels, token_key_kernel):
-        monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
+    monkeypatch.setattr(token_kernels, "tiles_of", lambda *_: tiles)
 
 
 def _popular(case: Case, block: int) -> Case:
@@ -58,13 +56,13 @@ def test_chunks_launches_and_cut_lists_add_up(
     """Programs of 32 rows in launches of three, keys of half a block, a block that all read."""
     _use_tiles(monkeypatch, rows=16, columns=16)
     monkeypatch.setattr(index, "FEWEST_TILE_READERS", 8)
-    monkeypatch.setattr(token_query_kernels, "WANTED_PROGRAMS", 1000)
-    monkeypatch.setattr(token_query_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
+    monkeypatch.setattr(token_kernels, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(token_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
     monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
     case = _popular(_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
-    chunks: list[token_query_kernels.Chunks] = []
+    chunks: list[token_kernels.Chunks] = []
     parts: list[int] = []
-    chunks_of, invert = token_query_kernels.Chunks.of, device_functions.inverse_lists
+    chunks_of, invert = token_kernels.Chunks.of, device_functions.inverse_lists
 
     def chunked(*args, **kwargs):
         chunks.append(chunks_of(*args, **kwargs))
@@ -75,7 +73,7 @@ def test_chunks_launches_and_cut_lists_add_up(
         parts.append(int(found.parts_U[: 2 * 4].max()))
         return found
 
-    monkeypatch.setattr(token_query_kernels.Chunks, "of", chunked)
+    monkeypatch.setattr(token_kernels.Chunks, "of", chunked)
     monkeypatch.setattr(device_functions, "inverse_lists", inverse)
     assert_right(case)
     assert {(x.rows, x.at_once, x.programs) for x in chunks} == {(32, 3, 14)}

@@ -15,7 +15,7 @@ from step_cases import SHAPE
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.sensitivity import Sensitivities
+from sparsebalance_megatron.cost.table import Sensitivities
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, features
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.plan.budgets.by_layer import (
