@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.data.data_set import epoch_permutation
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
-from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.documents import DatasetWriter, Documents
 
 SHORTEST, LONGEST = 64, 16
 """The other documents have a sequence length over these of tokens, evenly spread in between. With

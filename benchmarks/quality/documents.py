@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
+from sparsebalance_megatron.data.documents import DatasetWriter
 from sparsebalance_megatron.data.packing import Sample
 
 
