@@ -94,14 +94,17 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "attention/kernels/blocks": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
-    "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
-    "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
+    "data/documents": (
+        *("tests/data/test_samples.py", "tests/data/test_blend.py", "tests/data/test_prepare.py"),
+    ),
     "data/records": ("tests/bad_inputs/test_records.py", "tests/data/test_prepare.py"),
-    "data/prepare": ("tests/data/test_prepare.py", "tests/data/test_conversations.py"),
-    "data/dataset_writer": ("tests/data/test_prepare.py",),
-    "data/blend": ("tests/data/test_blended_samples.py",),
-    "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
+    "data/prepare": (
+        *("tests/data/test_prepare.py", "tests/data/test_conversations.py"),
+        "tests/bad_inputs/test_models.py",
+    ),
+    "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "log/": ("tests/log/test_reader.py",),
+    "data/samples": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),
         "tests/bad_inputs/test_data_files.py",

@@ -15,9 +15,8 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples, read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
