@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebalance_megatron.attention.kernels.triton import (
-    column_gradient_kernels,
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
     HOPPER,
@@ -59,10 +57,10 @@ KERNELS = {
     "key_gradient": key_block_kernel._key_block_kernel,
     "column_forward": query_block_kernel._query_block_kernel,
     "column_query_gradient": query_block_kernel._query_block_kernel,
-    "column_key_gradient": column_gradient_kernels._column_gradient_kernel,
-    "token_forward": token_query_kernels._reader_kernel,
-    "token_query_gradient": token_query_kernels._reader_kernel,
-    "token_key_gradient": token_key_kernel._token_key_kernel,
+    "column_key_gradient": key_block_kernel._column_gradient_kernel,
+    "token_forward": token_kernels._reader_kernel,
+    "token_query_gradient": token_kernels._reader_kernel,
+    "token_key_gradient": token_kernels._token_key_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
 BY_TOKEN, WITH_COLUMNS = "token_", "column_"
@@ -241,12 +239,11 @@ def instructions(code: str) -> list[str]:
     return [found[1] for found in map(_INSTRUCTION.match, code.splitlines()) if found]
 
 
-def candidates(name: str, head_dim: int) -> Iterator[Tile]:
+def candidates(head_dim: int) -> Iterator[Tile]:
     """Tile shapes around the table's; most do not fit."""
-    own = tile_of(name, head_dim)
     sides = (64, 128) if head_dim <= 128 else (32, 64, 128)
     for rows, columns, warps, stages in itertools.product(sides, sides, (4, 8), (2, 3, 4)):
-        yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
+        yield Tile(rows=rows, columns=columns, warps=warps, stages=stages)
 
 
 def _pass(name: str) -> str:
@@ -310,7 +307,7 @@ def _tiles(name: str, head_dim: int, every: bool) -> Iterator[Tile]:
     own = tile_of(name, head_dim)
     yield own
     if every:
-        yield from (tile for tile in candidates(name, head_dim) if tile != own)
+        yield from (tile for tile in candidates(head_dim) if tile != own)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -327,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
-                | {"tile": asdict(tile)}
+                | {"tile": tile._asdict()}
                 | {"fits": found.shared_bytes <= SHARED_BYTES[HOPPER]}
                 | asdict(found)
                 | {"matrix_share": round(found.matrix_share, 3)}

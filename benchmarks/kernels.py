@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,8 +56,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.kernels.triton import (
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
@@ -378,19 +377,19 @@ def _changes(
     """Names of versions to time, and which attribute of which module has which value in them."""
     modules = (query_block_kernel, key_block_kernel)
     if by_token:
-        modules = (token_query_kernels, token_key_kernel)
+        modules = (token_kernels, token_kernels)
     table = tiles_for(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
             version += f"{tile.stages} stages"
-            changed = replace(table, **{kernel: tile})
+            changed = table._replace(**{kernel: tile})
             yield version, [(module, "tiles_of", lambda *_, it=changed: it) for module in modules]
     if by_token:
         for size in PARTIAL_BYTES:
             yield (
                 f"{size >> 20} MiB of partial results",
-                [(token_query_kernels, "PARTIAL_BYTES", size)],
+                [(token_kernels, "PARTIAL_BYTES", size)],
             )
 
 

@@ -152,9 +152,12 @@ def prepare(data: Path, *, quick: bool) -> None:
     else:
         program = REPOSITORY / "examples" / "stdlib_documents.py"
         subprocess.run([sys.executable, str(program), str(source)], check=True)
+    trainer = REPOSITORY / "examples" / "train_tokenizer.py"
+    words = ("--input", str(source), "--vocab-size", "512" if quick else "2048")
+    tokenizer = f"{data}_tokenizer"
+    subprocess.run([sys.executable, str(trainer), *words, "--output", tokenizer], check=True)
     tool(
-        *("prepare-data", "--input", str(source)),
-        *("--tokenizer-train", "512" if quick else "2048"),
+        *("prepare-data", "--input", str(source), "--tokenizer", tokenizer),
         *("--output-prefix", str(data)),
         folder=data.parent,
     )
@@ -190,12 +193,12 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.log.log_file import LinesHandler
+        from sparsebalance_megatron.log.files import LinesHandler
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.hooks import RecordingTimers, _RecordingTimer
-        from sparsebalance_megatron.run.forward_step import ForwardStep
         from sparsebalance_megatron.run.run import Run
         from sparsebalance_megatron.run.step_reducer import StepReducer
+        from sparsebalance_megatron.run.trainer import ForwardStep
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sparsebalance_megatron import flags  # noqa: E402
-from sparsebalance_megatron.config import flag_name  # noqa: E402
+from sparsebalance_megatron.config import FILE_FLAG, flag_name  # noqa: E402
 
 PAGE = ROOT / "docs" / "FLAGS.md"
 
@@ -38,12 +38,13 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     texts = flags.help_texts()
-    for number, group in enumerate(flags.flag_groups()):
-        yield _TABLE.format(title=group.title.capitalize())
-        for field in group.fields:
+    for number, (title, group) in enumerate(flags.flag_groups().items()):
+        yield _TABLE.format(title=title.capitalize())
+        for field in group:
             default = {None: "-", False: "off"}.get(field.default) or f"`{field.default}`"
             values = flags.values_text(field)
-            yield f"| `{flag_name(field.name)}` | {values} | {default} | {texts[field.name]} |\n"
+            name = flag_name(field.name).removeprefix(f"{FILE_FLAG} ")
+            yield f"| `{name}` | {values} | {default} | {texts[field.name]} |\n"
         for flag, (values, text) in ({} if number else flags.OTHER_FLAGS).items():
             yield f"| `{flag}` | {values} | - | {text} |\n"
 

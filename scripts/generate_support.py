@@ -22,12 +22,17 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
 FIRST_FILES = (
-    *("run/forward_step", "run/micro_batches", "learn/step_planner", "plan/planner"),
+    *("run/trainer", "run/micro_batches", "learn/step_planner", "plan/planner"),
     *("plan/step_costs", "plan/search/annealing", "plan/pipeline/simulator", "plan/budgets/policy"),
-    *("plan/step_plan", "megatron/core_attention", "attention/coverage", "attention/api"),
+    *("plan/step_plan", "megatron/core_attention", "attention/api"),
     *("run/run", "run/step_reducer"),
 )
 """Where to begin reading, in the order in which a step passes them."""
+REFUSALS = {
+    "Of the model, also where a trainer has its own loop": MODEL,
+    "Of training": TRAINING,
+    "With `--sparse-balance-max-segments` above 1": SEGMENTS,
+}
 _MARKED = re.compile(
     r"(<!-- made by scripts/generate_support.py -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -38,6 +43,11 @@ def pages() -> dict[Path, str]:
     parts = {DOCS / "SUPPORT.md": refusals(), ROOT / "CONTRIBUTING.md": first_files()}
     filled = {path: _filled(path, part) for path, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
+    support["Refused"] = [
+        {"With `--sparse-balance`": " ".join(names), "What to do": remedy}
+        for refused in REFUSALS.values()
+        for remedy, names in _by_remedy(refused).items()
+    ]
     return filled | {DOCS / "support.json": json.dumps(support, indent=1) + "\n"}
 
 
@@ -55,13 +65,12 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
 
 
 def refusals() -> str:
-    """Three tables: of models, of training, of segments."""
-    return (
-        "Of the model, also where a trainer has its own loop:\n\n"
-        f"{_refusal_table(MODEL)}\nOf training:\n\n{_refusal_table(TRAINING)}"
-        "\nWith `--sparse-balance-max-segments` above 1:\n\n"
-        f"{_refusal_table(SEGMENTS)}"
-    )
+    """Lists of flags with what to use instead: of models, of training, of segments."""
+    parts = []
+    for title, refused in REFUSALS.items():
+        lines = (f"- {' '.join(flags)}: {what}\n" for what, flags in _by_remedy(refused).items())
+        parts.append(f"{title}:\n\n{''.join(lines)}\n")
+    return "".join(parts)
 
 
 def first_files() -> str:
@@ -83,13 +92,12 @@ def _filled(page: Path, part: str) -> str:
     return text
 
 
-def _refusal_table(refusals: Mapping[str, str]) -> str:
-    """A row for every remedy, with its flags; a message has the reason before the remedy."""
+def _by_remedy(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Remedies and their flags; a message has the reason before the remedy."""
     flags: dict[str, list[str]] = {}
-    for flag, message in refusals.items():
+    for flag, message in refused.items():
         flags.setdefault(message.rpartition("; ")[2], []).append(f"`{flag}`")
-    rows = ((" ".join(names), remedy) for remedy, names in flags.items())
-    return _table(("With `--sparse-balance`", "What to do"), rows)
+    return flags
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

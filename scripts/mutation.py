@@ -76,32 +76,35 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
     "cost/": (
-        *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
+        *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
         "tests/learn/test_calibration.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
+        CONTRACT,
         "tests/attention/sequence/test_earlier_segments.py",
-        "tests/attention/sequence/test_parts.py",
         "tests/attention/sequence/test_slice.py",
         "tests/attention/sequence/test_exchange.py",
     ),
     "attention/select/ranking": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/": (
-        *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),
+        *("tests/attention/select/test_block_topk.py", CONTRACT),
         "tests/attention/select/test_memory.py",
     ),
     "attention/kernels/blocks": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
-    "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
-    "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
+    "data/documents": (
+        *("tests/data/test_samples.py", "tests/data/test_blend.py", "tests/data/test_prepare.py"),
+    ),
     "data/records": ("tests/bad_inputs/test_records.py", "tests/data/test_prepare.py"),
-    "data/prepare": ("tests/data/test_prepare.py", "tests/data/test_conversations.py"),
-    "data/dataset_writer": ("tests/data/test_prepare.py",),
-    "data/blend": ("tests/data/test_blended_samples.py",),
-    "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
-    "log/": ("tests/log/test_reader.py", "tests/log/test_damaged_logs.py"),
+    "data/prepare": (
+        *("tests/data/test_prepare.py", "tests/data/test_conversations.py"),
+        "tests/bad_inputs/test_models.py",
+    ),
+    "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
+    "log/": ("tests/log/test_reader.py",),
+    "data/samples": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),
         "tests/bad_inputs/test_data_files.py",
@@ -111,8 +114,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 fits counts."""
 LEFT_OUT = (
     "attention/kernels/triton/",
-    "attention/select/ranking_kernels.py",
-    "attention/select/row_ranking_kernel.py",
+    "attention/select/router_kernels.py",
 )
 """Kernels: on a CPU they are interpreted, minutes a time."""
 

@@ -66,6 +66,17 @@ def _naming_output() -> Iterator[None]:
         raise
 
 
+def mistake_in(error: Exception) -> str | None:
+    """What a user can mend: a ValueError of this package, or a package that is not installed; None
+    of a bug."""
+    if isinstance(error, ModuleNotFoundError):
+        from sparsebalance_megatron.supported import what_is_missing
+
+        return what_is_missing(error)
+    is_own = type(error).__module__.partition(".")[0] == _PACKAGE
+    return str(error) if is_own and isinstance(error, ValueError) else None
+
+
 def ends_in_one_line(
     program: str,
     run: Callable[[], int],
@@ -95,10 +106,6 @@ def _status(
                 return run()
             finally:
                 sys.stdout.flush()
-    except ModuleNotFoundError as error:
-        from sparsebalance_megatron.supported import what_is_missing
-
-        return _refused(program, what_is_missing(error))
     except BrokenPipeError:
         _discard_output()
         return _CLOSED_PIPE
@@ -111,8 +118,8 @@ def _status(
             return _refused(program, str(error))
         if isinstance(error, OSError) and (reason := _os_error_text(error)):
             return _refused(program, reason)
-        if isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == _PACKAGE:
-            return _refused(program, str(error))
+        if (mistake := mistake_in(error)) is not None:
+            return _refused(program, mistake)
         raise
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 
 _NAMES_SHOWN = 5
@@ -34,11 +34,11 @@ def place_and_reason(error: BaseException) -> tuple[str, str]:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}", text or frames[-1].line or ""
 
 
-def listed(names: Collection[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """A count and the first names, for error messages."""
-    shown = sorted(names)[:_NAMES_SHOWN]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"{len(names)} ({', '.join(shown)}{more})"
+    found = sorted(names)
+    more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
+    return f"{len(found)} ({', '.join(found[:_NAMES_SHOWN])}{more})"
 
 
 class PlanError(ValueError):

@@ -12,8 +12,9 @@ import ast
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -67,44 +68,26 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
     *("coverage_threshold", "dense_up_to", "layer_budgets", "sensitivity", "selection"),
-    *(
-        "first_blocks",
-        "eval_attention",
-        "max_tokens_per_micro_batch",
-        "max_context_parallel",
-        "max_segments",
-    ),
-    "overlong",
+    *("first_blocks", "eval_attention", "max_tokens_per_micro_batch", "max_context_parallel"),
+    *("max_segments", "overlong"),
 )
 _LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
 _NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
 _READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlagGroup:
-    """Fields of :class:`.SparseBalanceConfig` that are read, and shown, together."""
-
-    title: str
-    fields: tuple[Field[Any], ...]
-
-
-def flag_groups() -> tuple[FlagGroup, ...]:
-    """All flags: those that every run needs, some runs, and comparisons and experts; then the
-    options that have none."""
+def flag_groups() -> dict[str, tuple[Field[Any], ...]]:
+    """Title -> fields of :class:`.SparseBalanceConfig`: flags that every run needs, some runs, and
+    comparisons and experts; then the options that have none."""
     by_name = {each.name: each for each in fields(SparseBalanceConfig)}
     others = {*_FIRST_NEEDED, *_SOMETIMES_NEEDED, *ONLY_IN_FILE}
-    rest = tuple(name for name in by_name if name not in others)
-    titles = {
+    names_of = {
         "needed": _FIRST_NEEDED,
         "needed sometimes": _SOMETIMES_NEEDED,
-        "for comparisons and experts": rest,
+        "for comparisons and experts": tuple(name for name in by_name if name not in others),
         f"options of {FILE_FLAG}": tuple(name for name in by_name if name in ONLY_IN_FILE),
     }
-    return tuple(
-        FlagGroup(title=title, fields=tuple(by_name[name] for name in names))
-        for title, names in titles.items()
-    )
+    return {title: tuple(by_name[name] for name in names) for title, names in names_of.items()}
 
 
 def values_text(field: Field[Any]) -> str:
@@ -123,19 +106,17 @@ def values_text(field: Field[Any]) -> str:
 
 def help_texts() -> dict[str, str]:
     """Field -> the text under it, from the source: Python keeps no such text."""
-    return dict(_help_texts())
-
-
-def _help_texts() -> Iterator[tuple[str, str]]:
     (definition,) = ast.parse(inspect.getsource(SparseBalanceConfig)).body
     assert isinstance(definition, ast.ClassDef)
     own = {each.name: each for each in fields(SparseBalanceConfig)}
+    texts = {}
     for node, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             name = node.target.id
             given = own[name].metadata.get("argparse_meta", {}).get("help")
-            yield name, given or " ".join(str(after.value.value).split())
+            texts[name] = given or " ".join(str(after.value.value).split())
+    return texts
 
 
 def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
@@ -145,15 +126,19 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: naming the file, the option and the remedy; or an option on the command line
             that has no effect beside the mode.
     """
-    mode, words = value_of(MODE_FLAG, argv), _words_of(FILE_FLAG, argv)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(MODE_FLAG, dest="mode")
+    parser.add_argument(FILE_FLAG, dest="words", nargs="*", action="extend", default=[])
+    early, _ = parser.parse_known_args(argv)
+    mode = early.mode
     # A wrong mode on the command line is argparse's to refuse.
     found: dict[str, Any] = dict(MODES.get(mode or "", {}))
-    files = [word for word in words if "=" not in word]
+    files = [word for word in early.words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{FILE_FLAG} {' '.join(files)}: give one file")
     if files:
         mode, found = _options_of(Path(files[0]), mode)
-    for word in words:
+    for word in early.words:
         if word not in files:
             found |= _option_of(word, mode)
     given = {word.partition("=")[0] for word in argv}
@@ -243,20 +228,6 @@ def _option_of(word: str, mode: str | None) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, ValueError):
         value = text
     _, found = _checked({key: value}, f"{FILE_FLAG} {word}", mode or "default")
-    return found
-
-
-def _words_of(flag: str, argv: Sequence[str]) -> list[str]:
-    """All words that follow a flag, wherever it stands: ``--flag one two`` or ``--flag=one``."""
-    found, follows = [], False
-    for word in argv:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            follows = name == flag
-            if follows and value:
-                found.append(value)
-        elif follows:
-            found.append(word)
     return found
 
 

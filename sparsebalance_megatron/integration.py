@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sparsebalance_megatron.command_entry import mistake_in
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.text_table import one_line
 
@@ -78,15 +79,11 @@ def one_line_errors() -> Iterator[None]:
     """End at a ValueError of this package (flags, data, cost tables) with one line and status 2."""
     try:
         yield
-    except ValueError as error:
-        if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
+    except (ValueError, ModuleNotFoundError) as error:
+        reason = mistake_in(error)
+        if reason is None:
             raise
-        print(f"sparse balance: error: {one_line(str(error))}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        from sparsebalance_megatron.supported import what_is_missing
-
-        print(f"sparse balance: error: {what_is_missing(error)}", file=sys.stderr, flush=True)
+        print(f"sparse balance: error: {one_line(reason)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -21,7 +21,7 @@ satisfy it."""
 
 _PACKAGES = (
     *("torch", "megatron", "numpy", "scipy", "msgspec", "psutil"),
-    *("jinja2", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
+    *("jinja2", "matplotlib", "tqdm", "pyarrow", "safetensors", "tokenizers", "transformers"),
 )
 """Modules of pyproject.toml's dependencies, and of its extras for commands."""
 
@@ -97,13 +97,9 @@ def check_megatron() -> None:
         raise ConfigError(f"megatron{where}: {problem} (sparse-balance env shows what is found)")
 
 
-def what_is_missing(error: ModuleNotFoundError) -> str:
-    """The remedy for a dependency of this package that is not installed.
-
-    Raises:
-        ModuleNotFoundError: the given one, of any other module.
-    """
+def what_is_missing(error: ModuleNotFoundError) -> str | None:
+    """The remedy for a dependency of this package that is not installed; None of other modules."""
     name = (error.name or "").partition(".")[0]
     if name not in _PACKAGES:
-        raise error
+        return None
     return f"the package {name} is not installed here; pip install {name}"

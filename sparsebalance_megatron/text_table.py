@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of plain text, for terminals and logs of any width."""
+"""Tables of plain text and bars of progress, for terminals and logs of any width."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 _LONGEST_LINE_CHARACTERS = 1000
 
@@ -47,6 +49,15 @@ def text_table(
             )
             lines.append(gap.join(padded).rstrip())
     return lines
+
+
+def progress_bar(name: str, total: int, unit: str) -> Any:
+    """A bar on standard error of computations that take more than five seconds; ``update()`` after
+    each part. Logs get a line every ten seconds."""
+    from tqdm import tqdm
+
+    seconds = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(desc=name, total=total, unit=unit, delay=5.0, mininterval=seconds, leave=False)
 
 
 def terminal_columns() -> int:

@@ -206,13 +206,6 @@ def _run_torchrun(
             return None
 
 
-def python_block(page: str, number: int, path: Path) -> Path:
-    """A Python block of a page of docs/, written as it stands."""
-    text = (REPOSITORY / "docs" / page).read_text("utf-8")
-    path.write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[number], "utf-8")
-    return path
-
-
 def read_records(path: Path, kind: str = "step") -> list[dict[str, Any]]:
     """Records of one kind of a log file; none where there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from step_cases import JOB
 
-from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import Span, StepFigures
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     STEP_LOG,

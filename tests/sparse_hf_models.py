@@ -25,7 +25,7 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 CAUSAL = tuple(
     name for name in BUILT_IN if not getattr(selector_named(name), "needs_whole_documents", False)
 )
-"""Selections whose models can decode."""
+"""Selections that do not look ahead."""
 
 
 def make_model(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,14 @@ import numpy as np
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import (
+    CoverageTotals,
+    StepFigures,
+    StepMeasurement,
+    StepTimes,
+)
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_figures import StepFigures
-from sparsebalance_megatron.log.recording import FinishedStep
+from sparsebalance_megatron.log.records import FinishedStep
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
@@ -123,6 +128,9 @@ def finished_step(
         "iteration_ms": 10.5,
         "padded_tokens": 3,
         "host_ms": {"plan": 1.0},
+        "times": StepTimes(schedule_ms=math.nan, start_unix_s=None, spans=()),
+        "pieces": (),
+        "executed_O": np.empty(0),
     }
     figures = StepFigures.of(planned, measured)
     return FinishedStep(planned=planned, measured=measured, figures=figures, **(values | changes))

@@ -18,7 +18,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.command_entry import ends_in_one_line
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
+from sparsebalance_megatron.data.documents import DatasetWriter
 from sparsebalance_megatron.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "sparsebalance_megatron.cli"]
@@ -141,8 +141,6 @@ def test_a_deleted_working_directory_is_said(run: Path) -> None:
     [
         ("-o {0}/x --picture {0}/x", "are one file"),
         ("-o {0}/x --picture {0}/y/../x", "are one file"),
-        ("-o {0}/x.svg", "--output"),
-        ("--picture {0}/x.json", "--picture"),
     ],
 )
 def test_outputs_may_not_collide(
@@ -154,11 +152,3 @@ def test_outputs_may_not_collide(
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert set(run.parent.iterdir()) == before
-
-
-@pytest.mark.parametrize("words", ["report {0} -o {0}/x.json", "trace {0} -o {0}/x.html"])
-def test_a_suffix_of_another_kind_is_refused(
-    words: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words.format(run).split()) == 2
-    assert "choose another name" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer in docs/INTEGRATION.md, run as it stands there, and what a trainer can do wrong."""
+"""examples/hosts/own_loop.py, run as it stands there, and what a trainer can do wrong."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from harness import (
     PROGRAMS,
+    REPOSITORY,
     assert_same_steps,
     measured_ms,
-    python_block,
     read_steps,
     run_training,
 )
@@ -21,6 +21,7 @@ from harness import (
 pytestmark = pytest.mark.distributed
 
 PROGRAM = PROGRAMS / "trainer_loops.py"
+TRAINER = REPOSITORY / "examples/hosts/own_loop.py"
 STEPS = 4
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts and attention implementations differ in the order of float32 sums only."""
@@ -29,28 +30,22 @@ LOGS = {"dp2": "pp1", "pp2": "pp2"}
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tests/run/test_host_run.py runs the document's other block."""
-    return python_block("INTEGRATION.md", 0, tmp_path_factory.mktemp("trainer") / "trainer.py")
-
-
-@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("output")
 
 
 @pytest.fixture(scope="module")
-def one_rank(trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
-    return _run(1, trainer, documents, directory)
+def one_rank(documents: Path, directory: Path) -> dict[str, Any]:
+    return _run(1, documents, directory)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
-    return _run(2, trainer, documents, directory)
+def two_ranks(documents: Path, directory: Path) -> dict[str, Any]:
+    return _run(2, documents, directory)
 
 
-def _run(ranks: int, trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
-    program = (str(PROGRAM), "trainer", str(trainer), str(directory), str(documents))
+def _run(ranks: int, documents: Path, directory: Path) -> dict[str, Any]:
+    program = (str(PROGRAM), "trainer", str(TRAINER), str(directory), str(documents))
     run_training(ranks, (), program=program).require_success()
     paths = [directory / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
     first, *others = (json.loads(path.read_text()) for path in paths)

@@ -250,9 +250,8 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     example("check_selector")
     monkeypatch.setitem(BUDGET_POLICIES, "floor", None)
     names = extension("floor_policy")
-    fixed, floor = names["fixed"], names["floor"]
-    assert floor.speedup > 1.0 == fixed.speedup
-    assert fixed.coverage_mean - 0.1 <= floor.coverage_mean
+    assert names["speedup"] > 1.0
+    assert names["fixed"].coverage_mean - 0.1 <= names["floor"].coverage_mean
     capsys.readouterr()
     extension("gpipe")
     assert capsys.readouterr().out.split("\n")[:2] == [str(np.array([22.0]))] * 2

@@ -89,7 +89,7 @@ COMMANDS = {
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}
-REQUIREMENTS = {"torch", "megatron-core", "filelock", "msgspec", "numpy", "scipy", "psutil"}
+REQUIREMENTS = {"torch", "megatron-core", "filelock", "msgspec", "numpy", "scipy", "psutil", "tqdm"}
 
 
 def test_exports() -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from end_to_end import giants, launch, show
-from end_to_end.evaluation import FORMULAS, bounds_ms, judge, summarise
+from end_to_end.evaluation import FORMULAS, bounds_ms, summarise
 from end_to_end.layouts import LAYOUTS, SEED, Layout, model_flags
 from end_to_end.results import read_steps
 from end_to_end.variants import (
@@ -236,7 +236,6 @@ def measure_layout(
         "tokens": sum(next(iter(batch.values())).tokens for batch in batches),
         "flags": [*layout.flags, *flags],
         "variants": summaries,
-        "goals": judge(layout.name, summaries),
         "step_ms": {
             name: [round(batch[name].step_ms, 3) for batch in batches] for name in summaries
         },

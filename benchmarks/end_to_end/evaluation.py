@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paired statistics of measured steps, and the goals they are held against."""
+"""Paired statistics of measured steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -119,89 +118,3 @@ def compare(reference_ms: np.ndarray, variant_ms: np.ndarray, *, seed: int) -> d
         "median_ratio": float(np.median(ratio)),
         "least_ratio": float(ratio.min()),
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A number of a variant's summary and what it should be; ``path`` leads to it."""
-
-    text: str
-    path: tuple[str, ...]
-    at_least: float | None = None
-    at_most: float | None = None
-
-
-_DENSE_GOAL = Goal(
-    text="speedup over dense attention", path=(f"versus_{DENSE}", "speedup"), at_least=1.8
-)
-GOALS: Mapping[str, Sequence[Goal]] = {
-    "dp2": (
-        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.2),
-        Goal(
-            text="time over perfect balance of the fixed budget's work",
-            path=("over_bound",),
-            at_most=1.05,
-        ),
-        _DENSE_GOAL,
-    ),
-    "pp2": (
-        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.15),
-        _DENSE_GOAL,
-    ),
-    "ep2": (
-        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.35),
-        Goal(text="speedup over the paper", path=(f"versus_{PAPER}", "speedup"), at_least=1.10),
-    ),
-    "fsdp2": (
-        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.25),
-    ),
-    "dp2-giant": (
-        Goal(
-            text="speedup over ours without shared rows",
-            path=(f"versus_{OURS}", "speedup"),
-            at_least=1.4,
-        ),
-    ),
-    **{
-        layout: (
-            Goal(
-                text="speedup over ours in one segment",
-                path=(f"versus_{OURS}", "speedup"),
-                at_least=at_least,
-            ),
-        )
-        for layout, at_least in (("pp2-deep-2", 1.15), ("pp2-deep-4", 1.08))
-    },
-}
-"""Goals of the variant that keeps the coverage of base budgets, with rows on several ranks where
-there are any."""
-
-
-def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Goals of a layout with what was reached; none for a layout without any.
-
-    Those against a reference that did not run are left out.
-    """
-    goals = GOALS.get(layout, ())
-    judged = {"dp2-giant": OURS_WIDE, "pp2-deep-2": OURS_SEGMENTS, "pp2-deep-4": OURS_SEGMENTS}.get(
-        layout, OURS
-    )
-    if not goals or judged not in summaries:
-        return []
-    ours = summaries[judged]
-    base = ours["base_coverage"]
-    coverage = Goal(
-        text="coverage, of base budgets on the same scores", path=("coverage",), at_least=base
-    )
-    return [_judged(goal, ours) for goal in (coverage, *goals) if goal.path[0] in ours]
-
-
-def _judged(goal: Goal, summary: Mapping[str, Any]) -> dict[str, Any]:
-    value: Any = summary
-    for key in goal.path:
-        value = value[key]
-    met = (goal.at_least is None or value >= goal.at_least) and (
-        goal.at_most is None or value <= goal.at_most
-    )
-    limit = {"at_least": goal.at_least} if goal.at_most is None else {"at_most": goal.at_most}
-    return {"goal": goal.text, "value": value, **limit, "met": met}

@@ -15,7 +15,7 @@ _TICKS = (0.25, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def print_layout(name: str, found: Mapping[str, Any]) -> None:
-    """One row per variant, then the goals."""
+    """One row per variant."""
     print(f"\n{name}: {found['title']}; {found['batches']} global batches of each variant")
     rows: list[tuple[str, ...]] = [
         (
@@ -43,10 +43,6 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
     if heaviest is not None:
         least, mean = heaviest
         print(f"  heaviest micro-batch over the mean: {least:.2f} at least, {mean:.2f} on average")
-    for goal in found["goals"]:
-        limit = f">= {goal['at_least']:.3f}" if "at_least" in goal else f"<= {goal['at_most']:.3f}"
-        verdict = "met" if goal["met"] else "NOT MET"
-        print(f"  goal, {goal['goal']}: {goal['value']:.3f}, {limit}: {verdict}")
 
 
 def _row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:

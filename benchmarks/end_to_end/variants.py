@@ -59,12 +59,6 @@ VARIANTS = (
         tuning="anchor",
     ),
     Variant(
-        name="shortest",
-        label="ours, the shortest step at base coverage",
-        batching="makespan",
-        tuning="makespan",
-    ),
-    Variant(
         name=OURS,
         label="ours (the default)",
         batching="makespan",

@@ -19,6 +19,11 @@ def longalign_like(samples: int, seed: int) -> np.ndarray:
     return 8192 + _truncated_exponential(samples, seed, mean=17000.0, limit=MAX_TOKENS - 8192)
 
 
+def longalign_128k_like(samples: int, seed: int) -> np.ndarray:
+    """As :func:`longalign_like` with a tail of twice the mean, truncated at 131,072 tokens."""
+    return 8192 + _truncated_exponential(samples, seed, mean=34000.0, limit=131072 - 8192)
+
+
 def chatqa2_like(samples: int, seed: int) -> np.ndarray:
     """ChatQA2-Long-SFT (arXiv:2407.14482) in shape: half below 4K, half from 16K to 32K.
 
@@ -81,6 +86,7 @@ def _truncated_exponential(samples: int, seed: int, *, mean: float, limit: int) 
 
 LENGTHS: Mapping[str, Callable[[int, int], np.ndarray]] = {
     "longalign": longalign_like,
+    "longalign-128k": longalign_128k_like,
     "chatqa2": chatqa2_like,
     "chatqa2-tail": chatqa2_tail_like,
     "prolong": prolong_like,

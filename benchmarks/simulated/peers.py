@@ -25,7 +25,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.predict.rows import Row
+from sparsebalance_megatron.predict.comparison import Row
 from sparsebalance_megatron.predict.workload import Workload
 
 

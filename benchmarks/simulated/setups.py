@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from simulated.lengths import LENGTHS, MAX_TOKENS
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.rates import DEFAULT_EFFICIENCY
+from sparsebalance_megatron.cost.model import DEFAULT_EFFICIENCY, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.lengths import batches_of
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.workload import Workload, batches_of
 
 LAYERS = 36
 SHAPE = ModelShape(

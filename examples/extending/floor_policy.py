@@ -7,8 +7,8 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.integration import HostJob, Job, ModelShape
 from sparsebalance_megatron.plan.budgets.policy import BUDGET_POLICIES, BudgetPolicy
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.predict.comparison import Row
 from sparsebalance_megatron.predict.outcome import predict
-from sparsebalance_megatron.predict.rows import Row
 from sparsebalance_megatron.predict.workload import Workload
 
 
@@ -39,6 +39,7 @@ config = SparseBalanceConfig(selection="previous-block", base_budget=16)
 lengths = np.random.default_rng(0).integers(8192, 65536, (4, 16))  # of 4 steps of 16 samples
 workload = Workload.of(job, config, lengths.tolist())
 fixed = predict(Row({"tuning": "off"}, "").of(workload))
-floor = predict(Row({"tuning": "floor"}, "").of(workload), baseline=fixed)
+floor = predict(Row({"tuning": "floor"}, "").of(workload))
 print(f"fixed budgets: coverage {fixed.coverage_mean:.3f}")
-print(f"floor: {floor.speedup:.2f} times as fast, coverage {floor.coverage_mean:.3f}")
+speedup = fixed.makespan_ms / floor.makespan_ms
+print(f"floor: {speedup:.2f} times as fast, coverage {floor.coverage_mean:.3f}")

@@ -42,10 +42,8 @@ def budgeted_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
 
-    It cuts the packed sequence into blocks, scores them, selects and attends; differentiable in q,
-    k and v. To select once and attend often, or to observe coverage, call the steps yourself.
-
-    Two documents of 1,000 and 3,000 tokens, whose queries read 4 and 8 blocks of 128::
+    Differentiable in q, k and v. To select once and attend often, or to observe coverage, call the
+    steps yourself. Documents of 1,000 and 3,000 tokens, whose queries read 4 and 8 blocks of 128::
 
         q, k, v = (torch.randn(4000, heads, 64, requires_grad=True) for heads in (8, 2, 2))
         how = {"block_size": 128, "softmax_scale": 64**-0.5}
@@ -53,8 +51,7 @@ def budgeted_attention(
         out.sum().backward()
 
     Args:
-        q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
-        k_TGD, v_TGF: keys and values, same dtype and device.
+        q_THD, k_TGD, v_TGF: see :func:`block_sparse_attention`.
         cu_seqlens: S + 1 document boundaries in tokens, from 0 to T; ints, or a tensor on the CPU.
         budgets: KV blocks that a query may read, its own included: one for all documents, or S.
         block_size: tokens of a full block.
@@ -126,26 +123,24 @@ def block_sparse_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
-        k_TGD, v_TGF: keys and values, same dtype and device. They have as many tokens as the
-            queries, unless the selection says otherwise.
+        k_TGD, v_TGF: keys and values, same dtype and device, of the selection's ``kv_layout``.
         selection: which blocks are read, on the same device. The own block, where it is listed,
             comes first; the order of past blocks does not matter. Lists without it are parts, whose
-            results :func:`..merge.merge_partials` puts together.
+            results :func:`.kernels.contract.merge_partials` puts together.
         softmax_scale: factor on q . k.
         implementation: who computes.
 
             - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
               of two, head dims up to 256, no float64. Deterministic, and without a host
               synchronisation.
-            - "blocks": gathered blocks through torch's products; for selections by query block on
-              any device.
-            - "tokens": gathered tokens through torch's products; for every selection by token.
+            - "blocks": gathered blocks through torch's products, for selections by query block;
+              "tokens": gathered tokens, for selections by token. On CUDA the host waits for them.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
             - "auto": on CUDA "triton" where that serves; else "blocks" or, for selections by
               token, "tokens", with a warning on CUDA.
-        known: out_THF and lse_TH of an earlier call with the same arguments. They are given back,
-            differentiable, and nothing is attended to again: what a recomputed pass can use.
+        known: out_THF and lse_TH of an earlier call with the same arguments, for a recomputed
+            pass: they are given back, differentiable, and nothing is attended to again.
         sink_H: for each query head the score of a key of value 0 that all its queries read besides
             ("attention sink"); differentiable. None for none.
 
@@ -159,10 +154,7 @@ def block_sparse_attention(
             selection. An explicit choice never falls back.
     """
     kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation)
-    if known is not None:
-        check_known(q_THD, v_TGF, known)
-    check_sink(q_THD, sink_H)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
 
 
 def dense_attention(
@@ -186,11 +178,8 @@ def dense_attention(
     _check_tensors(q_THD, k_TGD, v_TGF, selection)
     if obstacle := dense.obstacle(q_THD, v_TGF, selection):
         raise _error(f"dense attention {obstacle}")
-    if known is not None:
-        check_known(q_THD, v_TGF, known)
-    check_sink(q_THD, sink_H)
     kernel = cast("Kernel", dense)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
 
 
 def attends_densely(
@@ -212,54 +201,44 @@ def checked_kernel(
     selection: Selection,
     implementation: AttentionImplementation,
 ) -> Kernel:
-    """The implementation that :func:`block_sparse_attention` takes, all arguments checked.
-
-    Raises:
-        ValueError: see :func:`block_sparse_attention`.
-    """
+    """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
     _check_tensors(q_THD, k_TGD, v_TGF, selection)
     _check_selection(q_THD, k_TGD, selection)
     return kernel_named(_resolve(implementation, q_THD, v_TGF, selection))
 
 
-def check_known(q_THD: Tensor, v_TGF: Tensor, known: tuple[Tensor, Tensor]) -> None:
-    """Refuse results of an earlier call that cannot be those of these queries.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
-    wide = wide_dtype(q_THD.dtype)
-    found = [(tuple(x.shape), x.dtype, x.device) for x in known]
-    expected = [
-        ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
-        (tuple(q_THD.shape[:2]), wide, q_THD.device),
-    ]
-    if found != expected:
-        raise _error(
-            f"known out and lse are {found}: must be {expected}, as an earlier call with the same "
-            "arguments gave them"
-        )
-
-
-def check_sink(q_THD: Tensor, sink_H: Tensor | None) -> None:
-    """Refuse a sink that has not one score for each query head.
-
-    Raises:
-        ValueError: shape or device do not fit.
-    """
+def attended(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
+    selection: Selection,
+    kernel: Kernel,
+    softmax_scale: float,
+    known: tuple[Tensor, Tensor] | None,
+    sink_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out_THF and lse_TH by a kernel that serves; ``known`` and ``sink_H`` are checked."""
+    if known is not None:
+        found = [(tuple(x.shape), x.dtype, x.device) for x in known]
+        expected = [
+            ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
+            (tuple(q_THD.shape[:2]), wide_dtype(q_THD.dtype), q_THD.device),
+        ]
+        if found != expected:
+            raise _error(
+                f"known out and lse are {found}: must be {expected}, as an earlier call with the "
+                "same arguments gave them"
+            )
     if sink_H is not None and (sink_H.shape, sink_H.device) != (q_THD.shape[1:2], q_THD.device):
         raise _error(
             f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "
             f"each of the {q_THD.shape[1]} query heads, on {q_THD.device}"
         )
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
 def kernel_named(implementation: str) -> Kernel:
-    """The module of an implementation, any but "auto"; imported where it is first asked for.
-
-    Raises:
-        ValueError: there is no such implementation.
-    """
+    """The module of an implementation, any but "auto"; imported where it is first asked for."""
     if implementation not in _KERNELS:
         known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
         raise _error(f"implementation {implementation!r}: must be one of {known}")

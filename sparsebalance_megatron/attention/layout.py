@@ -28,7 +28,7 @@ class BlockGrid:
 
     Attributes:
         block_size: tokens of a full block.
-        boundaries: document boundaries in tokens, S + 1 entries, the first is 0.
+        boundaries: document boundaries in tokens, S + 1 entries from 0.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
         first_block_S, blocks_S: a document's first block, and its blocks.
@@ -56,13 +56,10 @@ class PackedLayout:
     Every tensor is int64 on the device of the sequence.
 
     Attributes:
-        grid: the blocks on the host.
+        grid: the blocks on the host; tensors have the names that it has.
         number_N: a block's number in the sequence, 0 to N - 1.
-        document_N, index_N: a block's document, and its number inside that document.
-        start_N, length_N: a block's first token, and its tokens.
         document_first_N, document_end_N: the first block of a block's document, and one past the
             document's last token.
-        first_block_S, blocks_S, tokens_S: a document's first block, its blocks and its tokens.
         block_T: a token's block.
         place_T: a token's place in a buffer of N blocks with B places each.
     """
@@ -95,7 +92,7 @@ class PackedLayout:
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """Document boundaries in tokens, S + 1 entries, the first is 0."""
+        """Document boundaries in tokens, S + 1 entries from 0."""
         return tuple(self.grid.boundaries.tolist())
 
     @cached_property
@@ -104,7 +101,6 @@ class PackedLayout:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a full block."""
         return self.grid.block_size
 
     @property
@@ -205,8 +201,20 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
             increase; ``block_size`` is below 1.
     """
     boundaries = np.asarray(cu_seqlens, dtype=np.int64)
-    _check(boundaries, block_size)
-    blocks_S = -(-np.diff(boundaries) // block_size)
+    if block_size < 1:
+        raise ValueError(f"packed sequence: block_size {block_size}: must be at least 1 token")
+    if boundaries.ndim != 1 or len(boundaries) < 2:
+        raise ValueError("packed sequence: cu_seqlens must hold at least one document: [0, tokens]")
+    if boundaries[0] != 0:
+        raise ValueError(f"packed sequence: cu_seqlens starts at {boundaries[0]}: must start at 0")
+    lengths = np.diff(boundaries)
+    if (lengths < 1).any():
+        document = int(np.argmax(lengths < 1))
+        raise ValueError(
+            f"packed sequence: cu_seqlens must increase; document {document} has "
+            f"{lengths[document]} tokens: leave empty documents out"
+        )
+    blocks_S = -(-lengths // block_size)
     first_block_S = np.cumsum(blocks_S) - blocks_S
     document_N = np.repeat(np.arange(len(blocks_S)), blocks_S)
     index_N = np.arange(len(document_N)) - first_block_S[document_N]
@@ -223,28 +231,12 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
     )
 
 
-def _check(boundaries: np.ndarray, block_size: int) -> None:
-    if block_size < 1:
-        raise ValueError(f"packed sequence: block_size {block_size}: must be at least 1 token")
-    if boundaries.ndim != 1 or len(boundaries) < 2:
-        raise ValueError("packed sequence: cu_seqlens must hold at least one document: [0, tokens]")
-    if boundaries[0] != 0:
-        raise ValueError(f"packed sequence: cu_seqlens starts at {boundaries[0]}: must start at 0")
-    lengths = np.diff(boundaries)
-    if (lengths < 1).any():
-        document = int(np.argmax(lengths < 1))
-        raise ValueError(
-            f"packed sequence: cu_seqlens must increase; document {document} has "
-            f"{lengths[document]} tokens: leave empty documents out"
-        )
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutPair:
     """Queries and the keys they select from, which may lie in different packed sequences.
 
     Where a rank holds some blocks of a sequence, its queries form a sequence of their own, while
-    the keys are those of the whole sequence, whose documents are the training documents.
+    the keys are those of the whole sequence.
 
     Attributes:
         query_layout: the blocks of the queries, in any order.
@@ -280,20 +272,14 @@ class LayoutPair:
                 keys lack, or one of another length.
         """
         own_N = np.asarray(own_blocks, dtype=np.int64)
-        if own_N.shape != (query_layout.blocks,):
-            raise ValueError(
-                f"own_blocks has shape {own_N.shape}: must name one block of the keys' sequence "
-                f"for each of the {query_layout.blocks} query blocks"
-            )
         lengths_N = query_layout.grid.length_N
-        wrong_N = (own_N < 0) | (own_N >= kv_layout.blocks)
-        wrong_N |= kv_layout.grid.length_N[np.where(wrong_N, 0, own_N)] != lengths_N
-        if wrong_N.any():
-            place = int(np.argmax(wrong_N))
+        known = (own_N >= 0) & (own_N < kv_layout.blocks)
+        fits = own_N.shape == lengths_N.shape and known.all()
+        if not fits or (kv_layout.grid.length_N[own_N] != lengths_N).any():
             raise ValueError(
-                f"own_blocks: query block {place} is said to be block {own_N[place]} of the keys' "
-                f"sequence, which has {kv_layout.blocks} blocks: must be one of them, of the same "
-                "length"
+                f"own_blocks {own_N.tolist()}: must name one of the {kv_layout.blocks} blocks of "
+                f"the keys' sequence for each of the {query_layout.blocks} query blocks, of the "
+                "same length"
             )
         return cls(
             query_layout=query_layout,

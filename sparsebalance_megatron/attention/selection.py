@@ -35,10 +35,10 @@ class ColumnLists:
 class Selection:
     """Lists of KV blocks, one per selecting row and head.
 
-    Queries and keys may lie in different packed sequences, where a rank holds some of either.
-    Blocks of one training document keep their order in both and lie side by side, so that none
-    but the last of them is short; their documents need not be the training documents. A listed
-    block is read whole, unless it is the query's own block, which is read up to the query itself.
+    A listed block is read whole, but the query's own block up to the query itself. Queries and keys
+    may lie in different packed sequences, where a rank holds some of either. Blocks of one training
+    document keep their order in both and lie side by side, so that none but the last of them is
+    short; their documents need not be the training documents.
 
     Attributes:
         indices_QCK: int16 or int32 numbers of blocks in the keys' sequence without repetition, all

@@ -141,12 +141,7 @@ def _print_flags(arguments: argparse.Namespace) -> None:
     from sparsebalance_megatron.convert.hf_config import read_config
 
     model = read_config(arguments.hf_dir)
-    _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
-
-    dtype = model.weights_dtype or torch.float32
-    with redirect_stdout(io.StringIO()):
-        args = parse_model_flags(model, arguments.passed_on, dtype=dtype)
+    args = _parsed(model, arguments.passed_on, model.weights_dtype or torch.float32)
     print(_model_args(model, args, arguments.hf_dir), end="")
 
 
@@ -184,12 +179,12 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_attention import (
+    from sparsebalance_megatron.convert.megatron_model import (
+        check_trained,
         read_settings,
         trained_settings,
         write_settings,
     )
-    from sparsebalance_megatron.convert.megatron_model import check_trained
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -232,11 +227,20 @@ def _install_cpu_adapter() -> None:
     cpu.install()
 
 
+def _parsed(model: Decoder, flags: Sequence[str], dtype: torch.dtype) -> argparse.Namespace:
+    """Megatron's arguments."""
+    _install_cpu_adapter()
+    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
+
+    with redirect_stdout(io.StringIO()):
+        return parse_model_flags(model, flags, dtype=dtype)
+
+
 def _built(
     model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
     """Megatron's arguments and its model, whose parameters are those of the mapping."""
-    _install_cpu_adapter()
+    args = _parsed(model, flags, dtype)
     import torch
 
     from sparsebalance_megatron.convert import megatron_model as building
@@ -244,7 +248,6 @@ def _built(
     from sparsebalance_megatron.megatron.single_process import start_single_process
 
     with redirect_stdout(io.StringIO()):
-        args = building.parse_model_flags(model, flags, dtype=dtype)
         start_single_process(args.seed, torch.device("cpu"))
         try:
             megatron_model = building.build_model(args)
@@ -263,12 +266,13 @@ def _built(
 
 def _model_args(model: Decoder, args: argparse.Namespace, hf_dir: Path) -> str:
     """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
-    from sparsebalance_megatron.convert.megatron_attention import (
+    from sparsebalance_megatron.convert.megatron_model import (
+        bash_array,
+        model_flags,
         read_settings,
         set_arguments,
         training_flags,
     )
-    from sparsebalance_megatron.convert.megatron_model import bash_array, model_flags
 
     divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))

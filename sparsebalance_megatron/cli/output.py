@@ -16,8 +16,6 @@ from sparsebalance_megatron.json_file import refuse_output_over_input
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
 NOTES_SHOWN = 8
-_SUFFIXES = frozenset({".html", ".htm", ".json", ".jsonl", ".gz", ".svg"})
-"""Suffixes of files that commands write or read."""
 
 
 class OutputError(ValueError):
@@ -68,20 +66,17 @@ def check_writable(path: Path) -> None:
             pass
 
 
-def check_outputs(outputs: Mapping[str, tuple[Path | None, Sequence[str]]]) -> None:
-    """Raise if two outputs are one file, or one has the suffix of another kind of file.
+def refuse_one_file(outputs: Mapping[str, Path | None]) -> None:
+    """Raise if two outputs are one file.
 
     Args:
-        outputs: flag to the path, None if it was not given, and the suffixes of its kind.
+        outputs: flag to the path, None if it was not given.
 
     Raises:
         OutputError: naming the flags and the file.
     """
-    given = {flag: (path, own) for flag, (path, own) in outputs.items() if path is not None}
-    for flag, (path, own) in given.items():
-        if path.suffix.lower() in _SUFFIXES and path.suffix.lower() not in own:
-            raise OutputError(f"{flag} {path}: writes {' or '.join(own)}; choose another name")
-    for (flag, (path, _)), (other, (other_path, _)) in itertools.combinations(given.items(), 2):
+    given = [(flag, path) for flag, path in outputs.items() if path is not None]
+    for (flag, path), (other, other_path) in itertools.combinations(given, 2):
         if os.path.abspath(path) == os.path.abspath(other_path) or (
             path.is_file() and other_path.is_file() and path.samefile(other_path)
         ):

@@ -7,28 +7,29 @@ import itertools
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.rates import memory_gib
+from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
+    EXACT,
+    ROWS,
     Comparison,
     TableRow,
     compare_layouts,
-    compared_steps,
-    worth_planning,
 )
-from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.predict.rows import EXACT, ROWS
-from sparsebalance_megatron.predict.workload import STEPS, Workload
-from sparsebalance_megatron.progress import Progress
-from sparsebalance_megatron.text_table import shown_ms, terminal_columns
+from sparsebalance_megatron.predict.workload import (
+    STEPS,
+    Workload,
+    WorkloadError,
+    read_lengths,
+)
+from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
 from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
 
 _GIVEN = "as given"
@@ -54,11 +55,6 @@ def add_flags(parser: ArgumentParser) -> None:
         "budgets, by the paper's rule, and by default. After -- are the flags of training. Several "
         "values of flags are compared in one table."
     )
-    parser.usage = (
-        "sparse-balance plan --gpus N [--lengths FILE] [--model DIR] "
-        "[--vary 'FLAG VALUE VALUE ...']... [--steps N] [--rows all] [--json] "
-        "-- <flags of training>"
-    )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
     parser.add_argument(
         "--lengths",
@@ -83,9 +79,6 @@ def add_flags(parser: ArgumentParser) -> None:
         "with the flag and without; several multiply",
     )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="to plan")
-    parser.add_argument(
-        "--rows", choices=("main", "all"), default="main", help="all: also parts of the default"
-    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -97,13 +90,12 @@ def run(arguments: Namespace) -> int:
     choices = [_choices(text) for text in arguments.vary]
     job = _Job(arguments)
     if choices:
-        return _compare_layouts(arguments, job, choices)
-    workload = job.workload()
-    comparison, lines = predicted(
-        workload, job.order, terminal_columns(), every=arguments.rows == "all"
-    )
+        document, lines = _compared_layouts(job, choices)
+    else:
+        comparison, lines = predicted(job.workload(), job.order, terminal_columns())
+        document = _json(comparison) | {"flags": job.flags}
     if arguments.json:
-        print_json(_json(comparison) | {"flags": job.flags})
+        print_json(document)
     else:
         print(*lines, sep="\n")
     return 0
@@ -128,22 +120,11 @@ class _Job:
             raise WorkloadError(
                 "no lengths: give --lengths FILE, or after -- the --data-path of training"
             )
-        own_lengths = arguments.lengths is not None
-        self._lengths = read_lengths(arguments.lengths) if own_lengths else None
-        self.order = "as filed" if own_lengths else "of training"
-        # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
-        from sparsebalance_megatron.megatron.datasets import quiet_imports
-        from sparsebalance_megatron.run.dry_run import runs_on_cpu
-
-        words, enabled = arguments.passed_on, flag_name("enabled")
-        device = value_of(flag_name("device"), words) or SparseBalanceConfig.device
-        self._on_cpu = runs_on_cpu(device)
-        with quiet_imports():
-            from sparsebalance_megatron.run.described_job import described_job
-
-            self._described_job = described_job
-            own = () if arguments.model is None else _model_words(arguments.model)
-        self.flags = [*own, *words, *([] if enabled in given else [enabled])]
+        self._lengths = None if arguments.lengths is None else read_lengths(arguments.lengths)
+        self.order = "of training" if self._lengths is None else "as filed"
+        own = () if arguments.model is None else _model_words(arguments.model)
+        enabled = flag_name("enabled")
+        self.flags = [*own, *arguments.passed_on, *([] if enabled in given else [enabled])]
 
     def workload(self, more: Sequence[str] = ()) -> Workload:
         """The job with more flags.
@@ -151,18 +132,32 @@ class _Job:
         Raises:
             ValueError: of this package: the flags, or their data, make no job.
         """
+        # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+        from sparsebalance_megatron.megatron.datasets import quiet_imports
+        from sparsebalance_megatron.run.dry_run import runs_on_cpu
+
+        device = value_of(flag_name("device"), self.flags) or SparseBalanceConfig.device
+        on_cpu = runs_on_cpu(device)
+        with quiet_imports():
+            from sparsebalance_megatron.run.described_job import described_job
         arguments, lengths = self._arguments, self._lengths
         longest = None if lengths is None else int(lengths.max())
         flags = _completed([*self.flags, *more], longest)
-        job = self._described_job(flags, arguments.gpus, on_cpu=self._on_cpu)
+        job = described_job(flags, arguments.gpus, on_cpu=on_cpu)
         return job.workload(lengths, str(arguments.lengths), arguments.steps)
 
 
 def _model_words(model: Path) -> tuple[str, ...]:
     """Megatron's flags of a Hugging Face model."""
-    from sparsebalance_megatron.convert.hf_config import read_config
-    from sparsebalance_megatron.convert.megatron_model import default_divisor, model_flags, words
+    from sparsebalance_megatron.megatron.datasets import quiet_imports
 
+    with quiet_imports():
+        from sparsebalance_megatron.convert.hf_config import read_config
+        from sparsebalance_megatron.convert.megatron_model import (
+            default_divisor,
+            model_flags,
+            words,
+        )
     found = read_config(model)
     rows = found.vocab_size
     return words(model_flags(found, divisor=default_divisor(rows), padded_vocab_size=rows))
@@ -219,16 +214,15 @@ def _choices(text: str) -> _Choices:
     return flag, tuple((flag, *value.split()) for value in dict.fromkeys(values))
 
 
-def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices]) -> int:
-    """Plan every combination as given and with dense attention, print."""
-    combinations = list(
-        itertools.islice(itertools.product(*(words for _, words in choices)), _MOST_ROWS + 1)
-    )
+def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str, Any], list[str]]:
+    """Every combination planned as given and with dense attention: as JSON, and as lines."""
+    every = itertools.product(*(words for _, words in choices))
+    combinations = list(itertools.islice(every, _MOST_ROWS + 1))
     if len(combinations) > _MOST_ROWS:
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
-    rows, refused = [], {}
+    rows, refused, dense_rows = [], {}, set()
     words_of: dict[tuple[str, ...], list[str]] = {}
-    progress = Progress("flags", len(combinations), "rows")
+    bar = progress_bar("flags", len(combinations), "rows")
     for chosen in combinations:
         names = tuple(" ".join(each[1:]) or ("no", "yes")[len(each)] for each in chosen)
         words = list(itertools.chain(*chosen))
@@ -241,77 +235,63 @@ def _compare_layouts(arguments: Namespace, job: _Job, choices: Sequence[_Choices
             refused[shlex.join(words)] = str(error)
         else:
             rows.append(TableRow(names=(*names, _GIVEN), workload=workload))
-            exact = ROWS[EXACT].of(workload)
-            if not workload.is_dense and not any(_dense_alike(exact, row.workload) for row in rows):
+            dense_words = tuple(words_of[*names, EXACT])
+            # Flags of sparse attention alone make no other row.
+            if not workload.is_dense and dense_words not in dense_rows:
+                exact = ROWS[EXACT].of(workload)
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
-        progress()
-    progress.close()
+                dense_rows.add(dense_words)
+        bar.update()
+    bar.close()
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
-    progress = Progress("plan", compared_steps(worth_planning(rows)))
-    found = compare_layouts(rows, progress)
-    progress.close()
+    found = compare_layouts(rows)
     refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
     fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
     dense_flags = [*job.flags, *dense]
     if found.dense.names[-1] == EXACT:
         dense_flags = in_mode("exact", dense_flags)
-    if arguments.json:
-        flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
-        print_json(_json(found) | flags | {"left_out": refused})
-        return 0
     dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
     without = f" (without {' '.join(dropped)})" if dropped else ""
+    reasons: dict[str, list[str]] = {}
+    for words_text, reason in refused.items():
+        reasons.setdefault(reason, []).append(words_text or "none of these flags")
     verdict = [
         f"Fastest: {shlex.join(fastest)}: {shown_ms(found.given.ms)} ms, "
         f"{over_dense(found, 'the fastest with dense attention')}.",
         f"Fastest with dense attention: {shlex.join(dense)}{without}: "
         f"{shown_ms(found.dense.ms)} ms.",
+        *(f"Left out: {'; '.join(which)}: {why}." for why, which in reasons.items()),
     ]
-    reasons: dict[str, list[str]] = {}
-    for words_text, reason in refused.items():
-        reasons.setdefault(reason, []).append(words_text or "none of these flags")
-    verdict += [f"Left out: {'; '.join(which)}: {why}." for why, which in reasons.items()]
-    keys = [*(flag[2:] for flag, _ in choices), ""]
-    meanings = {EXACT: ROWS[EXACT].meaning}
-    print(
-        *prediction_lines(
-            found, job.order, terminal_columns(), keys=keys, meanings=meanings, verdict=verdict
-        ),
-        sep="\n",
+    lines = prediction_lines(
+        found,
+        job.order,
+        terminal_columns(),
+        keys=[*(flag[2:] for flag, _ in choices), ""],
+        meanings={EXACT: ROWS[EXACT].meaning},
+        verdict=verdict,
     )
-    return 0
-
-
-def _dense_alike(one: Workload, other: Workload) -> bool:
-    """Whether two workloads with dense attention alone take the same, whatever else differs."""
-    parts = [
-        [rows for part, rows in of.items() if part not in (Part.ATTENTION, Part.ROUTER)]
-        for each in (one, other)
-        for of in (each.cost.forward_ms, each.cost.backward_ms)
-    ]
-    settings = replace(other.plan_settings, base_budget=one.plan_settings.base_budget)
-    same = (one.job, one.memory, one.plan_settings) == (other.job, other.memory, settings)
-    return other.is_dense and same and parts[:2] == parts[2:]
+    flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
+    return _json(found) | flags | {"left_out": refused}, lines
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:
-    workload = comparison.given.workload
-    memory = memory_gib(workload.cost.device)
+    workload, first_ms = comparison.given.workload, comparison.rows[0].ms
+    rows: dict[str, dict[str, Any]] = {}
+    for row in comparison.rows:
+        found = rows[" ".join(row.names)] = {
+            "fits": row.fits,
+            "at_most_gib": row.at_most_bytes / GIBIBYTE,
+        }
+        if row.outcome is not None:
+            found |= {"speedup": first_ms / row.ms, **asdict(row.outcome)}
     return {
         "steps": len(workload.batches),
         "costs": workload.cost.source,
         "device": workload.cost.device,
-        "memory_gib": memory,
+        "memory_gib": memory_gib(workload.cost.device),
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
         "dense_up_to_tokens": workload.plan_settings.dense_up_to_tokens,
-        "rows": {
-            " ".join(row.names): {
-                "fits": row.fits,
-                "at_most_gib": row.at_most_bytes / GIBIBYTE,
-                **({} if row.outcome is None else asdict(row.outcome)),
-            }
-            for row in comparison.rows
-        },
+        "rows": rows,
     }

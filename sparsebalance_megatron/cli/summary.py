@@ -10,24 +10,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
-    check_outputs,
     print_notes,
     print_wrapped,
+    refuse_one_file,
     refuse_output_over_logs,
     write_text,
 )
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
-from sparsebalance_megatron.view.report.run_report import step_picture
+from sparsebalance_megatron.view.report.run_report import picture_of_both
 from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
     descriptions,
     headline,
-    headlines_beside,
     numbers_table,
     settings_that_differ,
+    speedup_text,
 )
 
 
@@ -62,12 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Read both logs, write the JSON, print the table, draw."""
-    check_outputs(
-        {
-            "--output": (arguments.output, (".json",)),
-            "--picture": (arguments.picture, (".svg",)),
-        }
-    )
+    refuse_one_file({"--output": arguments.output, "--picture": arguments.picture})
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(
             written, arguments.baseline, arguments.run_directory, *arguments.beside
@@ -90,7 +85,7 @@ def run(arguments: Namespace) -> int:
         write_text(arguments.output, text)
         written.append(f"written to {arguments.output}")
     if arguments.picture is not None:
-        iteration, svg = step_picture(balanced, baseline)
+        iteration, svg = picture_of_both(balanced, baseline)
         write_text(arguments.picture, svg)
         written.append(f"iteration {iteration} of both runs drawn in {arguments.picture}")
     if arguments.json:
@@ -113,9 +108,8 @@ def show(
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
     beside = beside or {}
     print_wrapped(settings_that_differ(numbers, beside))
-    print_wrapped(
-        [headline(numbers), *changes(numbers), *headlines_beside(beside), *caveats(numbers)]
-    )
+    others = [speedup_text(comparison, name) for name, comparison in beside.items()]
+    print_wrapped([headline(numbers), *changes(numbers), *others, *caveats(numbers)])
     # The page says besides how each number is known.
     names, rows = numbers_table(numbers, beside)
     cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of shared micro-batches: transfers of keys and values, uneven shares of the work."""
+"""Cost of what ranks exchange: keys and values of shared micro-batches, tokens of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from sparsebalance_megatron.cost.parts import Direction
 
 NOMINAL_GIGABYTES_PER_SECOND = 50.0
 """That a rank receives, where nothing was measured: about one 400 Gb/s network card each."""
+RANKS_PER_NODE = 8
+NODE_GIGABYTES_PER_SECOND = 150.0
+"""A rank receives tokens of experts at this rate inside a node: about what DeepEP reports for 8
+ranks on an H800 (github.com/deepseek-ai/DeepEP, README)."""
 _BYTES_PER_MS_AND_GIGABYTE = 1e6
+_HALF = 2
+"""Bytes of a number in bfloat16."""
 _ELEMENT_BYTES: Mapping[str, float] = {"float64": 8.0, "float32": 4.0}
 """Data type wider than two bytes -> its bytes."""
 
@@ -33,8 +39,6 @@ def received_bytes(tokens: float, cp_size: int, bytes_per_token: float) -> float
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Costs of a micro-batch that several ranks share. Nothing of it is taken to overlap with work.
-
-    A forward gathers keys and values. A backward gathers them again and scatters their gradients.
 
     Attributes:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank;
@@ -82,3 +86,27 @@ class Exchange:
     def share(self, cp_size: int) -> float:
         """Part of a micro-batch's work that each of its ranks does."""
         return 1.0 if cp_size == 1 else (1.0 + self.loss) / cp_size
+
+
+def exchange_ms_per_token(
+    *,
+    hidden_size: int,
+    top_k: int,
+    ranks: int,
+    tensor_parallel_size: int,
+    gigabytes_per_second: float | None = None,
+) -> float:
+    """Ms per token and layer of one direction: tokens go to their experts' ranks and come back.
+
+    Ranks of a node exchange at :data:`NODE_GIGABYTES_PER_SECOND`, others at the nominal rate of a
+    network card. Nothing is taken to overlap, and no token that two experts of a rank take is
+    counted once.
+
+    Args:
+        ranks: of the expert-parallel group.
+        gigabytes_per_second: in place of both rates.
+    """
+    one_node = ranks * tensor_parallel_size <= RANKS_PER_NODE
+    rate = NODE_GIGABYTES_PER_SECOND if one_node else NOMINAL_GIGABYTES_PER_SECOND
+    sent_bytes = _HALF * hidden_size * top_k / tensor_parallel_size * (ranks - 1) / ranks
+    return 2 * sent_bytes * ms_per_byte(gigabytes_per_second or rate)

@@ -9,27 +9,97 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
     DEFAULT_SELECTION,
     CountedDevice,
 )
-from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
-from sparsebalance_megatron.cost.experts import exchange_ms_per_token
+from sparsebalance_megatron.cost.exchange import Exchange, exchange_ms_per_token, ms_per_byte
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
-from sparsebalance_megatron.cost.rates import DEVICES, Efficiency, selection_efficiency
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.cost.work_model import (
+    FEATURES,
+    TOKEN_QUERY_HEAD,
+    WorkModel,
+    work_model_named,
+)
 
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
 _FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR, Part.EXPERTS}
 _NOTHING: frozenset[Part] = frozenset()
 
+_FORWARD_AND_BACKWARD = 3
 COUNTED = "counted operations"
 """How the source of a model begins that measured nothing."""
+
+
+class CountedRates(NamedTuple):
+    """``flops_per_ms``: dense bfloat16 products. ``memory_gib``: what a driver shows as total."""
+
+    flops_per_ms: float
+    memory_gib: float
+
+
+DEVICES: Mapping[CountedDevice, CountedRates] = {
+    "a100": CountedRates(312e9, 80.0),
+    "h100": CountedRates(989e9, 80.0),
+    "h200": CountedRates(989e9, 140.0),
+    "b200": CountedRates(2250e9, 179.0),
+}
+"""NVIDIA's data sheets. An H200 multiplies as fast as an H100 and has more memory."""
+
+
+def memory_gib(device: str) -> float | None:
+    """Memory of a device by the name that it gives itself; None where that names none of these.
+
+    >>> memory_gib("NVIDIA H100 80GB HBM3")
+    80.0
+    """
+    words = device.lower().replace("-", " ").split()
+    return next((rates.memory_gib for name, rates in DEVICES.items() if name in words), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of a device's peak that products reach, forward and backward together.
+
+    Attributes:
+        dense: dense attention. FlashAttention-3 reaches up to 0.75 forward on an H100
+            (arXiv:2407.08608), FlashAttention-2 0.5 to 0.73 on an A100 (arXiv:2307.08691); backward
+            is slower.
+        sparse: block-sparse attention and its router. Measured at 65,536 tokens and budget 32, head
+            dim 128 (research/kernels.md): 0.13 where every token has lists of its own, on an H200.
+        linear: projections, dense MLPs, shared experts and the head. Assumed; it leaves room for
+            norms and activations, which are not counted.
+        experts: products of routed experts, which are small. Assumed.
+    """
+
+    dense: float = 0.6
+    sparse: float = 0.13
+    linear: float = 0.5
+    experts: float = 0.4
+
+    def __str__(self) -> str:
+        return (
+            f"dense attention {self.dense:.0%}, sparse {self.sparse:.0%}, linear "
+            f"{self.linear:.0%}, experts {self.experts:.0%} of peak"
+        )
+
+
+DEFAULT_EFFICIENCY = Efficiency()
+OF_BLOCK_LISTS = Efficiency(sparse=0.35)
+"""Where queries of a block share a list: 0.34 to 0.39 on an H100, without the router."""
+
+
+def selection_efficiency(selection: str) -> Efficiency:
+    """Shares of the peak that are counted for a selection; a package's own counts as by token."""
+    by_block = selection in ("previous-block", "vertical-slash", "vertical-slash-last-queries")
+    return OF_BLOCK_LISTS if by_block else DEFAULT_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,3 +285,46 @@ def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
     """Cost of micro-batches that ranks share, at the nominal bandwidth."""
     kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
     return Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype)
+
+
+def attended_token_pairs(
+    tokens: ArrayLike, budget_blocks: ArrayLike, block_size: int
+) -> np.ndarray:
+    """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks.
+
+    A query reads the tokens of its own block up to itself, and all of k - 1 blocks before it, or of
+    as many as there are: the block pairs of selection, without what causality masks. A budget of
+    infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
+    """
+    tokens = np.asarray(tokens, dtype=np.int64)
+    whole_blocks, tail = np.divmod(tokens, block_size)
+    masked = whole_blocks * (block_size * (block_size - 1) // 2) + tail * (tail - 1) // 2
+    pairs = TOKEN_QUERY_HEAD.attended_pairs(tokens / block_size, budget_blocks) * block_size**2
+    return pairs - masked
+
+
+def training_flops(
+    shape: ModelShape,
+    *,
+    layers: int,
+    lengths_tokens_S: ArrayLike,
+    budgets_LS: np.ndarray | None,
+    block_size: int,
+) -> float:
+    """Operations of forward and backward of the whole model over some documents.
+
+    Matrix multiplications, two operations per multiply-add, whatever the tensor-parallel size.
+    Backward counts twice the forward, recomputation and routing not at all.
+
+    Args:
+        layers: of the whole model.
+        budgets_LS: None is dense causal attention.
+    """
+    lengths_S = np.asarray(lengths_tokens_S, dtype=np.int64)
+    budgets = np.full((layers, 1), np.inf) if budgets_LS is None else budgets_LS
+    pairs = int(attended_token_pairs(lengths_S, budgets, block_size).sum())
+    top_k = shape.experts.top_k if shape.experts else 0
+    layer = shape.layer_weights + shape.routed_weights(top_k)
+    per_token = 2 * (layers * layer + shape.vocabulary_weights)
+    attention = 2 * shape.num_attention_heads * (shape.head_dim + shape.value_dim) * pairs
+    return float(_FORWARD_AND_BACKWARD * (per_token * int(lengths_S.sum()) + attention))

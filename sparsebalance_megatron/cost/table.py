@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables: measured latencies of one model's parts on one device, kept as JSON."""
+"""Files of measurements, as JSON: cost tables, latencies of one model's parts on one device; and
+sensitivities of a model's layers."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import check_range
-from sparsebalance_megatron.cost.experts import ExpertShape
+from sparsebalance_megatron.config import check_range, flag_name
 from sparsebalance_megatron.cost.parts import (
     NEVER_TIMED,
     OF_EVERY_MODEL,
@@ -36,6 +36,32 @@ _REMEDY = "measure again with `sparse-balance profile` and this model's flags"
 
 class CostTableError(ValueError):
     """A cost table cannot be read, is damaged, or was measured for something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Experts of a model; every expert is taken to get as many tokens as the others.
+
+    Attributes:
+        experts: routed experts of a layer.
+        top_k: routed experts that a token takes.
+        ffn_hidden_size: of one routed expert.
+        shared_ffn_hidden_size: of a layer's shared experts together; 0 without them.
+        layers_share: of the model's layers, those that have experts. The others have a dense MLP.
+    """
+
+    experts: Count
+    top_k: Count
+    ffn_hidden_size: Count
+    shared_ffn_hidden_size: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
+    layers_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"--moe-router-topk {self.top_k}: a token takes at most all experts of a layer; "
+                f"use at most --num-experts {self.experts}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +208,9 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table that was measured on one rank. ``segments``: what they cost
-    beside micro-batches in one piece; None leaves the defaults. ``versions``: package -> version,
-    ``date``: ISO 8601, ``threads``: host threads of the process. ``path`` is where the table was
-    read from; it is not part of the table.
+    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
+    ``versions``: package -> version. ``date``: ISO 8601. ``threads``: of the host. ``path``: where
+    the table was read from.
     """
 
     identity: RunIdentity
@@ -268,3 +293,53 @@ class CostTable:
     def place(self) -> str:
         """Name of the table in messages."""
         return "cost table" if self.path is None else f"cost table {self.path}"
+
+
+_MEASURE_IT = "measure it with `sparse-balance sensitivity`"
+
+
+class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
+    """How sensitive each layer of a model is, and what it was measured on.
+
+    Attributes:
+        sensitivities: one for each layer, to any scale.
+        measure: what they are: attention of a layer's best head to far tokens that the text
+            repeats (:mod:`..attention.repetitions`).
+        block_size: tokens of the blocks that say what is far.
+        samples: training samples that were read.
+        versions: package -> version.
+        date: ISO 8601.
+    """
+
+    sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
+    measure: str
+    block_size: int
+    samples: int
+    versions: dict[str, str]
+    date: str
+    format_version: Literal[1] = 1
+
+    def text(self) -> str:
+        """The file's text."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+
+def read_sensitivities(path: Path, layers: int) -> np.ndarray:
+    """The sensitivities [L] in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another number of layers, or all are 0.
+    """
+    place = f"{flag_name('sensitivity')} {path}"
+    try:
+        found: Sensitivities = read_json(path, Sensitivities)
+    except UnreadableFileError as error:
+        raise ConfigError(f"{place}: {error}; {_MEASURE_IT}") from error
+    sensitivity_L = np.array(found.sensitivities)
+    if len(sensitivity_L) != layers:
+        raise ConfigError(
+            f"{place}: is of {len(sensitivity_L)} layers, the model has {layers}; {_MEASURE_IT}"
+        )
+    if not sensitivity_L.any():
+        raise ConfigError(f"{place}: all sensitivities are 0; {_MEASURE_IT} on longer documents")
+    return sensitivity_L

@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -225,16 +224,27 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    names = parquet_columns(path)
-    columns = [name for name in _COLUMNS if name in names]
-    if not columns:
-        raise DataError(
-            f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
-            f"{', '.join(names)[:_SHOWN_CHARACTERS]}"
-        )
-    columns += [name for name in _OPTIONAL_COLUMNS if name in names]
-    for place, row, size_bytes in parquet_rows(path, columns):
-        yield place, _without_nulls(row), size_bytes
+    """(place, value, bytes in the file) of every row."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if not {*_COLUMNS} & {*names}:
+            raise DataError(
+                f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
+                f"{', '.join(names)[:_SHOWN_CHARACTERS]}"
+            )
+        columns = [name for name in (*_COLUMNS, *_OPTIONAL_COLUMNS) if name in names]
+        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", _without_nulls(row), row_bytes
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as Parquet ({error}); copy it again") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -242,35 +252,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def parquet_columns(path: Path) -> list[str]:
-    """Names of a Parquet file's columns."""
-    with _readable_parquet(path) as file:
-        names: list[str] = file.schema_arrow.names
-        return names
-
-
-def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place, row, bytes of the row in the file) of every row, of these columns."""
-    number = 0
-    with _readable_parquet(path) as file:
-        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(columns)):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row, row_bytes
-
-
-@contextmanager
-def _readable_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    try:
-        yield parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not readable as Parquet ({error}); copy it again") from error
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.errors import ConfigError
-from sparsebalance_megatron.evaluate.settings import SparseAttention, settings_of
+from sparsebalance_megatron.evaluate.settings import settings_of
 from sparsebalance_megatron.layer_budgets import DENSE
 
 
@@ -39,7 +38,7 @@ def sparse_balance_attention(
     """Attend as in training, at the model's base budgets; for ``transformers``.
 
     Every document of a batch selects for itself. Tokens after a cache select as they would in one
-    pass over all tokens.
+    pass over all tokens; selections that would need queries of the cache's tokens are refused.
 
     Args:
         module: the attention layer, with ``config`` and ``layer_idx``.
@@ -62,12 +61,16 @@ def sparse_balance_attention(
     (batch, asked), tokens = q_BQHD.shape[:2], k_BTGD.shape[1]
     q_BTHD = q_BQHD
     if asked < tokens:
-        q_BTHD = _with_earlier_queries(module, settings, q_BQHD, k_BTGD)
+        if queries := queries_not_in_a_cache(selector):
+            raise ConfigError(
+                f"sparse_balance: selection {settings.sparse_selection} reads by {queries}, which "
+                "a cache does not hold; use use_cache=False"
+            )
+        # Queries of the tokens in the cache decide nothing.
+        q_BTHD = torch.nn.functional.pad(q_BQHD, (0, 0, 0, 0, tokens - asked, 0))
         part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BQHD.device)
     else:
         part = _whole_rows(starts_BQ, settings.sparse_block_size)
-    if _asks_earlier_queries(selector, q_BTHD, k_BTGD):
-        _earlier[module] = _Earlier(queries_BTHD=q_BTHD, keys_BTGD=k_BTGD.detach())
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
     kv_layout = part.rows.kv_layout
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -137,64 +140,20 @@ def _last_blocks(
     return _Part(kept_T=kept_T, asking_T=kept_T.view(batch, tokens)[:, first:].flatten(), rows=rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Earlier:
-    """Queries of the tokens in a layer's cache, and their keys, which identify them.
-
-    Keys of the first layer say no more than their own token and place, so all are kept.
-    """
-
-    queries_BTHD: Tensor
-    keys_BTGD: Tensor
-
-
-_earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
-"""State of each layer whose choice needs the queries of earlier tokens; a cache has their keys."""
-
-
 def needs_whole_documents(selector: Selector[Any, Any]) -> bool:
     """Whether what a token reads depends on the end of its document."""
     return getattr(selector, "needs_whole_documents", False)
 
 
-def _asks_earlier_queries(selector: Selector[Any, Any], q_BQHD: Tensor, k_BTGD: Tensor) -> bool:
-    """Whether more than its own query decides what a token reads: what a block's summary holds."""
-    one_token = packed_layout((0, 1), 1, q_BQHD.device)
-    summary = selector.summaries(q_BQHD[0, :1], k_BTGD[0, :1], one_token)
-    return not isinstance(summary, BlockSummaries) or summary.queries_NCD is not None
-
-
-def _with_earlier_queries(
-    module: torch.nn.Module, settings: SparseAttention, q_BQHD: Tensor, k_BTGD: Tensor
-) -> Tensor:
-    """Queries of all tokens, [B, T, H, D]; zeros where they are no queries.
-
-    Raises:
-        ConfigError: the selection needs queries that this layer has not seen.
-    """
-    name = settings.sparse_selection
-    selector = selector_named(name)
+def queries_not_in_a_cache(selector: Selector[Any, Any]) -> str:
+    """Which other queries decide what a token reads, "" for none; a cache holds only keys."""
     if needs_whole_documents(selector):
-        raise ConfigError(
-            f"sparse_balance: selection {name} reads by a document's last queries, which a decoder "
-            "does not have; evaluate whole documents (use_cache=False)"
-        )
-    earlier_tokens = k_BTGD.shape[1] - q_BQHD.shape[1]
-    if not _asks_earlier_queries(selector, q_BQHD, k_BTGD):
-        earlier_BTHD = q_BQHD.new_zeros(len(q_BQHD), earlier_tokens, *q_BQHD.shape[2:])
-        return torch.cat((earlier_BTHD, q_BQHD), 1)
-    earlier = _earlier.get(module)
-    if (
-        earlier is None
-        or earlier.queries_BTHD.shape[:2] != (len(q_BQHD), earlier_tokens)
-        or not torch.equal(earlier.keys_BTGD, k_BTGD[:, :earlier_tokens])
-    ):
-        raise ConfigError(
-            f"sparse_balance: selection {name} reads by the queries of the block before, and the "
-            f"tokens in the cache are not the last {earlier_tokens} that this model read; decode "
-            "one batch at a time, without beams, or with use_cache=False"
-        )
-    return torch.cat((earlier.queries_BTHD, q_BQHD), 1)
+        return "a document's last queries"
+    one_1HD = torch.zeros(1, 1, 16)
+    summary = selector.summaries(one_1HD, one_1HD, packed_layout((0, 1), 1, one_1HD.device))
+    if isinstance(summary, BlockSummaries) and summary.queries_NCD is None:
+        return ""
+    return "the queries of the block before"
 
 
 def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any]) -> Tensor:

@@ -18,10 +18,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from safetensors import SafetensorError
 
-from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import NAME, SparseAttention, configure, settings_of
-from sparsebalance_megatron.evaluate.attention import needs_whole_documents
+from sparsebalance_megatron.evaluate.attention import (
+    needs_whole_documents,
+    queries_not_in_a_cache,
+)
 
 _LENGTHS_TOKENS = tuple(2**power for power in range(10, 18))
 _logger = logging.getLogger(f"lm_eval.{__name__}")
@@ -73,10 +76,19 @@ class SparseBalanceLM(HFLM):
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
         """See the ``hf`` model; one request at a time."""
         batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
+        no_cache = self._sparse and queries_not_in_a_cache(self._selector)
+        if no_cache:
+            # The harness asks for a cache, whatever its arguments say.
+            generate = type(self.model).generate
+            self.model.generate = lambda **given: generate(
+                self.model, **given | {"use_cache": False}
+            )
         try:
             answers: list[str] = super().generate_until(*arguments, **keywords)
         finally:
             self.batch_size_per_gpu = batch_size
+            if no_cache:
+                del self.model.generate
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
@@ -86,11 +98,13 @@ class SparseBalanceLM(HFLM):
         return info | (self._attention() if self._sparse else {"attention": "dense"})
 
     def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
-        if self._sparse:
-            selector = selector_named(settings_of(self.model.config).sparse_selection)
-            if needs_whole_documents(selector):
-                options["override_bs"] = 1
+        if self._sparse and needs_whole_documents(self._selector):
+            options["override_bs"] = 1
         return super()._loglikelihood_tokens(requests, **options)
+
+    @property
+    def _selector(self) -> Selector[Any, Any]:
+        return selector_named(settings_of(self.model.config).sparse_selection)
 
     def _attention(self) -> dict[str, Any]:
         config = self.model.config.get_text_config()

@@ -57,13 +57,15 @@ class HostJob:
     frozen_weights: bool = False
 
     def __post_init__(self) -> None:
-        sizes = vars(self) | {"data_parallel_size": self.layout.data_parallel_size}
-        for name in (
-            *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
-            *("pad_samples_to", "neighbours_per_node"),
-        ):
-            if sizes[name] < 1:
-                raise ConfigError(f"host job: {name} {sizes[name]}: must be at least 1")
+        for name, size in {
+            "data_parallel_size": self.layout.data_parallel_size,
+            "max_sample_tokens": self.max_sample_tokens,
+            "global_batch_size": self.global_batch_size,
+            "pad_samples_to": self.pad_samples_to,
+            "neighbours_per_node": self.neighbours_per_node,
+        }.items():
+            if size < 1:
+                raise ConfigError(f"host job: {name} {size}: must be at least 1")
 
     def padded(self, tokens: int) -> int:
         """Tokens of a sample where this host packs it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of a step: on one rank, and reduced over ranks, identical on all of them.
+"""Measurements of a step: on one rank, reduced over ranks, and the figures that say how it went.
 
 Shape legend: U length buckets, W ranks that share a micro-batch, Y segments of a micro-batch, X
 collectives of a chunk, Z passes through a collective.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")
@@ -21,6 +23,14 @@ DIRECTIONS = ("forward", "backward")
 PASSES = 4
 """Through a collective of a segment: one forward, and in backward one recomputed and two of
 gradients."""
+_DEPTH_GROUPS = 4
+LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
+"""Figures in the trainer's log line, which hands them to its writers."""
+COUNTS_IN_LOG_LINE = ("unobserved", "attended_again", "recomputed_otherwise")
+"""Figures that are there only where they are not zero."""
+
+Figure = float | None
+"""NaN, or None in a log that was read, where something was not measured."""
 
 
 class Span(NamedTuple):
@@ -126,21 +136,6 @@ class CoverageTotals:
     tokens: float = 0.0
     lost_tokens: float = 0.0
 
-    @property
-    def executed_mean(self) -> float:
-        """Mean executed coverage; NaN where nothing was observed."""
-        return float(self.executed_L.sum() / (self.counts_L.sum() or math.nan))
-
-    @property
-    def base_mean(self) -> float:
-        """The mean that the base budgets would have had; NaN where nothing was observed."""
-        return float(self.base_sum / (self.counts_L.sum() or math.nan))
-
-    @property
-    def lost_by_token(self) -> float:
-        """Mean coverage lost where every token counts alike; NaN where none was counted."""
-        return self.lost_tokens / (self.tokens or math.nan)
-
 
 class RecomputeTotals(NamedTuple):
     """Passes of single layers that backward recomputed where attention is to be kept.
@@ -238,3 +233,136 @@ def lockstep_waiting(inside_RPVMYXZ: np.ndarray, lockstep_ranks: int) -> np.ndar
     waiting = by_group - by_group.min(axis=1, keepdims=True)
     waiting_RPVMZ = waiting.reshape(inside_RPVMYXZ.shape).sum(axis=(-3, -2))
     return np.stack([waiting_RPVMZ[..., 0], waiting_RPVMZ[..., 1:].sum(axis=-1)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """Figures of one step of all ranks; docs/TELEMETRY.md says what each is.
+
+    An imbalance is max/mean, times are in ms, and a share or a coverage is of 1. Busy times and
+    computing times leave waiting out. A figure of several values has one for each stage, or for
+    each quarter of the layers.
+    """
+
+    imbalance: Figure
+    imbalance_predicted: Figure
+    imbalance_micro_batches_predicted: Figure
+    imbalance_micro_batches_measured: Figure
+    imbalance_rank_sums_predicted: Figure
+    imbalance_rank_sums_measured: Figure
+    imbalance_makespans_predicted: Figure
+    imbalance_makespans_measured: Figure
+    makespan_ms_predicted: Figure
+    makespan_ms_measured: Figure
+    lower_bound_ms: Figure
+    busiest_rank_ms_predicted: Figure
+    busiest_rank_ms_measured: Figure
+    computing_ms_predicted: Figure
+    computing_ms_measured: Figure
+    predicted_to_measured: Figure
+    predicted_error: Figure
+    waiting_share: Figure
+    bubble_fraction_stage: tuple[Figure, ...]
+    relative_time_stage: tuple[Figure, ...]
+    relative_time_max: Figure
+    slowness_planned_max: Figure
+    work_ratio: Figure
+    tuned_samples: int
+    budget_blocks_mean: Figure
+    budget_blocks_min: Figure
+    budget_blocks_max: Figure
+    coverage: Figure
+    coverage_predicted: Figure
+    coverage_base: Figure
+    coverage_min: Figure
+    coverage_gained_by_token: Figure
+    coverage_depth_quarter: tuple[Figure, ...]
+    unobserved: int
+    kept_attention: int
+    attended_again: int
+    recomputed_otherwise: int
+    digest_mismatches: int
+
+    @classmethod
+    def of(cls, planned: PlannedStep, measured: StepMeasurement) -> StepFigures:
+        """The figures of a step that has ended."""
+        plan, scales, totals = planned.plan, planned.scales, measured.coverage
+        expected, work_RPVM = plan.expectation, measured.own_2RPVM.sum(axis=0)
+        makespan_R = measured.schedule_ms.max(axis=1)
+        busy_R, predicted_R = (
+            rank_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
+        )
+        busy_RP, predicted_RP = (
+            stage_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
+        )
+        # Without what calibration has learnt: that a stage is slow.
+        table_RP = stage_busy_ms(expected.times_2RPVM / scales.factors_2RPV[..., None])
+        relative_RP = busy_RP / table_RP / (busy_RP / table_RP).mean()
+        idle_RP = 1.0 - busy_RP / makespan_R[:, None]
+        budgets_LS, pairs = plan.budgets_LS, totals.counts_L.sum() or math.nan
+        quarters = zip(
+            np.array_split(totals.executed_L, _DEPTH_GROUPS),
+            np.array_split(totals.counts_L, _DEPTH_GROUPS),
+            strict=True,
+        )
+        return cls(
+            imbalance=imbalance(busy_R),
+            imbalance_predicted=imbalance(predicted_R),
+            imbalance_micro_batches_predicted=expected.imbalance_micro_batches,
+            imbalance_micro_batches_measured=imbalance(work_RPVM.sum(axis=(1, 2))),
+            imbalance_rank_sums_predicted=expected.imbalance_rank_sums,
+            imbalance_rank_sums_measured=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
+            imbalance_makespans_predicted=expected.imbalance_makespans,
+            imbalance_makespans_measured=imbalance(makespan_R),
+            makespan_ms_predicted=expected.makespan_ms,
+            makespan_ms_measured=float(makespan_R.max()),
+            lower_bound_ms=expected.lower_bound_ms,
+            busiest_rank_ms_predicted=float(predicted_R.max()),
+            busiest_rank_ms_measured=float(busy_R.max()),
+            computing_ms_predicted=float(predicted_RP.mean()),
+            computing_ms_measured=float(busy_RP.mean()),
+            predicted_to_measured=float(predicted_R.max() / busy_R.max()),
+            predicted_error=float(np.abs(predicted_R / busy_R - 1.0).mean()),
+            waiting_share=float(1.0 - busy_RP.mean() / makespan_R.max()),
+            bubble_fraction_stage=tuple(idle_RP.mean(axis=0).tolist()),
+            relative_time_stage=tuple(relative_RP.mean(axis=0).tolist()),
+            relative_time_max=float(relative_RP.max()),
+            slowness_planned_max=float(scales.device_slowness_RP.max()),
+            work_ratio=expected.work_ratio,
+            tuned_samples=expected.samples_cut + expected.samples_raised,
+            budget_blocks_mean=float(budgets_LS.mean()),
+            budget_blocks_min=float(budgets_LS.min()),
+            budget_blocks_max=float(budgets_LS.max()),
+            coverage=float(totals.executed_L.sum() / pairs),
+            coverage_predicted=expected.coverage_mean,
+            coverage_base=float(totals.base_sum / pairs),
+            coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
+            coverage_gained_by_token=-totals.lost_tokens / (totals.tokens or math.nan),
+            coverage_depth_quarter=tuple(
+                float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters
+            ),
+            unobserved=totals.unobserved,
+            kept_attention=measured.recompute.kept,
+            attended_again=measured.recompute.again,
+            recomputed_otherwise=measured.recompute.otherwise,
+            digest_mismatches=len(measured.differing_ranks),
+        )
+
+    def log_line(self) -> dict[str, float]:
+        """Name -> value of the figures in the trainer's log line, alike on all ranks."""
+        values = {name: getattr(self, name) for name in LOG_LINE}
+        values |= {name: count for name in COUNTS_IN_LOG_LINE if (count := getattr(self, name))}
+        return {name.replace("_", "-"): float(value) for name, value in values.items()}
+
+    def scalars(self) -> dict[str, float]:
+        """Name -> value of everything else that was measured; stages count from 0, quarters from
+        1."""
+        found: dict[str, float | None] = {}
+        for each in fields(self):
+            name, value = each.name.replace("_", "-"), getattr(self, each.name)
+            if isinstance(value, tuple):
+                first = 1 if name.endswith("quarter") else 0
+                found |= {f"{name}-{number}": of for number, of in enumerate(value, first)}
+            elif each.name not in (*LOG_LINE, *COUNTS_IN_LOG_LINE):
+                found[name] = value
+        return {name: of for name, of in found.items() if of is not None and math.isfinite(of)}

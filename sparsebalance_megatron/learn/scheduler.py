@@ -7,17 +7,18 @@ planning is, so that all ranks make the same plan.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import (
@@ -35,6 +36,81 @@ _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
 
+class _Phase(NamedTuple):
+    """Consecutive steps of one size."""
+
+    first_step: int
+    first_sample: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Global batch sizes by samples consumed, as ``--step-batch-size-schedule`` gives them.
+
+    ``schedule`` has (samples consumed, global batch size) pairs: from so many samples on, that
+    size. Steps are counted from 0, as if training had followed the schedule from its first sample.
+    Within a phase all steps are of one size; a phase ends with the first step that reaches its
+    threshold.
+    """
+
+    schedule: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        thresholds = [threshold for threshold, _ in self.schedule]
+        rising = all(before < after for before, after in pairwise(thresholds))
+        if thresholds[:1] != [0] or not rising or min(size for _, size in self.schedule) < 1:
+            raise PlanError(
+                f"batch sizes {self.schedule}: thresholds must rise from 0, sizes be at least 1"
+            )
+
+    @classmethod
+    def constant(cls, size: int) -> BatchSizes:
+        """Every step has ``size`` samples."""
+        return cls(schedule=((0, size),))
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest step."""
+        return max(size for _, size in self.schedule)
+
+    def size_of(self, step: int) -> int:
+        """Samples of a step."""
+        return self._phase_of(step).size
+
+    def first_sample(self, step: int) -> int:
+        """Samples consumed before a step; ``step`` may be the one after the last."""
+        phase = self._phase_of(step)
+        return phase.first_sample + (step - phase.first_step) * phase.size
+
+    def sizes_from(self, step: int) -> tuple[int, ...]:
+        """Sizes of that step and of all after it, each once, in order."""
+        ends = [phase.first_step for phase in self._phases[1:]]
+        coming = zip(self._phases, [*ends, math.inf], strict=True)
+        return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
+
+    def step_at(self, consumed_samples: int) -> int | None:
+        """The step that begins after so many samples; None if none does."""
+        phase = [each for each in self._phases if each.first_sample <= consumed_samples][-1]
+        steps, rest = divmod(consumed_samples - phase.first_sample, phase.size)
+        return None if rest else phase.first_step + steps
+
+    def _phase_of(self, step: int) -> _Phase:
+        return [phase for phase in self._phases if phase.first_step <= step][-1]
+
+    @cached_property
+    def _phases(self) -> tuple[_Phase, ...]:
+        """Every phase that has a step."""
+        phases = [_Phase(0, 0, self.schedule[0][1])]
+        for threshold, size in self.schedule[1:]:
+            step, consumed, last_size = phases[-1]
+            steps = -(-(threshold - consumed) // last_size)
+            if steps <= 0:  # the step that reached an earlier threshold reached this one too
+                phases.pop()
+            phases.append(_Phase(step + max(0, steps), consumed + max(0, steps) * last_size, size))
+        return tuple(phases)
+
+
 class SampleLengths(Protocol):
     """An endless order of samples, and their lengths in tokens."""
 
@@ -45,10 +121,11 @@ class SampleLengths(Protocol):
         """Tokens of every sample."""
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Plans training or evaluation steps and learns from them.
 
-    Args:
+    Attributes:
         planner: knows what steps have taught.
         job: how the largest step is cut up; a smaller one has fewer micro-batches.
         index: the samples and their lengths.
@@ -57,39 +134,29 @@ class Scheduler:
         uncapped: whether a step that cannot keep the token cap runs above it, with a warning.
     """
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        *,
-        job: Job,
-        index: SampleLengths,
-        batch_sizes: BatchSizes,
-        worker: Executor | None = None,
-        uncapped: bool = False,
-    ) -> None:
-        self.job = job
-        self._planner = planner
-        self._batch_sizes = batch_sizes
-        self._index = index
-        self._worker = worker
-        self._uncapped = uncapped
-        self._planned: dict[int, PlannedStep] = {}
-        self._ahead: dict[int, Future[PlannedStep]] = {}
-        self._followers: list[Callable[[PlannedStep], None]] = []
-        self._known_for_next: Knowledge | None = None
-        self._finished_step = -1
+    planner: StepPlanner
+    job: Job
+    index: SampleLengths
+    batch_sizes: BatchSizes
+    worker: Executor | None = None
+    uncapped: bool = False
+    _planned: dict[int, PlannedStep] = field(default_factory=dict, init=False)
+    _ahead: dict[int, Future[PlannedStep]] = field(default_factory=dict, init=False)
+    _followers: list[Callable[[PlannedStep], None]] = field(default_factory=list, init=False)
+    _known_for_next: Knowledge | None = field(default=None, init=False)
+    _finished_step: int = field(default=-1, init=False)
 
     @property
     def coverage(self) -> CoverageCurves:
         """The curves as learnt so far."""
-        return self._planner.coverage
+        return self.planner.coverage
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of a step."""
         if step not in self._planned:
-            started = self._planner.clock()
+            started = self.planner.clock()
             planned = self._next_plan(step)
-            wait_ms = (self._planner.clock() - started) * 1e3
+            wait_ms = (self.planner.clock() - started) * 1e3
             self._planned[step] = replace(planned, wait_ms=wait_ms)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
                 del self._planned[old]
@@ -103,7 +170,7 @@ class Scheduler:
         :meth:`planned` plans when asked, and makes the same plan.
         """
         known = self._known_for_next
-        if self._worker is None or known is None or step + 1 in self._ahead:
+        if self.worker is None or known is None or step + 1 in self._ahead:
             return
         if step not in self._planned:
             return
@@ -114,7 +181,7 @@ class Scheduler:
                 for then in followers:
                     then(made.result())
 
-        future = self._worker.submit(self._plan, step + 1, known)
+        future = self.worker.submit(self._plan, step + 1, known)
         self._ahead = {step + 1: future}
         future.add_done_callback(pass_on)
 
@@ -124,12 +191,12 @@ class Scheduler:
         It is never called without a worker, nor if planning fails, which :meth:`planned` will
         raise.
         """
-        if self._worker is not None:
+        if self.worker is not None:
             self._followers.append(then)
 
     def _next_plan(self, step: int) -> PlannedStep:
-        known = self._planner.knowledge()
-        if self._worker is None:
+        known = self.planner.knowledge()
+        if self.worker is None:
             return self._plan(step, known)
         future = self._ahead.pop(step, None)
         self._drop_plans_ahead()
@@ -145,21 +212,21 @@ class Scheduler:
         self._ahead.clear()
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
-        first, size = self._batch_sizes.first_sample(step), self._batch_sizes.size_of(step)
-        samples = self._index.global_batch(first, size)
-        lengths_tokens = self._index.lengths_of(samples).tolist()
-        plan = partial(self._planner.plan, step, lengths_tokens, self._job_of(step), known)
+        first, size = self.batch_sizes.first_sample(step), self.batch_sizes.size_of(step)
+        samples = self.index.global_batch(first, size)
+        lengths_tokens = self.index.lengths_of(samples).tolist()
+        plan = partial(self.planner.plan, step, lengths_tokens, self._job_of(step), known)
         try:
             return plan(samples=samples)
         except PlanError as error:
-            if not self._uncapped:
+            if not self.uncapped:
                 raise
             warnings.warn(
                 f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
                 stacklevel=2,
             )
         in_order = replace(
-            self._planner.plan_settings,
+            self.planner.plan_settings,
             batching="arrival",
             max_tokens_per_micro_batch=sum(lengths_tokens),
         )
@@ -167,7 +234,7 @@ class Scheduler:
 
     def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
-        size, largest = self._batch_sizes.size_of(step), self._batch_sizes.largest
+        size, largest = self.batch_sizes.size_of(step), self.batch_sizes.largest
         if size == largest:
             return self.job
         name = f"step {step}: --step-batch-size-schedule size"
@@ -178,12 +245,12 @@ class Scheduler:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
         if step > self._finished_step:
             self._finished_step = step
-            self._planner.learn(self._planned[step], measured)
+            self.planner.learn(self._planned[step], measured)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
-        return self._planner.state_dict() | {
-            "consumed_samples": self._batch_sizes.first_sample(self._finished_step + 1),
+        return self.planner.state_dict() | {
+            "consumed_samples": self.batch_sizes.first_sample(self._finished_step + 1),
             "next_plan": self._known_for_next and self._known_for_next.state_dict(),
         }
 
@@ -194,7 +261,7 @@ class Scheduler:
             StateError: if it was written by another version, or no step begins there.
         """
         check_version(state)
-        following = self._batch_sizes.step_at(int(state["consumed_samples"]))
+        following = self.batch_sizes.step_at(int(state["consumed_samples"]))
         if following is None:
             raise StateError(
                 f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
@@ -203,10 +270,10 @@ class Scheduler:
         self._finished_step = following - 1
         self._drop_plans_ahead()
         self._planned.clear()
-        afresh = self._planner.load_state_dict(state)
+        afresh = self.planner.load_state_dict(state)
         self._known_for_next = None
-        if self._worker is not None and not afresh and state["next_plan"] is not None:
-            self._known_for_next = self._planner.knowledge().restored(state["next_plan"])
+        if self.worker is not None and not afresh and state["next_plan"] is not None:
+            self._known_for_next = self.planner.knowledge().restored(state["next_plan"])
         return afresh
 
 
@@ -219,7 +286,6 @@ def evaluation_scheduler(
     index: SampleLengths,
     global_batch_size: int,
     dense: bool,
-    clock: Callable[[], float],
 ) -> Scheduler:
     """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
 
@@ -237,7 +303,6 @@ def evaluation_scheduler(
         cost=cost,
         coverage=coverage,
         calibrate="off",
-        clock=clock,
     )
     sizes = BatchSizes.constant(global_batch_size)
     return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)

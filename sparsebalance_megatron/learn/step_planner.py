@@ -9,6 +9,7 @@ the same calls make the same plans.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
@@ -30,6 +30,22 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 _STATE_VERSION = 6
+_HISTORY_STEPS = 9
+_FIRST_ESTIMATE_STEPS = 3
+"""The first steps of a run are slow (allocation, compilation); the median of three outvotes one."""
+_DECAY = 0.8
+"""Weight of the past in the exponential average."""
+
+_DEVICE_HISTORY_STEPS = 16
+_FIRST_DEVICE_STEPS = 5
+_MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation of normally distributed values."""
+_MIN_STANDARD_ERRORS = 3.0
+"""Standard errors by which a rank must differ; only the difference beyond them counts."""
+_MIN_DIFFERENCE = 0.02
+"""Relative; smaller differences are ignored, however certain."""
+_MIN_LASTING = 0.5
+"""Share of the median's difference that the nearer quartile must have."""
 
 
 class StateError(ValueError):
@@ -60,37 +76,29 @@ class Knowledge:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class StepPlanner:
     """Plans steps, and learns from how they went.
 
-    Args:
+    Attributes:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
-        coverage: the curves that learn.
         calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
         clock: seconds, for the time that planning takes.
     """
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        plan_settings: PlanSettings,
-        cost: CostModel,
-        coverage: CoverageCurves,
-        calibrate: CalibrationChoice,
-        clock: Callable[[], float],
-        selection: str = DEFAULT_SELECTION,
-    ) -> None:
-        self.plan_settings = plan_settings
-        self.coverage = coverage
-        self.clock = clock
-        self._cost = cost
-        self._selection = selection
-        self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
-        self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
-        self._calibrate = calibrate
-        self._dense_L = plan_settings.dense_L(job.layers)
+    job: Job
+    plan_settings: PlanSettings
+    cost: CostModel
+    coverage: CoverageCurves
+    calibrate: CalibrationChoice
+    selection: str = DEFAULT_SELECTION
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._calibration = Calibration(self.job.pipeline_stages, self.job.virtual_stages)
+        self._device_speed = DeviceSlowness(self.job.data_parallel_size, self.job.pipeline_stages)
+        self._dense_L = self.plan_settings.dense_L(self.job.layers)
 
     def knowledge(self) -> Knowledge:
         """Snapshot of what has been learnt; later steps do not change it."""
@@ -128,7 +136,7 @@ class StepPlanner:
             lengths_tokens=tuple(lengths_tokens),
             job=job,
             plan_settings=plan_settings or self.plan_settings,
-            cost=self._cost,
+            cost=self.cost,
             scales=known.scales,
             coverage=known.coverage,
             placement=placement,
@@ -146,24 +154,22 @@ class StepPlanner:
         # Dense layers rank no blocks, so that they have no curves.
         counts_LU = np.where(self._dense_L[:, None], 0, measured.coverage.counts_LU)
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
-        if self._calibrate != "off":
+        if self.calibrate != "off":
             self._calibration.update(planned, measured)
-        if self._calibrate == "measured":
+        if self.calibrate == "measured":
             self._device_speed.update(planned, measured)
 
-    @property
-    def _saved(self) -> dict[str, Any]:
-        """State for a checkpoint; no device speeds, because a restart may run on other devices."""
-        return {"coverage": self.coverage, "calibration": self._calibration}
-
     def state_dict(self) -> dict[str, Any]:
-        """State that later plans depend on besides lengths, in plain Python types."""
-        saved = {name: learner.state_dict() for name, learner in self._saved.items()}
+        """State that later plans depend on besides lengths, in plain Python types.
+
+        It has no device speeds: a restart may run on other devices.
+        """
         return {
             "version": _STATE_VERSION,
-            "selection": self._selection,
+            "selection": self.selection,
             "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
-            **saved,
+            "coverage": self.coverage.state_dict(),
+            "calibration": self._calibration.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -181,9 +187,9 @@ class StepPlanner:
         afresh = []
         if "coverage_balance" in state:
             afresh.append("the account of coverage goes: budgets only rise above base budgets")
-        measured_with = state.get("selection", self._selection)
-        for name, learner in self._saved.items():
-            if name == "coverage" and measured_with != self._selection:
+        measured_with = state.get("selection", self.selection)
+        for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
+            if name == "coverage" and measured_with != self.selection:
                 afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
                 continue
             try:
@@ -204,3 +210,137 @@ def check_version(state: Mapping[str, Any]) -> None:
             f"the plugin's state in the checkpoint has version {state.get('version')}, not "
             f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"
         )
+
+
+class Calibration:
+    """Learns :class:`StageScales` from what every micro-batch took.
+
+    Per stage, chunk and direction a step yields one ratio, the median over its micro-batches, each
+    weighing as much as its predicted time: many short ones must not speak for the long ones that
+    make up the step. The median of the last nine steps outvotes odd steps; an exponential average
+    smooths what is left. Nothing moves before three steps have been seen; the first estimate is
+    taken whole. Without randomness or clocks: equal inputs give equal scales on every rank.
+    """
+
+    def __init__(self, stages: int, virtual_stages: int = 1) -> None:
+        self._scales_2PV = np.ones((2, stages, virtual_stages))
+        # The oldest step first; NaN where a step measured nothing.
+        self._history_W2PV = np.full((_HISTORY_STEPS, 2, stages, virtual_stages), np.nan)
+
+    def snapshot(self) -> StageScales:
+        """Current factors; later updates do not change what was returned."""
+        return StageScales.of(self._scales_2PV)
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from one step, leaving out times that are not finite and positive."""
+        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.own_2RPVM)
+        self._remember(planned.scales.scales_2PV * ratio_2PV)
+
+    def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
+        """Weighted median of measured / predicted over a step; NaN if nothing counts."""
+        usable = _finite_and_positive(predicted_2RPVM) & _finite_and_positive(measured_2RPVM)
+        ratio_2RPVM = np.full(usable.shape, np.nan)
+        np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
+        weight_2RPVM = np.where(usable, predicted_2RPVM, 0.0)
+        ratio_I2PV, weight_I2PV = (
+            np.moveaxis(values, (1, 4), (0, 1)).reshape(-1, *self._scales_2PV.shape)
+            for values in (ratio_2RPVM, weight_2RPVM)
+        )
+        return _weighted_median(ratio_I2PV, weight_I2PV)
+
+    def _remember(self, ratio_2PV: np.ndarray) -> None:
+        """Shift each cell's history by its own new ratio, then follow the median."""
+        known_2PV = np.isfinite(ratio_2PV)
+        shifted_W2PV = np.concatenate([self._history_W2PV[1:], ratio_2PV[None]])
+        self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)
+        steps_2PV = np.isfinite(self._history_W2PV).sum(axis=0)
+        median_2PV = np.nanmedian(np.where(steps_2PV, self._history_W2PV, 0.0), axis=0)
+        smooth_2PV = _DECAY * self._scales_2PV + (1.0 - _DECAY) * median_2PV
+        self._scales_2PV = np.select(
+            [
+                ~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS),
+                steps_2PV == _FIRST_ESTIMATE_STEPS,
+            ],
+            [self._scales_2PV, median_2PV],
+            default=smooth_2PV,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python types; floats survive exactly, and equal states compare equal."""
+        history_W2PV = self._history_W2PV.astype(object)
+        history_W2PV[np.isnan(self._history_W2PV)] = None
+        return {"scales_2PV": self._scales_2PV.tolist(), "history_W2PV": history_W2PV.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved state; of another number of stages it is a ValueError."""
+        scales_2PV, history_W2PV = (
+            np.array(state[name], dtype=np.float64) for name in ("scales_2PV", "history_W2PV")
+        )
+        saved, own = history_W2PV.shape[1:], self._scales_2PV.shape
+        if saved != own or scales_2PV.shape != own:
+            raise ValueError(
+                f"calibration: saved for [stages, virtual stages] {list(saved[1:])}, this run has "
+                f"{list(own[1:])}"
+            )
+        self._scales_2PV, self._history_W2PV = scales_2PV, history_W2PV
+
+
+def _finite_and_positive(values: np.ndarray) -> np.ndarray:
+    return np.isfinite(values) & (values > 0.0)
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Least value, along the first axis, that half of the weight does not exceed.
+
+    Values of weight 0 may be NaN; the result is NaN where all weights are 0.
+    """
+    order = np.argsort(values, axis=0, kind="stable")
+    values, weights = (np.take_along_axis(x, order, axis=0) for x in (values, weights))
+    reached = np.cumsum(weights, axis=0)
+    middle = (reached >= 0.5 * reached[-1]).argmax(axis=0)
+    return np.take_along_axis(values, middle[None], axis=0)[0]
+
+
+class DeviceSlowness:
+    """Learns how much longer every device takes for the same work than its stage's other ones.
+
+    It compares own times: ranks of a lockstep group take equally long, waiting included.
+
+    A step yields one ratio of measured to predicted time per device, relative to the median of its
+    stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
+    that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
+    a plan that follows a device whose speed changes every few steps comes too late each time. Equal
+    inputs give equal factors on every rank.
+    """
+
+    def __init__(self, data_parallel_size: int, stages: int) -> None:
+        self._history_WRP = np.empty((0, data_parallel_size, stages))
+
+    def snapshot(self) -> np.ndarray:
+        """Factors on predicted times, 1 where a device does not stand out; a copy."""
+        steps = len(self._history_WRP)
+        if steps < _FIRST_DEVICE_STEPS:
+            return np.ones(self._history_WRP.shape[1:])
+        median_RP = np.median(self._history_WRP, axis=0)
+        spread_RP = np.median(np.abs(self._history_WRP - median_RP), axis=0)
+        error_RP = _MAD_TO_DEVIATION * spread_RP / np.sqrt(steps)
+        doubt_RP = np.maximum(_MIN_STANDARD_ERRORS * error_RP, _MIN_DIFFERENCE)
+        deviation_RP = median_RP - 1.0
+        quartiles_2RP = np.quantile(self._history_WRP, [0.25, 0.75], axis=0) - 1.0
+        nearest_RP = np.where(deviation_RP > 0.0, quartiles_2RP[0], quartiles_2RP[1])
+        lasts_RP = nearest_RP * np.sign(deviation_RP) > _MIN_LASTING * np.abs(deviation_RP)
+        return 1.0 + lasts_RP * (deviation_RP - np.clip(deviation_RP, -doubt_RP, doubt_RP))
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from one step; a step with a time missing is left out."""
+        predicted_RP, measured_RP = (
+            (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
+            for times_2RPVM in (planned.times_2RPVM, measured.own_2RPVM)
+        )
+        times_2RP = np.stack([predicted_RP, measured_RP])
+        if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
+            return
+        ratio_RP = measured_RP / predicted_RP * planned.scales.device_slowness_RP
+        relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
+        kept = self._history_WRP[-(_DEVICE_HISTORY_STEPS - 1) :]
+        self._history_WRP = np.concatenate([kept, relative_RP[None]])

@@ -23,7 +23,7 @@ from sparsebalance_megatron.json_file import (
     bounded_lines,
     open_regular,
 )
-from sparsebalance_megatron.log.log_directory import older_file, rank_log_path, step_log_path
+from sparsebalance_megatron.log.files import older_file, rank_log_path, step_log_path
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     RANK_LOG,

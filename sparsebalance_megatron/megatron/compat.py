@@ -224,7 +224,7 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
     where the size is fixed.
     """
-    if getattr(args, "step_batch_size_schedule", None) is None:
+    if args.step_batch_size_schedule is None:
         return ()
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
@@ -252,13 +252,6 @@ def saved_state(directory: str, iteration: int, release: bool = False) -> dict[s
         warnings.filterwarnings("ignore", message=".*in a single process", category=UserWarning)
         state: dict[str, Any] = dist_checkpointing.load_common_state_dict(found)
     return state
-
-
-def saved_arguments(args: Namespace) -> Namespace | None:
-    """The ``args`` stored in the ``torch_dist`` checkpoint that this run resumed from, if any."""
-    if not args.load or not getattr(args, "iteration", 0):
-        return None
-    return saved_state(args.load, args.iteration).get("args")
 
 
 def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace | None:

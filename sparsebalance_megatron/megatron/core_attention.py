@@ -34,15 +34,14 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.coverage import coverage_at
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
+from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ranking import rank_slice
+from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import (
     DENSE,
@@ -275,7 +274,7 @@ class BudgetedCoreAttention(MegatronModule):
         context: LocalMicroBatch,
         kept: KeptAttention | None,
     ) -> Tensor:
-        inputs, found = (q_THD, k_TGD, v_TGF), None
+        inputs = (q_THD, k_TGD, v_TGF)
         if self._options.repetitions is not None:
             rank = 0 if self.tp_group is None else self.tp_group.rank()
             self._options.repetitions.add(
@@ -283,30 +282,31 @@ class BudgetedCoreAttention(MegatronModule):
                 softmax_scale=self._softmax_scale,
                 first_head=rank * q_THD.shape[1],
             )
+        found = None
         if kept is not None and in_recomputed_pass():
             found = kept.take(self._layer_index, inputs)
-        known = None if found is None else (found.out_THF, found.lse_TH)
         selection = None if found is None else found.selection
-        layout = context.layout
+        # Queries, keys and values, and the results where they are known.
+        dense = listed = inputs if found is None else (*inputs, found.out_THF, found.lse_TH)
+        layout, others = context.layout, context
+        results: list[Sequence[Tensor]] = []
         documents = self._dense_documents(q_THD, v_TGF, context)
-        if documents == layout.documents:
-            out_THF, lse_TH = self._attend_densely(inputs, layout, known)
-            if known is None:
-                self._observe_densely(inputs, layout, context)
-        elif documents:
+        if 0 < documents < layout.documents:
             # Their tokens come first, and a split is a view.
-            first, rest = layout.split(documents)
-            others, sizes = context.without(documents), (first.tokens, rest.tokens)
-            cut = [x.split(sizes) for x in (*inputs, *(known or ()))]
-            dense_qkv, sparse_qkv = zip(*cut[:3], strict=True)
-            dense_known, sparse_known = zip(*cut[3:], strict=True) if known else (None, None)
-            dense = self._attend_densely(dense_qkv, first, dense_known)
-            selection, *sparse = self._attend_to_lists(sparse_qkv, others, selection, sparse_known)
-            out_THF, lse_TH = (torch.cat(parts) for parts in zip(dense, sparse, strict=True))
-            if known is None:
-                self._observe_densely(dense_qkv, first, context, others)
-        else:
-            selection, out_THF, lse_TH = self._attend_to_lists(inputs, context, selection, known)
+            layout, rest = layout.split(documents)
+            halves = [x.split((layout.tokens, rest.tokens)) for x in dense]
+            dense, listed = zip(*halves, strict=True)
+            others = context.without(documents)
+        if documents:
+            results.append(self._attend_densely(dense, layout))
+        if documents < context.layout.documents:
+            selection, *result = self._attend_to_lists(listed, others, selection)
+            results.append(result)
+        if documents and found is None:
+            self._observe_densely(dense, layout, context, others)
+        out_THF, lse_TH = results[0]
+        if len(results) > 1:
+            out_THF, lse_TH = (torch.cat(parts) for parts in zip(*results, strict=True))
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
@@ -335,29 +335,20 @@ class BudgetedCoreAttention(MegatronModule):
             return documents
         return 0
 
-    def _attend_densely(
-        self,
-        qkv: Sequence[Tensor],
-        layout: PackedLayout,
-        known: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        q_THD, k_TGD, v_TGF = qkv
+    def _attend_densely(self, qkv: Sequence[Tensor], layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        q_THD, k_TGD, v_TGF, *known = qkv
         return dense_attention(
             *(q_THD, k_TGD, v_TGF, layout),
             softmax_scale=self._softmax_scale,
-            known=None if known is None else (known[0], known[1]),
+            known=(known[0], known[1]) if known else None,
             sink_H=self._sink(q_THD),
         )
 
     def _attend_to_lists(
-        self,
-        qkv: Sequence[Tensor],
-        context: LocalMicroBatch,
-        selection: Selection | None,
-        known: Sequence[Tensor] | None,
+        self, qkv: Sequence[Tensor], context: LocalMicroBatch, selection: Selection | None
     ) -> tuple[Selection, Tensor, Tensor]:
         """The selection, made anew where none is given, out_THF and lse_TH."""
-        q_THD, k_TGD, v_TGF = qkv
+        q_THD, k_TGD, v_TGF, *known = qkv
         if selection is None:
             with undisturbed(q_THD.device):
                 selection = self.select(q_THD, k_TGD, context)
@@ -370,7 +361,7 @@ class BudgetedCoreAttention(MegatronModule):
             softmax_scale=self._softmax_scale,
             implementation=self._options.config.attention,
             sink_H=self._sink(q_THD),
-            known=None if known is None else (known[0], known[1]),
+            known=(known[0], known[1]) if known else None,
         )
         return selection, *results
 
@@ -380,9 +371,10 @@ class BudgetedCoreAttention(MegatronModule):
         qkv: Sequence[Tensor],
         layout: PackedLayout,
         context: LocalMicroBatch,
-        others: LocalMicroBatch | None = None,
+        others: LocalMicroBatch,
     ) -> None:
-        """Note that the first documents are attended to densely, and what was seen of the others.
+        """Note that the first documents are attended to densely, and what was seen of the others,
+        if there are any besides those of ``context``.
 
         Where all documents are to be observed, these are routed for their curves.
         """
@@ -402,12 +394,8 @@ class BudgetedCoreAttention(MegatronModule):
                 )
             curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
             grid_SK = coverage_at(curves_SK, self._grid_and_base_on(curves_SK)[:, :-1])
-        seen = CoverageObservation(
-            grid_SK=grid_SK,
-            executed_S=one_S,
-            base_S=one_S,
-        )
-        if others is not None:
+        seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=one_S)
+        if others is not context:
             seen = seen.followed_by(others.observations[self._layer_index])
         context.observations[self._layer_index] = seen
 
@@ -422,7 +410,7 @@ class BudgetedCoreAttention(MegatronModule):
         """The blocks that this rank's queries read."""
         options, sequence = self._options, context.sequence
         if self._reads_everything(context):
-            self._observe_densely((q_THD, k_TGD), context.layout, context)
+            self._observe_densely((q_THD, k_TGD), context.layout, context, context)
             layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
             return Selection.of_everything(layouts, k_TGD.shape[1])
         budgets_S = context.budgets_LS[self._layer_index]

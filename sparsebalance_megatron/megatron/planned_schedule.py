@@ -5,17 +5,36 @@
 plan may have fewer micro-batches than the batch sizes make, on all ranks alike; Megatron's schedule
 then runs so many. Samples, learning rate and logs go on counting by the batch sizes, and the loss
 is one of all tokens, so that only the balancing losses of experts that Megatron logs need scaling.
-Where plans may have segments, :mod:`.segmented_schedule` runs the steps that have some.
+
+A step in which some micro-batch of some data-parallel rank has several segments runs in
+:func:`run_segments` on all ranks. Everything that
+``forward_backward_pipelining_without_interleaving`` does for training is done there too: timers,
+``no_sync``, loss scales, freed outputs, embedding gradients, reduced gradients. Shapes follow from
+the plan, so stages never send them, and the host never waits for a shape. The alternative is a
+communicator with more stages and a proxy autograd function inside Megatron's schedule. It needs
+equal shapes for all segments and hides which backward runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from sparsebalance_megatron.megatron.segmented_schedule import run_segments
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.utils import get_model_config
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.pipeline.orders import Operation, SegmentedSchedule
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's function of keywords that runs all forwards and backwards of a step."""
@@ -108,3 +127,141 @@ def use_planned_schedule(*, segments: bool) -> None:
         return as_planned(inner(*arguments, **keywords), segments=segments)
 
     training.get_forward_backward_func = forward_backward_func
+
+
+def run_segments(
+    schedule: SegmentedSchedule,
+    segment_tokens: Sequence[Sequence[int]],
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    model: torch.nn.Module,
+    force_all_reduce: bool = False,
+) -> list[dict[str, Any]]:
+    """Run the forwards and backwards of one step on this stage, and reduce gradients.
+
+    Args:
+        schedule: of this data-parallel rank, equal on all stages. It says why nobody waits for
+            ever, although ranks that share a micro-batch exchange keys and values in its layers.
+        segment_tokens: tokens of each segment of each micro-batch, equal on all stages.
+        forward_step_func: Megatron's forward step, called once per segment in the order of the
+            sequence; its loss function returns a sum, a count of tokens and a report.
+        data_iterator: yields the segments in that order.
+        model: this stage's only chunk.
+        force_all_reduce: reduce gradients to all ranks, for Megatron's checks.
+
+    Returns:
+        The report of every segment on the last stage, else an empty list.
+    """
+    config = get_model_config(model)
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    stage = _Stage(schedule, segment_tokens, forward_step_func, data_iterator, model, config)
+    # Gradients are reduced as the last backward makes them ready. With a grad_sync_func only the
+    # first stage does so; others reduce all of them after it, in the pipeline's idle time.
+    late = config.grad_sync_func is not None and not stage.is_first
+    with contextlib.ExitStack() as no_sync:
+        no_sync.enter_context((config.no_sync_func or contextlib.nullcontext)())
+        stage.run(before_last_backward=(lambda: None) if late else no_sync.close)
+    if late:
+        config.grad_sync_func(model.parameters())
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            [model],
+            stage.loss_tokens if config.calculate_per_token_loss else None,
+            force_all_reduce=force_all_reduce,
+        )
+    if timers is not None:
+        timers("forward-backward").stop()
+    return stage.reports
+
+
+class _Stage:
+    """One stage's operations of one step, with the tensors that wait for their backward."""
+
+    def __init__(
+        self,
+        schedule: SegmentedSchedule,
+        segment_tokens: Sequence[Sequence[int]],
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any],
+        model: torch.nn.Module,
+        config: Any,
+    ) -> None:
+        self._forward_step_func = forward_step_func
+        self._data_iterator, self._model, self._config = data_iterator, model, config
+        self._segment_tokens = segment_tokens
+        self._segments = sum(map(len, segment_tokens))
+        # The receiver knows every shape, so none is sent.
+        known_shapes = copy.copy(config)
+        known_shapes.variable_seq_lengths = False
+        self._ranks = P2PCommunicator(
+            pp_group=parallel_state.get_pipeline_model_parallel_group(), config=known_shapes
+        )
+        self.is_first, self._is_last = self._ranks.is_pp_first_stage, self._ranks.is_pp_last_stage
+        order = schedule(self._ranks.total_stages, len(segment_tokens), 1)
+        self._order = order.by_stage[self._ranks.current_stage]
+        self._awaiting_backward: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        self._forwards_run = 0
+        self.loss_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        self.reports: list[dict[str, Any]] = []
+
+    def run(self, *, before_last_backward: Callable[[], None]) -> None:
+        """Run all operations; each exchanges tensors with its neighbours for the next one."""
+        received = self._ranks.recv_forward(self._shape(self._order[0]), self.is_first)
+        for operation, following in zip(self._order, (*self._order[1:], None), strict=True):
+            if operation.direction is Direction.FORWARD:
+                received = self._forward(operation, received, following)
+            else:
+                if following is None:
+                    before_last_backward()
+                received = self._backward(operation, received, following)
+
+    def _forward(self, operation: Operation, input_: Any, following: Operation | None) -> Any:
+        """Run a forward; return what the following operation takes."""
+        assert following is not None, "a step ends with a backward"
+        output, loss_tokens = forward_step(
+            self._forward_step_func,
+            self._data_iterator,
+            self._model,
+            self._segments,
+            input_,
+            self.reports,
+            self._config,
+            parallel_state.get_context_parallel_world_size(),
+            is_first_microbatch=self._forwards_run == 0,
+            current_microbatch=self._forwards_run,
+            is_last_stage=self._is_last,
+        )
+        self.loss_tokens += loss_tokens
+        self._forwards_run += 1
+        shape = self._shape(following)
+        if following.direction is Direction.FORWARD:
+            self._ranks.send_forward(output, self._is_last)
+            received = self._ranks.recv_forward(shape, self.is_first)
+        else:
+            received = self._ranks.send_forward_recv_backward(output, shape, self._is_last)
+        self._awaiting_backward[operation[1:]] = input_, output
+        deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return received
+
+    def _backward(self, operation: Operation, gradient: Any, following: Operation | None) -> Any:
+        """Run a backward; return what the following operation takes."""
+        tensors = self._awaiting_backward.pop(operation[1:])
+        input_gradient = backward_step(*tensors, gradient, self._config)
+        if following is not None and following.direction is Direction.FORWARD:
+            return self._ranks.send_backward_recv_forward(
+                input_gradient, self._shape(following), self.is_first
+            )
+        self._ranks.send_backward(input_gradient, self.is_first)
+        if following is None:
+            return None
+        return self._ranks.recv_backward(self._shape(following), self._is_last)
+
+    def _shape(self, operation: Operation) -> tuple[int, int, int]:
+        """Shape of the hidden states between stages: (tokens of this rank, 1, hidden size)."""
+        tokens = self._segment_tokens[operation.micro_batch][operation.segment]
+        if self._config.sequence_parallel:
+            tokens //= self._config.tensor_model_parallel_size
+        return tokens, 1, self._config.hidden_size

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.experts import ExpertShape
-from sparsebalance_megatron.cost.table import ModelShape, RunIdentity, latent_attention_weights
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.cost.table import (
+    ExpertShape,
+    ModelShape,
+    RunIdentity,
+    latent_attention_weights,
+)
 from sparsebalance_megatron.learn.host_planner import HostJob
+from sparsebalance_megatron.learn.scheduler import BatchSizes
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,
@@ -179,8 +183,8 @@ class RunSettings:
             test_data_path=tuple(args.test_data_path or ()),
             per_split_data_args_path=args.per_split_data_args_path,
             eval_iters=args.eval_iters or 0,
-            eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
-            eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
+            eval_micro_batch_size=args.eval_micro_batch_size,
+            eval_global_batch_size=args.eval_global_batch_size,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             tied_embeddings=not args.untie_embeddings_and_output_weights,
             distributed_optimizer=bool(args.use_distributed_optimizer),
@@ -224,6 +228,17 @@ def token_multiple(transformer_config: Any) -> int:
 def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
     """The sizes that a layer's cost depends on."""
     key_dim, value_dim = head_dims(transformer_config)
+    latent_weights = None
+    if transformer_config.multi_latent_attention:
+        latent_weights = latent_attention_weights(
+            hidden_size=transformer_config.hidden_size,
+            heads=transformer_config.num_attention_heads,
+            q_rank=transformer_config.q_lora_rank,
+            kv_rank=transformer_config.kv_lora_rank,
+            qk_dim=transformer_config.qk_head_dim,
+            rotary_dim=transformer_config.qk_pos_emb_head_dim,
+            value_dim=value_dim,
+        )
     return ModelShape(
         hidden_size=transformer_config.hidden_size,
         ffn_hidden_size=transformer_config.ffn_hidden_size,
@@ -231,7 +246,7 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
         num_query_groups=transformer_config.num_query_groups,
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
-        attention_weights=_latent_weights(transformer_config),
+        attention_weights=latent_weights,
         experts=expert_shape(transformer_config),
         vocab_size=vocab_size,
         gated_linear_unit=transformer_config.gated_linear_unit,
@@ -245,22 +260,6 @@ def head_dims(transformer_config: Any) -> tuple[int, int]:
         return transformer_config.kv_channels, transformer_config.kv_channels
     key_dim = transformer_config.qk_head_dim + transformer_config.qk_pos_emb_head_dim
     return key_dim, transformer_config.v_head_dim
-
-
-def _latent_weights(transformer_config: Any) -> int | None:
-    """Weights of multi-latent attention's projections in a layer; None for other attention."""
-    config = transformer_config
-    if not config.multi_latent_attention:
-        return None
-    return latent_attention_weights(
-        hidden_size=config.hidden_size,
-        heads=config.num_attention_heads,
-        q_rank=config.q_lora_rank,
-        kv_rank=config.kv_lora_rank,
-        qk_dim=config.qk_head_dim,
-        rotary_dim=config.qk_pos_emb_head_dim,
-        value_dim=config.v_head_dim,
-    )
 
 
 def expert_shape(transformer_config: Any) -> ExpertShape | None:

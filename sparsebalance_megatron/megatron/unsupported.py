@@ -356,41 +356,42 @@ def check_model(transformer_config: object, config: SparseBalanceConfig, longest
 def check_replaced_attention(transformer_config: object, config: SparseBalanceConfig) -> None:
     """Refuse what attention of this plugin's does not have."""
     refusals = {flag: MODEL[flag] for flag in OF_REPLACED_ATTENTION}
-    _refuse(Settings(transformer_config, config), refusals)
+    _refuse(Settings(transformer_config, config), refusals, _SOME_VALUES)
 
 
-def _refuse(get: Settings, refusals: Mapping[str, str]) -> None:
+def check_segments(get: Settings) -> None:
+    """Refuse what does not train with micro-batches in segments."""
+    if get.config.max_segments > 1:
+        flag = flag_name("max_segments")
+        beside = f"{flag} {get.config.max_segments}"
+        _refuse(get, SEGMENTS, _SOME_SEGMENTS, beside, f", or use {flag} 1")
+
+
+def _refuse(
+    get: Settings,
+    refusals: Mapping[str, str],
+    some_values: Mapping[str, Callable[[Settings], object]],
+    beside: str = "--sparse-balance",
+    otherwise: str = "",
+) -> None:
+    """Raise at the first flag that applies, naming the flag beside which it is refused."""
     for flag, remedy in refusals.items():
         value = get(flag.removeprefix("--").replace("-", "_"))
-        if _SOME_VALUES[flag](get) if flag in _SOME_VALUES else value:
-            raise ConfigError(f"--sparse-balance with {_as_given(flag, value)}: {remedy}")
+        if some_values[flag](get) if flag in some_values else value:
+            raise ConfigError(f"{beside} with {_as_given(flag, value)}: {remedy}{otherwise}")
 
 
 def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
     leaves = get.config.leaves_attention(get("context_parallel_size", 1))
     if leaves and get("transformer_impl") != "local":
         refusals = {flag: refusals[flag] for flag in refusals if flag not in OF_REPLACED_ATTENTION}
-    _refuse(get, refusals)
+    _refuse(get, refusals, _SOME_VALUES)
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
     selector_named(get.config.selection, get.config.router, get.config.first_blocks)
     _check_sharing(get, longest)
     check_segments(get)
-
-
-def check_segments(get: Settings) -> None:
-    """Refuse what does not train with micro-batches in segments."""
-    config = get.config
-    if config.max_segments == 1:
-        return
-    for flag, remedy in SEGMENTS.items():
-        value = get(flag.removeprefix("--").replace("-", "_"))
-        if _SOME_SEGMENTS[flag](get) if flag in _SOME_SEGMENTS else value:
-            raise ConfigError(
-                f"{flag_name('max_segments')} {config.max_segments} with "
-                f"{_as_given(flag, value)}: {remedy}, or use {flag_name('max_segments')} 1"
-            )
 
 
 def _as_given(flag: str, value: Any) -> str:

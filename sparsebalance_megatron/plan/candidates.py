@@ -34,6 +34,7 @@ from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.bounds import step_bounds
+from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal
@@ -72,7 +73,8 @@ class Candidate:
             context-parallel groups, and its positions or fewer.
         batching: how samples were placed.
         makespan_ms, sum_ms: predicted for the step and summed over its ranks, at the expected
-            budgets, which no tuning but the paper's makes longer; rounded, so that equal steps tie.
+            budgets, which tuning makes no longer, or at those that the paper's tuning chooses;
+            rounded, so that equal steps tie.
     """
 
     problem: StepProblem
@@ -86,7 +88,10 @@ class Candidate:
         cls, problem: StepProblem, arrangement: Arrangement, batching: Batching = "makespan"
     ) -> Candidate:
         """The candidate of an arrangement."""
-        ms_R = problem.budgets.makespans_ms(problem.expected_LS, arrangement)
+        budgets_LS = problem.expected_LS
+        if problem.budget_policy.by_latency:
+            budgets_LS = tune(problem.budgets, arrangement).budgets_LS
+        ms_R = problem.budgets.makespans_ms(budgets_LS, arrangement)
         return cls(
             problem=problem,
             batching=batching,

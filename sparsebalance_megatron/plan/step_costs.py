@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class LayerCosts:
         fixed_2SX: ms of a sample at budgets of 0 blocks.
         pair_share_S: share of a sample's block pairs that each of its ranks computes.
         exchange_2SX: ms of receiving all of a sample's keys and values.
+        lists_2SX: ms that a shared sample takes more where a layer would attend to it densely.
     """
 
     chunk_of_X: np.ndarray
@@ -49,6 +50,7 @@ class LayerCosts:
     fixed_2SX: np.ndarray
     pair_share_S: np.ndarray
     exchange_2SX: np.ndarray
+    lists_2SX: np.ndarray
 
     @property
     def own_columns(self) -> int:
@@ -77,13 +79,16 @@ class LayerCosts:
         """
         share_S1, received_S1 = share_S[:, None], received_S[:, None]
         sequence_21X = self.sequence_2X[:, None]
+        # Who receives no keys is not shared.
+        fixed_2SX = self.fixed_2SX + (received_S1 > 0.0) * self.lists_2SX
         return replace(
             self,
             fixed_2SX=sequence_21X
-            + share_S1 * (self.fixed_2SX - sequence_21X)
+            + share_S1 * (fixed_2SX - sequence_21X)
             + received_S1 * self.exchange_2SX,
             pair_share_S=share_S * self.pair_share_S,
             exchange_2SX=np.zeros_like(self.exchange_2SX),
+            lists_2SX=np.zeros_like(self.lists_2SX),
         )
 
     def ms_2SX(self, pairs_LS: np.ndarray) -> np.ndarray:
@@ -126,7 +131,8 @@ _MICRO_BATCHES, SEQUENCES, TOKENS, PAIRS, VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    A layer attends to a sample densely, without a router, or sparsely, under its budget.
+    A layer attends to a sample densely, without a router, or sparsely, under its budget. Where
+    ranks share a sample, or it is cut in segments, lists of all blocks stand for dense attention.
 
     Attributes:
         work: how block pairs follow from budgets.
@@ -204,9 +210,18 @@ class StepCosts:
         share_S1 = self.share_W[cp_size_S][:, None]
         received_S1 = self.received_W[cp_size_S][:, None]
         whole_21C = self.sequence_2C[:, None]
-        shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
+        shared_2SC = whole_21C + (sample_2SC + self.lists_2SC - whole_21C) * share_S1
         on_each_2SC = shared_2SC + self.exchange_2SC * received_S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SC, sample_2SC)
+
+    @cached_property
+    def lists_2SC(self) -> np.ndarray:
+        """Ms that every sample takes more where it is shared, for layers that would attend to it
+        densely."""
+        more_2CF = as_lists(self.denser_2CF, self.pair_2C) - self.denser_2CF
+        dense_SC = dense_layers(self.dense_LS, self.chunk_of_layer_L, self.chunks)
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        return dense_SC * _fixed_2SX(more_2CF, self.lengths_tokens_S, visible_S)
 
     @property
     def sequence_2C(self) -> np.ndarray:
@@ -241,7 +256,8 @@ class StepCosts:
         """Ms [2, S, L] by which dense attention to a sample exceeds what lists take beside their
         block pairs."""
         denser_2LF = self.denser_2CF[:, self.chunk_of_layer_L]
-        return _fixed_2SX(denser_2LF, self.lengths_tokens_S, self.work, self.block_size)
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        return _fixed_2SX(denser_2LF, self.lengths_tokens_S, visible_S)
 
     def with_dense(self, dense_LS: np.ndarray) -> StepCosts:
         """Costs where layers attend to more samples densely; what a micro-batch takes whatever it
@@ -367,10 +383,8 @@ def step_costs(
     sparse_2CF = layers_C[:, None] * layer_2F[:, None] + outside_2CF
     constant_2C = sparse_2CF[..., _MICRO_BATCHES]
     constant_2C = constant_2C + never_sparse_C * denser_2F[:, None, _MICRO_BATCHES]
-
-    def fixed_2SX(coefficients_2XF: np.ndarray) -> np.ndarray:
-        return _fixed_2SX(coefficients_2XF, lengths_S, cost.work, cost.block_size)
-
+    visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
+    fixed_2SX = partial(_fixed_2SX, lengths_S=lengths_S, visible_S=visible_S)
     denser_2S1 = fixed_2SX(denser_2F[:, None])
     dense_SC = dense_layers(dense_LS, chunk_of_layer_L, chunks)
     fixed_2SC = fixed_2SX(sparse_2CF) + dense_SC * denser_2S1
@@ -392,10 +406,12 @@ def step_costs(
         exchange_2SX = np.zeros((2, len(lengths_S), len(chunk_of_X)))
         exchange_2SX[..., : job.layers] = (per_token_2[:, None] * lengths_S)[..., None]
         scale_2X = scale_2C[:, chunk_of_X]
+        more_2XF = as_lists(denser_2XF, columns_2XF[..., PAIRS]) - denser_2XF
         layers = LayerCosts(
             chunk_of_X=chunk_of_X,
             columns_2XF=scale_2X[..., None] * columns_2XF,
             denser_2XF=scale_2X[..., None] * denser_2XF,
+            lists_2SX=scale_2X[:, None] * dense_SX * fixed_2SX(more_2XF),
             fixed_2SX=scale_2X[:, None] * (fixed_2SX(columns_2XF) + dense_SX * denser_2S1),
             pair_share_S=np.ones(len(lengths_S)),
             exchange_2SX=exchange_2SX,
@@ -421,11 +437,18 @@ def step_costs(
     )
 
 
+def as_lists(denser_2XF: np.ndarray, pair_2X: np.ndarray) -> np.ndarray:
+    """``denser_2XF`` of a sample that is shared or in segments: a layer reads lists of all blocks,
+    which are taken to be no faster than dense attention."""
+    lists_2XF = np.zeros_like(denser_2XF)
+    lists_2XF[..., VISIBLE] = pair_2X
+    return np.maximum(lists_2XF, denser_2XF)
+
+
 def _fixed_2SX(
-    coefficients_2XF: np.ndarray, lengths_S: np.ndarray, work: WorkModel, block_size: int
+    coefficients_2XF: np.ndarray, lengths_S: np.ndarray, visible_S: np.ndarray
 ) -> np.ndarray:
     """Ms of samples whatever their budgets."""
-    visible_S = work.visible_pairs(lengths_S / block_size)
     return np.asarray(
         coefficients_2XF[:, None, :, SEQUENCES]
         + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]

@@ -1,23 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs compared with dense attention: one planned in several ways, or several layouts."""
+"""Jobs compared with dense attention: one planned in several ways, or several layouts. And layers
+per pipeline stage that make up for the embedding and the output head.
+
+The paper is arXiv:2604.13847.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.rates import memory_gib
+from sparsebalance_megatron.cost.model import memory_gib
+from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.predict.memory import memory_at_most
-from sparsebalance_megatron.predict.outcome import (
-    Outcome,
-    Watch,
-    predict,
-)
+from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.text_table import progress_bar
+
+LEAST_SPEEDUP = 1.01
+"""Smaller gains are within the error of predictions and are not named."""
+_STEPS = 4
+"""Steps that are planned for a layout, at most."""
+_MOST_MOVES = 8
+"""Layers that move at most; each move plans all batches twice."""
+
+_AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
+"""Samples where they arrive, and ranks that share micro-batches as Megatron has them do."""
+_CHOSEN = ("batching", "tuning")
+
+
+class Row(NamedTuple):
+    """A way to plan: fields of :class:`.PlanSettings`, of which batching and tuning are the default
+    where it does not name them; and what it is, in words."""
+
+    changes: Mapping[str, Any]
+    meaning: str
+
+    def of(self, workload: Workload) -> Workload:
+        """The workload, planned this way: on the same ranks, which share what they did."""
+        changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
+        if workload.plan_settings.max_context_parallel == 1:
+            changes.pop("context_parallel", None)
+        elif "context_parallel" in changes:
+            changes["max_context_parallel"] = workload.job.context_parallel_size
+        return replace(workload, plan_settings=replace(workload.plan_settings, **changes))
+
+
+DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"
+ROWS: Mapping[str, Row] = {
+    DENSE: Row(
+        {**MODES["exact"], **_AS_MEGATRON},
+        "dense attention in order of arrival, as without the plugin",
+    ),
+    EXACT: Row(MODES["exact"], "dense attention, placed by the plan (--sparse-balance-mode exact)"),
+    "fixed budgets": Row({"tuning": "off"}, "base budgets for all, placed by the plan"),
+    "paper": Row(MODES["paper"], "placed by latency, budgets tuned towards their mean"),
+    OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
+}
+"""The first is what all others are compared with."""
+_FURTHER_ROWS: Mapping[str, Row] = {
+    "fixed budgets, arrival": Row({**_AS_MEGATRON, "tuning": "off"}, "base budgets for all"),
+    "DST": Row({**_AS_MEGATRON, "tuning": "anchor"}, "in order of arrival, the paper's budgets"),
+    "LBB": Row({"batching": "length", "tuning": "off"}, "placed by length, base budgets"),
+    "SAB": Row({"batching": "latency", "tuning": "off"}, "placed by latency, base budgets"),
+    "LBB+DST": Row({"batching": "length", "tuning": "anchor"}, "LBB, with the paper's budgets"),
+}
+_ONE_PIECE = Row({"max_segments": 1}, "ours without segments")
+_SAME_SIZE = Row({"context_parallel": "static"}, "ours, as many ranks for every micro-batch")
+
+
+def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
+    """The rows of a workload, those of dense attention first.
+
+    A workload whose layers are all dense has no others. One that is planned like none of them
+    comes last, as it is given.
+
+    Args:
+        every: further rows too, which take a part of the default each.
+    """
+    settings, rows = workload.plan_settings, dict(ROWS)
+    if workload.is_dense:
+        rows = {name: rows[name] for name in (DENSE, EXACT)}
+    elif every:
+        rows |= _FURTHER_ROWS
+        if settings.max_segments > 1:
+            rows["ours, one piece"] = _ONE_PIECE
+        if settings.context_parallel == "dynamic" and settings.max_context_parallel > 1:
+            rows["ours, static cp"] = _SAME_SIZE
+    if given_row(workload, rows) is None:
+        own = {name: getattr(settings, name) for name in _CHOSEN}
+        rows[GIVEN] = Row(own, "what these flags train")
+    return rows
+
+
+def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
+    """The row that is planned as the workload itself; None where there is none."""
+    settings = workload.plan_settings
+    if workload.is_dense:
+        settings = replace(settings, layer_budgets=MODES["exact"]["layer_budgets"])
+    planned = {name: row.of(workload).plan_settings for name, row in rows.items()}
+    return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,78 +145,130 @@ class Comparison:
 
     Attributes:
         given: what the flags train; of layouts, the fastest that is not dense, if any is.
-        dense: the fastest of dense attention.
         refused: names of rows that cannot be planned, and why.
     """
 
     rows: tuple[TableRow, ...]
     given: TableRow
-    dense: TableRow
     refused: Mapping[tuple[str, ...], str]
 
+    @property
+    def dense(self) -> TableRow:
+        """The fastest of dense attention."""
+        return min((row for row in self.rows if row.workload.is_dense), key=lambda row: row.ms)
 
-def compared_steps(rows: Sequence[TableRow]) -> int:
-    """Steps that are planned to compare rows, at most."""
-    return sum(len(row.workload.batches) for row in rows)
 
-
-def compare(rows: Sequence[TableRow], given: tuple[str, ...], watch: Watch) -> Comparison:
-    """Plan all rows, of which some are dense, and compare them with the first.
+def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison:
+    """Plan one job in several ways, of which some are dense.
 
     Raises:
         PlanError: the given row, or no dense one, can be planned.
     """
-    found, refused = _planned(rows, watch, relative=True)
+    found, refused = _planned(rows)
     if given in refused:
         raise PlanError(refused[given])
     (chosen,) = (row for row in found if row.names == given)
-    return _compared(found, chosen, refused, watch)
+    return Comparison(rows=tuple(found), given=chosen, refused=refused)
 
 
-def worth_planning(rows: Sequence[TableRow]) -> list[TableRow]:
-    """The rows that fit, or all where none does."""
-    return [row for row in rows if row.fits] or list(rows)
+def compare_layouts(rows: Sequence[TableRow]) -> Comparison:
+    """Plan the rows that fit, or all where none does, of which some are dense.
 
-
-def compare_layouts(rows: Sequence[TableRow], watch: Watch) -> Comparison:
-    """Plan the rows that fit, of which some are dense, and put the fastest first; others are last.
+    The fastest comes first; rows that are not planned are last.
 
     Raises:
         PlanError: no dense row can be planned.
     """
-    wanted = worth_planning(rows)
-    found, refused = _planned(wanted, watch, relative=False)
+    fitting = [row for row in rows if row.fits]
+    others = [row for row in rows if fitting and not row.fits]
+    found, refused = _planned(fitting or rows)
     found.sort(key=lambda row: row.ms)
+    others.sort(key=lambda row: row.at_most_bytes)
     sparse = [row for row in found if not row.workload.is_dense]
-    left = [row for row in rows if row.names not in {each.names for each in wanted}]
-    compared = _compared(found, (sparse or found)[0], refused, watch)
-    left.sort(key=lambda row: row.at_most_bytes)
-    return replace(compared, rows=(*found, *left))
+    return Comparison(rows=(*found, *others), given=(sparse or found)[0], refused=refused)
 
 
-def _planned(
-    rows: Iterable[TableRow], watch: Watch, *, relative: bool
-) -> tuple[list[TableRow], dict[tuple[str, ...], str]]:
+def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, ...], str]]:
+    """The rows with what they are predicted to take, and why others cannot be planned."""
     found: list[TableRow] = []
     refused = {}
-    for row in rows:
-        first = found[0].outcome if relative and found else None
-        try:
-            outcome = predict(row.workload, baseline=first, watch=watch)
-        except PlanError as error:
-            refused[row.names] = str(error)
-            continue
-        found.append(replace(row, outcome=outcome))
+    with progress_bar("plan", sum(len(row.workload.batches) for row in rows), "steps") as bar:
+        for row in rows:
+            try:
+                found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
+            except PlanError as error:
+                refused[row.names] = str(error)
     if not any(row.workload.is_dense for row in found):
         raise PlanError(next(iter(refused.values())))
     return found, refused
 
 
-def _compared(
-    rows: Sequence[TableRow],
-    given: TableRow,
-    refused: Mapping[tuple[str, ...], str],
-    watch: Watch,
-) -> Comparison:
-    dense = min((row for row in rows if row.workload.is_dense), key=lambda row: row.ms)
-    return Comparison(rows=tuple(rows), given=given, dense=dense, refused=refused)
+class EvenStages(NamedTuple):
+    """``layers``: of each stage. ``speedup``: predicted, over the job's own layers per stage."""
+
+    layers: tuple[int, ...]
+    speedup: float
+
+    @property
+    def layout(self) -> str:
+        """The value of Megatron's ``--pipeline-model-parallel-layout``.
+
+        >>> EvenStages((10, 9, 7), speedup=1.05).layout
+        'Et*10|t*9|t*7L'
+        """
+        return f"E{'|'.join(f't*{layers}' for layers in self.layers)}L"
+
+    def __str__(self) -> str:
+        return (
+            f"stages do unequal work: with --pipeline-model-parallel-layout '{self.layout}' steps "
+            f"are predicted to be {self.speedup:.2f} times as fast; a dry run shows its memory"
+        )
+
+
+def even_stages(workload: Workload) -> EvenStages | None:
+    """Move layers off the busiest stage or the last while the predicted steps get shorter.
+
+    None where that gains less than :data:`LEAST_SPEEDUP`, without a pipeline, and with virtual
+    stages.
+
+    Raises:
+        PlanError: a batch has no placement under the policy's cap.
+    """
+    workload = replace(workload, batches=workload.batches[:_STEPS])
+    job, stages = workload.job, workload.job.pipeline_stages
+    if stages == 1 or job.virtual_stages > 1:
+        return None
+    layers_P = np.array([len(chunk) for (chunk,) in job.stage_layers])
+    first_ms, busy_P = _step_ms(workload, layers_P)
+    best_ms, best_P = first_ms, layers_P
+    for _ in range(_MOST_MOVES):
+        moved = [_moved(best_P, source, busy_P) for source in {int(busy_P.argmax()), stages - 1}]
+        tried = [(*_step_ms(workload, layers_P), layers_P) for layers_P in moved if layers_P.all()]
+        ms, busy_P, layers_P = min(
+            tried, key=lambda each: each[0], default=(best_ms, busy_P, best_P)
+        )
+        if ms >= best_ms:
+            break
+        best_ms, best_P = ms, layers_P
+    if first_ms / best_ms < LEAST_SPEEDUP:
+        return None
+    return EvenStages(tuple(best_P.tolist()), first_ms / best_ms)
+
+
+def _moved(layers_P: np.ndarray, source: int, busy_P: np.ndarray) -> np.ndarray:
+    """One layer less on a stage, one more on the stage of the others with the least work."""
+    others_P = np.where(np.arange(len(busy_P)) == source, np.inf, busy_P)
+    moved_P = layers_P.copy()
+    moved_P[source] -= 1
+    moved_P[others_P.argmin()] += 1
+    return moved_P
+
+
+def _step_ms(workload: Workload, layers_P: np.ndarray) -> tuple[float, np.ndarray]:
+    """Time of all steps, and of each stage's work in them, with so many layers per stage."""
+    edges = [0, *np.cumsum(layers_P).tolist()]
+    stages = tuple((tuple(range(*ends)),) for ends in itertools.pairwise(edges))
+    job = replace(workload.job, stage_layers=stages)
+    expected = [step.plan.expectation for step in replace(workload, job=job).planned_steps()]
+    busy_P = sum(each.times_2RPVM.sum(axis=(0, 1, 3, 4)) for each in expected)
+    return sum(each.makespan_ms for each in expected), np.asarray(busy_P)

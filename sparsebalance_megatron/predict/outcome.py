@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workloads are predicted to take. Everything that predicts gets its numbers here."""
+"""What workloads are predicted to take, in time and in memory.
+
+Shape legend: U segments.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.cost.memory import StageMemory
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.work_model import features
+from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.predict.memory import memory_at_most, memory_of_steps
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.predict.workload import Workload
 
 Watch = Callable[[], object]
@@ -26,35 +30,29 @@ Watch = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A workload over all its steps; means unless said otherwise, imbalances are max/mean.
+    """A workload over all its steps; means unless said otherwise.
 
     Attributes:
         makespan_ms: of a step.
-        speedup: the baseline's total time over this one's; 1 without a baseline.
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
         work_ratio: work over that at base budgets.
         plan_ms: median.
         tokens_per_second_per_gpu: of all steps.
         bubble_share: of the GPUs' time within a step, what no micro-batch fills.
-        router_share: of the compute time, what selecting blocks takes.
         dense_tokens_share: of tokens in documents that layers at the base budget attend to densely.
         stages: memory of every pipeline stage in the step that needs most of it.
         stages_at_most: likewise, with every micro-batch at the token cap.
     """
 
     makespan_ms: float
-    speedup: float
     bound_ratio: float
-    imbalance_microbatch: float
-    imbalance_rank: float
     coverage_mean: float | None
     work_ratio: float
     plan_ms: float
     step_ms: tuple[float, ...]
     tokens_per_second_per_gpu: float
     bubble_share: float
-    router_share: float
     dense_tokens_share: float
     stages: tuple[StageMemory, ...]
     stages_at_most: tuple[StageMemory, ...]
@@ -63,7 +61,6 @@ class Outcome:
 def predict(
     workload: Workload,
     *,
-    baseline: Outcome | None = None,
     clock: Callable[[], float] = time.perf_counter,
     watch: Watch = lambda: None,
 ) -> Outcome:
@@ -82,7 +79,6 @@ def predict(
     plans, job = [step.plan for step in steps], workload.job
     expected = [plan.expectation for plan in plans]
     step_ms = np.array([each.makespan_ms for each in expected])
-    baseline_ms = step_ms if baseline is None else np.array(baseline.step_ms)
     ratios = step_ms / [each.lower_bound_ms for each in expected]
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
@@ -90,18 +86,17 @@ def predict(
     dense_S = replace(workload.plan_settings, layer_budgets=None).dense_LS(1, lengths)[0]
     return Outcome(
         makespan_ms=float(step_ms.mean()),
-        speedup=float(baseline_ms.sum() / step_ms.sum()),
         bound_ratio=float(ratios.mean()),
-        imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),
-        imbalance_rank=float(np.mean([each.imbalance_rank_sums for each in expected])),
         coverage_mean=float(np.mean(coverage)) if coverage else None,
         work_ratio=float(np.mean([each.work_ratio for each in expected])),
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
         tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
-        bubble_share=1.0
-        - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
-        router_share=sum(_router_ms(workload, plan) for plan in plans) / busy_ms,
+        # Rounding may leave less than nothing where all are busy.
+        bubble_share=max(
+            0.0,
+            1.0 - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
+        ),
         dense_tokens_share=float(lengths[dense_S].sum() / lengths.sum()),
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
@@ -119,16 +114,120 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     dense_LS = workload.plan_settings.dense_LS(job.layers, batch)
     costs = step_costs(batch, job, workload.cost, scales, dense_LS)
     floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
-    bounds = step_bounds(costs.sample_ms(floor_LS), costs)
+    settings = workload.plan_settings
+    shared_by = workload.job.context_parallel_size
+    if settings.context_parallel == "dynamic":
+        shared_by = max(shared_by, settings.max_context_parallel)
+    bounds = step_bounds(costs.sample_ms(floor_LS), costs, shared_by)
     return bool(bounds.unhideable_S.any())
 
 
-def _router_ms(workload: Workload, plan: StepPlan) -> float:
-    """Selecting blocks, forward and backward, on all ranks and layers of a step."""
-    cost, found_ms = workload.cost, 0.0
-    both = sum(cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
-    for lengths in (np.array(each.lengths_tokens) for each in plan.micro_batches):
-        for dense_S in workload.plan_settings.dense_LS(workload.job.layers, lengths):
-            if not dense_S.all():
-                found_ms += float(both @ features(lengths[~dense_S], 1, cost.block_size, cost.work))
-    return found_ms
+def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[StageMemory, ...]:
+    """Memory of every stage in the step that needs most of it."""
+    steps = []
+    for plan in plans:
+        most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
+        held = _tokens_held(plan, workload.job, workload.plan_settings.block_size)
+        steps.append(_stages(workload, most_L, *held))
+    return tuple(
+        max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
+    )
+
+
+def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
+    """Memory of every stage with micro-batches at the token cap.
+
+    It depends on no sample. Lists are those of base budgets, or of all blocks where tuning may
+    raise budgets, also those of a sample that ranks share. Where micro-batches may have segments,
+    as many more of them may be in flight.
+    """
+    job, plan_settings = workload.job, workload.plan_settings
+    cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
+    sharing_ranks = max(plan_settings.max_context_parallel, job.context_parallel_size)
+    longest_blocks = math.ceil(sharing_ranks * cap / plan_settings.block_size)
+    if plan_settings.max_segments > 1:
+        ahead = plan_settings.max_segments - 1 + job.pipeline_stages
+        segments = SegmentTokens(
+            in_flight_P=tuple(
+                cap * min(job.micro_batches, ahead - stage) for stage in range(job.pipeline_stages)
+            ),
+            largest=cap,
+            longest=cap,
+        )
+    base_L = plan_settings.base_L(job.layers)
+    if sharing_ranks > 1 or segments is not None:
+        base_L = plan_settings.dense_blocks_L(job.layers)
+    budgets_L = np.minimum(base_L if plan_settings.tuning == "off" else DENSE, longest_blocks)
+    budgets_L = np.broadcast_to(budgets_L, base_L.shape)
+    return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
+
+
+def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
+    """Largest budget in each layer; 0 of samples without lists, which a rank attends to densely by
+    itself."""
+    budgets_LS, layers = micro_batch.budgets_LS, workload.job.layers
+    if micro_batch.cp_size == 1 and micro_batch.segments == 1:
+        dense_LS = workload.plan_settings.dense_LS(layers, micro_batch.lengths_tokens)
+        budgets_LS = np.where(dense_LS, 0, budgets_LS)
+    return np.asarray(budgets_LS.max(axis=1))
+
+
+def _stages(
+    workload: Workload,
+    budgets_L: np.ndarray,
+    tokens_RM: np.ndarray,
+    segments: SegmentTokens | None,
+) -> tuple[StageMemory, ...]:
+    """Memory of every stage at one budget for each layer."""
+    job, plan_settings, shape = workload.job, workload.plan_settings, workload.memory.shape
+    dense_L = plan_settings.dense_L(job.layers)
+    of_sparse = workload.cost.work.list_entries_per_token(
+        heads=shape.num_attention_heads,
+        groups=shape.num_query_groups,
+        block_size=plan_settings.block_size,
+        budget_blocks=int(budgets_L[~dense_L].max(initial=0)),
+    )
+    # A dense layer lists all blocks for each block of queries and KV head.
+    of_dense = (
+        shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / plan_settings.block_size
+    )
+    entries_L = np.where(dense_L, of_dense, of_sparse)
+    found = []
+    for stage, chunks in enumerate(job.stage_layers):
+        own = [layer for chunk in chunks for layer in chunk]
+        lists = float(entries_L[own].mean()) if own else 0.0
+        model = replace(workload.memory, selected_blocks_per_token=lists)
+        found.append(stage_memory(model, tokens_RM, segments)[stage])
+    return tuple(found)
+
+
+def _tokens_held(
+    plan: StepPlan, job: Job, block_size: int
+) -> tuple[np.ndarray, SegmentTokens | None]:
+    """Tokens of micro-batches by rank and position, and of segments where a step has them."""
+    tokens_RM = plan.rank_tokens_RM()
+    if all(micro_batch.segments == 1 for micro_batch in plan.micro_batches):
+        return tokens_RM, None
+    of_ranks = [
+        [
+            # Segments that only other ranks of the schedule have come first, and hold nothing here.
+            np.pad(each.segment_tokens(block_size) / each.cp_size, (most - each.segments, 0))
+            for each, most in zip(
+                plan.for_rank(rank).micro_batches,
+                plan.schedule_of(rank).most_segments_M,
+                strict=True,
+            )
+        ]
+        for rank in range(plan.data_parallel_size)
+    ]
+    stages = job.pipeline_stages
+    return tokens_RM, SegmentTokens(
+        in_flight_P=tuple(
+            float(max(most_tokens_in_flight(tokens_MU, stages - stage) for tokens_MU in of_ranks))
+            for stage in range(stages)
+        ),
+        largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
+        longest=float(
+            max(each.tokens / each.cp_size for each in plan.micro_batches if each.segments > 1)
+        ),
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload: global batches of a job, planned as training does, each step as its plan predicts."""
+"""A workload: global batches of a job, planned as training does, each step as its plan predicts;
+and lengths of documents, which become its samples."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import Overlong, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.json_file import checked, parse_json, read_text
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
@@ -24,7 +29,14 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 
 STEPS = 20
 """Global batches that predictions plan by default."""
-COVERAGE_EXPONENT = 0.35
+_COVERAGE_EXPONENT = 0.35
+
+_Lengths = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=2**30)]], msgspec.Meta(min_length=1)]
+"""Tokens; the limit is a thousand times what models are trained on."""
+
+
+class WorkloadError(ValueError):
+    """A workload cannot be built from what the user named."""
 
 
 def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
@@ -34,7 +46,7 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
     """
     curves = CoverageCurves(layers, max_blocks, 0.0)
     middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
-    curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** COVERAGE_EXPONENT
+    curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** _COVERAGE_EXPONENT
     counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
     curves.observe(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
     return curves
@@ -153,3 +165,54 @@ class Workload:
         known = planner.knowledge()
         for step, batch in enumerate(self.batches):
             yield planner.plan(step, batch, self.job, known)
+
+
+def read_lengths(path: Path) -> np.ndarray:
+    """Lengths from a JSON list, or from text with one length per line.
+
+    Raises:
+        WorkloadError: the file is missing, empty, or holds something else than positive integers.
+    """
+    try:
+        text = read_text(path)
+        as_json = text.lstrip().startswith("[")
+        values = parse_json(text) if as_json else [int(word) for word in text.split()]
+        lengths = checked(values, _Lengths)
+    except ValueError as error:
+        raise WorkloadError(
+            f"{path}: {str(error)[:200]}; give a JSON list of lengths in tokens, or one per line"
+        ) from error
+    return np.array(lengths, dtype=np.int64)
+
+
+def batches_of(
+    lengths: np.ndarray, batch_size: int, steps: int, place: object
+) -> tuple[tuple[int, ...], ...]:
+    """Consecutive global batches, at most ``steps``; an incomplete last one is left out.
+
+    Args:
+        place: where the lengths come from, for the error.
+
+    Raises:
+        WorkloadError: there is not one.
+    """
+    batches = min(steps, len(lengths) // batch_size)
+    if not batches:
+        raise WorkloadError(
+            f"{place}: {len(lengths)} samples, and a step takes --global-batch-size {batch_size}; "
+            "give more, or lower it"
+        )
+    whole = lengths[: batches * batch_size].reshape(batches, batch_size)
+    return tuple(map(tuple, whole.tolist()))
+
+
+def samples_of(lengths: np.ndarray, seq_length: int, overlong: Overlong) -> np.ndarray:
+    """Lengths of the samples that documents become: none above ``seq_length``."""
+    if overlong == "drop":
+        return lengths[lengths <= seq_length]
+    if overlong == "truncate":
+        return np.minimum(lengths, seq_length)
+    pieces = -(-lengths // seq_length)
+    cut = np.full(int(pieces.sum()), seq_length, dtype=np.int64)
+    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * seq_length
+    return cut

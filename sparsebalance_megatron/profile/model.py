@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's Megatron modules, part by part, ready to be timed.
+"""What profiling times: one rank's Megatron modules part by part, and exchanges between ranks.
 
 Import only after the CPU adapter has been installed where it is needed.
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import (
@@ -22,12 +24,18 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
+from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     segment_slice,
 )
+from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.config import ExchangeName
+from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
@@ -38,10 +46,26 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     LocalMicroBatch,
     local_micro_batches,
 )
-from sparsebalance_megatron.megatron.settings import head_dims
-from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
+from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE, head_dims
+from sparsebalance_megatron.megatron.single_process import (
+    data_parallel_world,
+    start_single_process,
+    transformer_config,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.profile.cells import Timed, backward_from
+from sparsebalance_megatron.profile.cells import (
+    Clock,
+    Thoroughness,
+    Timed,
+    backward_from,
+    median_and_spread,
+    time_once,
+)
+
+_DIVISORS = (4, 1)
+"""Sequences are the sequence length over each of these."""
+_TIMEOUT_MINUTES = 10.0
 
 
 class ProfiledModel:
@@ -73,17 +97,13 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
-                selection = self._select(q_THD, k_TGD, context)
-                return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
-            case Part.DENSE_ATTENTION:
-                inputs = self._queries_keys_values(tokens)
-                layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
+                qkv = self._queries_keys_values(tokens)
+                selection = self._select(qkv[0], qkv[1], context)
                 named = self._options.config.attention
-                if attends_densely(inputs[0], inputs[2], context.layout, named):
-                    # As layers attend to documents that are covered.
-                    return self._attention(inputs, None, context.layout)
-                return self._attention(inputs, lambda: Selection.of_everything(layouts, groups))
+                attend = partial(block_sparse_attention, selection=selection, implementation=named)
+                return self._attention(qkv, attend)
+            case Part.DENSE_ATTENTION:
+                return self._dense_attention(context.layout)
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -110,30 +130,32 @@ class ProfiledModel:
         )
 
     def _attention(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        selection: Callable[[], Selection] | None,
-        documents: PackedLayout | None = None,
+        self, qkv: tuple[Tensor, Tensor, Tensor], attend: Callable[..., tuple[Tensor, Tensor]]
     ) -> Timed:
-        """Attention over a selection, or of whole documents without one."""
-        q_THD, _, v_TGF = inputs
-
-        def attend() -> Tensor:
-            if selection is None:
-                assert documents is not None
-                scale = q_THD.shape[-1] ** -0.5
-                return dense_attention(*inputs, documents, softmax_scale=scale)[0]
-            out_THF, _ = block_sparse_attention(
-                *inputs,
-                selection(),
-                softmax_scale=q_THD.shape[-1] ** -0.5,
-                implementation=self._options.config.attention,
-            )
-            return out_THF
-
+        q_THD, _, v_TGF = qkv
         gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-        backward = backward_from(gradient_THF, inputs=inputs)
-        return Timed(forward=attend, backward=backward)
+        return Timed(
+            forward=lambda: attend(*qkv, softmax_scale=q_THD.shape[-1] ** -0.5)[0],
+            backward=backward_from(gradient_THF, inputs=qkv),
+        )
+
+    def _dense_attention(self, layout: PackedLayout) -> Timed:
+        """As layers attend to documents that are covered: without lists, where that serves."""
+        qkv, named = self._queries_keys_values(layout.tokens), self._options.config.attention
+        if attends_densely(qkv[0], qkv[2], layout, named):
+            return self._attention(qkv, partial(dense_attention, layout=layout))
+        layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
+
+        def attend(
+            q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *, softmax_scale: float
+        ) -> tuple[Tensor, Tensor]:
+            return block_sparse_attention(
+                *(q_THD, k_TGD, v_TGF, Selection.of_everything(layouts, groups)),
+                softmax_scale=softmax_scale,
+                implementation=named,
+            )
+
+        return self._attention(qkv, attend)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
@@ -321,3 +343,119 @@ def _build(args: Namespace, config: Any, options: AttentionOptions, device: torc
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
     return model.train()
+
+
+def measured_exchanges(
+    args: Namespace,
+    ranks: int,
+    *,
+    exchange: ExchangeName,
+    block_size: int,
+    device: torch.device,
+    thoroughness: Thoroughness,
+    clock: Clock,
+) -> tuple[ExchangeRow, ...]:
+    """Time the exchange of a layer between 2, 4, ... ranks, in both directions; collective.
+
+    The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
+    slow as its slowest member. ``args`` are cut down to one rank's share of heads.
+    """
+    rows = []
+    with data_parallel_world(device):
+        groups = make_sequence_groups(
+            ranks & -ranks,
+            exchange=exchange,
+            ranks_per_node=RANKS_PER_NODE if device.type == "cpu" else torch.cuda.device_count(),
+            timeout_minutes=_TIMEOUT_MINUTES,
+        )
+        config = transformer_config(args)
+        for size, group in groups.by_size.items():
+            lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
+            for tokens in sorted(lengths if size > 1 else ()):
+                timed = _exchange(config, group, tokens, block_size, device)
+                rows += _timed_rows(timed, group, config, tokens, thoroughness, clock)
+    return tuple(rows)
+
+
+def _exchange(
+    config: Any, group: SequenceGroup, tokens: int, block_size: int, device: torch.device
+) -> Timed:
+    """Forward and backward of a sequence of one document, whose attention costs nothing."""
+    assert group.exchange is not None, "a group of several members has an exchange"
+    held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
+    (key_dim, value_dim), groups = head_dims(config), config.num_query_groups
+    q_THD, k_TGD, v_TGF = qkv = tuple(
+        torch.ones(
+            (held.local_layout.tokens, heads, head_dim),
+            dtype=config.params_dtype,
+            device=device,
+            requires_grad=True,
+        )
+        for heads, head_dim in (
+            (config.num_attention_heads, key_dim),
+            (groups, key_dim),
+            (groups, value_dim),
+        )
+    )
+    selection = Selection(
+        indices_QCK=held.layouts.own_block_N.int()[:, None, None].repeat(1, groups, 1),
+        counts_QC=torch.ones((held.local_layout.blocks, groups), dtype=torch.int32, device=device),
+        by_token=False,
+        query_layout=held.local_layout,
+        kv_layout=held.whole_layout,
+        own_block_N=held.layouts.own_block_N,
+    )
+    kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
+
+    def forward() -> Tensor:
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
+        return out_THF
+
+    gradient_THF = q_THD.new_ones(*q_THD.shape[:2], value_dim)
+    return Timed(forward=forward, backward=backward_from(gradient_THF, inputs=qkv))
+
+
+def _timed_rows(
+    timed: Timed,
+    group: SequenceGroup,
+    config: Any,
+    tokens: int,
+    thoroughness: Thoroughness,
+    clock: Clock,
+) -> list[ExchangeRow]:
+    # As often on all members: a clock would stop them at different repeats.
+    repeats = thoroughness.most_repeats
+    runs_ms = []
+    for _ in range(thoroughness.warm_up + repeats):
+        dist.barrier(group.process_group)
+        runs_ms.append(time_once(timed, clock))
+    of_members: list[Any] = [None] * group.members
+    dist.all_gather_object(of_members, runs_ms[thoroughness.warm_up :], group.process_group)
+    slowest_ms = np.array(of_members).max(axis=0)
+    dtype = str(config.params_dtype).removeprefix("torch.")
+    cost = Exchange.of(config.num_query_groups * sum(head_dims(config)), dtype)
+    per_token = cost.bytes_per_token, cost.bytes_per_token + cost.gradient_bytes_per_token
+    return [
+        ExchangeRow(
+            width=group.members,
+            received_bytes=round(received_bytes(tokens, group.members, bytes_per_token)),
+            **median_and_spread(times_ms),
+        )
+        for bytes_per_token, times_ms in zip(per_token, slowest_ms.T, strict=True)
+    ]
+
+
+class _NoAttention:
+    """A kernel that reads nothing."""
+
+    def forward(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *_: Any, **scale: Any
+    ) -> tuple[Tensor, Tensor]:
+        out_THF = q_THD[..., :1].expand(-1, -1, v_TGF.shape[2])
+        return out_THF, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
+
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        return dout_THF[..., :1].expand_as(saved.q_THD), saved.k_TGD, saved.v_TGF
+
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
+        return None

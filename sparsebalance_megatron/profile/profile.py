@@ -98,8 +98,7 @@ def profile(
     with quiet_imports():
         from sparsebalance_megatron.megatron.compat import megatron_version
         from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-        from sparsebalance_megatron.profile.exchange import measured_exchanges
-        from sparsebalance_megatron.profile.model import ProfiledModel
+        from sparsebalance_megatron.profile.model import ProfiledModel, measured_exchanges
 
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     with redirect_stdout(io.StringIO()):

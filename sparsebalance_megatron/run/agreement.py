@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that all ranks run the same thing: software and data at the start, the plan of each step.
+"""Checks that all ranks run the same thing, and a resumed run what it ran before: software and data
+at the start, the plan of each step.
 
 The reduction at a step's end compares the plans of all ranks. Ranks that may share a micro-batch
 compare plans before the step, since one that planned otherwise would wait inside attention for a
@@ -16,9 +17,17 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-DIGEST_BYTES = 6
-"""Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.run.step_reducer import differing_ranks, digest_number
+
 _SHOWN_RANKS = 8
+_SAMPLES = "training samples"
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
+_SHOWN_CHARACTERS = 80
+"""Longest text of an error."""
 
 
 class RankDisagreementError(ValueError):
@@ -27,16 +36,6 @@ class RankDisagreementError(ValueError):
 
 class PlanMismatchError(RuntimeError):
     """Ranks computed different plans for the same step."""
-
-
-def digest_number(digest: bytes) -> int:
-    """A plan's digest as a number that ranks can compare, in float64 too."""
-    return int.from_bytes(digest[:DIGEST_BYTES], "big")
-
-
-def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
-    """Places of the digest numbers that are not the first one's."""
-    return tuple(np.flatnonzero(numbers != numbers[0]).tolist())
 
 
 def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
@@ -141,3 +140,42 @@ def print_rank_0(message: str) -> None:
     """Print on the first rank of the default group only."""
     if torch.distributed.get_rank() == 0:
         print(message, flush=True)
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
+
+    Raises:
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
+    """
+    changes = tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        sources = "; ".join(change for change in changes if change.startswith("source "))
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
+            "these from the checkpoint's weights with --finetune"
+        )
+    return changes
+
+
+def take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
+    """Go on from loaded state, and say what differs from the run that wrote it."""
+    try:
+        differences = compare_runs(state.get("run", record), record)
+        notes = (*differences, *scheduler.load_state_dict(state))
+    except StateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+        raise StateError(
+            f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
+            "resume from another checkpoint, or with --finetune"
+        ) from error
+    for note in notes:
+        print_rank_0(f"sparse balance: resumed: {note}")

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
         return
     on_cpu = runs_on_cpu(early.device)
     with quiet_imports():
-        from sparsebalance_megatron.run.dry_run_report import plan_and_print
+        from sparsebalance_megatron.run.described_job import plan_and_print
     plan_and_print(argv, early.dry_run, on_cpu=on_cpu)
 
 

@@ -76,6 +76,8 @@ def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
     """The failure of this rank."""
     place, reason = place_and_reason(error)
     name = type(error).__name__
+    if isinstance(error, Terminated):
+        reason = ""  # its source line would say where the signal is handled
     if isinstance(error, AssertionError) and place:
         name = f"{name} ({place})"
     if variable := _of_no_interface(error):

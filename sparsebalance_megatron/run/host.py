@@ -24,7 +24,7 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.expert_padding import leave_out_padding
+from sparsebalance_megatron.megatron.experts import leave_out_padding
 from sparsebalance_megatron.megatron.hooks import use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
@@ -67,10 +67,9 @@ class HostRun:
             pad_to_multiple_of=token_multiple(transformer_config),
             neighbours_per_node=job.neighbours_per_node,
         )
-        coverage, agreement = self.planner.coverage, self._packing.agreement
         self._run = Run(
-            *(job.layout, coverage, self._learn, device),
-            agreement=agreement,
+            *(job.layout, self.planner.coverage, self._learn, device),
+            agreement=self._packing.agreement,
             leaves_attention=leaves,
         )
 
@@ -80,10 +79,7 @@ class HostRun:
         self.planner.learn(planned, replace(measured, tokens=tokens))
 
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
-        """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
-
-        Args, errors: see :meth:`.TrainerRun.layer_spec`.
-        """
+        """Give the decoder's layer spec; see :meth:`.TrainerRun.layer_spec`."""
         if spec is None:
             spec = default_layer_spec(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
@@ -284,16 +280,7 @@ class HostRun:
         return boundaries
 
     def end_step(self) -> dict[str, float]:
-        """Learn from a training step; collective: once a step, on every rank, after the schedule.
-
-        Returns:
-            The step's figures, for the host's own log: name -> value, alike on all ranks.
-
-        Raises:
-            IntegrationError: on all ranks alike, if one has run no whole step, or its model was not
-                given what :meth:`attach` returns.
-            PlanMismatchError: on all ranks alike, if they executed different plans.
-        """
+        """Learn from a training step; see :meth:`.TrainerRun.end_step`."""
         return self._run.end_whole_step(
             "attach each micro-batch of the plan once per model chunk, on every pipeline stage",
             "what attach returns",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -14,11 +13,10 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.dense_length import dense_length_line, with_dense_length
+from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples, read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
@@ -29,7 +27,7 @@ from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.comparison import even_stages
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -72,10 +70,6 @@ class Inputs:
         leaves = self.config.leaves_attention(self.settings.context_parallel_size)
         return AttentionOptions(self.config, self.grid, leaves_attention=leaves)
 
-    def dense_length(self) -> str:
-        """A line on which documents are attended to densely."""
-        return dense_length_line(self.config, self.cost, self.settings.seq_length)
-
     def with_kept_dense_length(self, tokens: int | None) -> Inputs:
         """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
         if tokens is None or not self.dense_by_costs:
@@ -88,12 +82,10 @@ class Inputs:
 
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
-        of_training = self.train.untrained()
-        of_validation = self.valid.untrained() if self.valid is not None else ""
-        return (
-            *([of_training] if of_training else []),
-            *([f"validation: {of_validation}"] if of_validation else []),
-        )
+        lines = [self.train.untrained()]
+        if self.valid is not None and (of_validation := self.valid.untrained()):
+            lines.append(f"validation: {of_validation}")
+        return tuple(filter(None, lines))
 
     def uneven_stages(self) -> tuple[str, ...]:
         """A line about layers per stage that make up for the output head, where micro-batches may
@@ -107,10 +99,6 @@ class Inputs:
             return ()
         stages = even_stages(self.workload(1))
         return () if stages is None else (str(stages),)
-
-    def at_fixed_positions(self) -> Inputs:
-        """These inputs, for a loop that runs the job's number of micro-batches in every step."""
-        return replace(self, plan_settings=replace(self.plan_settings, plans_positions=False))
 
     def workload(self, steps: int) -> Workload:
         """The first training steps: what later steps may be like."""
@@ -127,7 +115,6 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             calibrate=config.calibration,
             selection=config.selection_rule,
-            clock=time.perf_counter,
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
@@ -147,7 +134,6 @@ class Inputs:
             index=index,
             global_batch_size=batch_size,
             dense=self.config.eval_attention == "dense",
-            clock=time.perf_counter,
         )
 
     def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:

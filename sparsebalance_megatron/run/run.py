@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +13,10 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_figures import StepFigures
-from sparsebalance_megatron.log.recording import FinishedStep
-from sparsebalance_megatron.log.scalars import COUNTS_IN_LOG_LINE, LOG_LINE, PREFIX
-from sparsebalance_megatron.megatron.expert_collectives import watch_expert_collectives
+from sparsebalance_megatron.log.records import FinishedStep
+from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
@@ -35,7 +32,7 @@ from sparsebalance_megatron.run.agreement import (
     print_rank_0,
     shown,
 )
-from sparsebalance_megatron.run.sinks import StepSinks
+from sparsebalance_megatron.run.sinks import PREFIX, StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
 
@@ -62,14 +59,12 @@ class Run:
     Args:
         job: its layout; steps may have other numbers of micro-batches.
         coverage: the curves that plans are made from.
-        learn: learns from a step.
         ends_steps: whether a step ends when Megatron's loop has final gradients, whose log line
             then has the step's figures. Otherwise the trainer calls :meth:`end_whole_step`.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
-        agreement: ranks that may share micro-batches with this one, over a backend of the host.
+        agreement: see :attr:`.SequencePacking.agreement`.
         leaves_attention: whether layers keep attention of their own, which observes nothing.
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
-        clock: seconds.
 
     ``sinks`` are what logs steps, if anything does. ``seen`` are the running step's micro-batches
     on this rank, which hold what their layers observed; ``running`` is its plan, None before its
@@ -88,7 +83,6 @@ class Run:
         agreement: ProcessGroup | None = None,
         leaves_attention: bool = False,
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Where other ranks wait, too, say for shards of parameters, nothing hears of it.
         self._knows_collectives = check_lockstep_ranks(job.lockstep_ranks)
@@ -102,7 +96,7 @@ class Run:
         self._agreement = agreement
         self._token_counts = token_counts
         self._grid_budgets = len(coverage.grid) if leaves_attention else None
-        self._host_time = HostTime(clock)
+        self._host_time = HostTime()
         self._step_ended_s: float | None = None
         self._recorder = MicroBatchRecorder(
             HostClock() if device.type == "cpu" else CudaEventClock(),
@@ -177,16 +171,9 @@ class Run:
             self._reports.append(report)
 
     def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
-        """End a step where the trainer calls; collective.
+        """End a step where the trainer calls; see :meth:`.TrainerRun.end_step`.
 
-        Args:
-            remedy: for missing forwards.
-            model_remedy: what to give the model where its attention is not the plugin's.
-
-        Raises:
-            IntegrationError: on all ranks alike, if one has run no whole step, or its model was not
-                given what carries budgets.
-            PlanMismatchError: on all ranks alike, if they executed different plans.
+        ``remedy`` is for missing forwards, ``model_remedy`` what to give the model.
         """
         problem = self._problem(remedy, model_remedy)
         digest = b"" if self.running is None else self.running.plan.digest()
@@ -210,7 +197,7 @@ class Run:
                 "plugin's attention; build the model with run.layer_spec and give it "
                 f"{model_remedy}"
             )
-        if not self._recorder.timed:
+        if not self._recorder.wait():
             return (
                 "end_step: no forward was timed; give begin_host_run the config object that the "
                 "model holds"
@@ -226,6 +213,8 @@ class Run:
         """
         planned = self.running
         assert planned is not None, "a step has forwards"
+        step = planned.plan.step
+        iteration = step + 1 + self.extra_steps
         self._recorder.wait()
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
@@ -240,14 +229,22 @@ class Run:
                 digest=planned.plan.digest(),
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
-            self._stop_on_mismatch(planned.plan.step, measured)
+            if differing := measured.differing_ranks:
+                if self.sinks is not None:
+                    self.sinks.write_mismatches(iteration, len(differing))
+                raise PlanMismatchError(
+                    f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
+                    "check that all ranks run the same software on the same data"
+                )
             self._learn(planned, measured)
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
+        iteration_ms = None if previous_s is None else (self._step_ended_s - previous_s) * 1e3
         with self._host_time.counted("log"):
             token_counts = self._token_counts(planned.plan)
             figures = StepFigures.of(planned, measured)
-            logged = logged_figures(figures, token_counts)
+            lost = {name: float(count) for name, count in token_counts.items() if count}
+            logged = {f"{PREFIX}/{name}": of for name, of in (figures.log_line() | lost).items()}
             if self._ends_steps:
                 add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
@@ -255,17 +252,18 @@ class Run:
         if self.sinks is not None:
             with self._host_time.counted("log"):
                 finished = FinishedStep(
-                    iteration=self._iteration(planned.plan.step),
-                    iteration_ms=None
-                    if previous_s is None
-                    else (self._step_ended_s - previous_s) * 1e3,
+                    iteration=iteration,
+                    iteration_ms=iteration_ms,
                     planned=planned,
                     measured=measured,
                     figures=figures,
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
+                    times=times,
+                    pieces=observed.pieces,
+                    executed_O=executed_O,
                 )
-                self.sinks.write(finished, times, observed.pieces, executed_O)
+                self.sinks.write(finished)
         self.begin_step()
         return logged
 
@@ -280,27 +278,6 @@ class Run:
         # A micro-batch that kept nothing counts on the host.
         totals = [copied_to(x, self._device) if x.device.type == "cpu" else x for x in found]
         return torch.stack(totals).sum(dim=0) if totals else None
-
-    def _iteration(self, step: int) -> int:
-        """The step as the trainer's own log counts it."""
-        return step + 1 + self.extra_steps
-
-    def _stop_on_mismatch(self, step: int, measured: StepMeasurement) -> None:
-        if differing := measured.differing_ranks:
-            if self.sinks is not None:
-                self.sinks.write_mismatches(self._iteration(step), len(differing))
-            raise PlanMismatchError(
-                f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
-                "check that all ranks run the same software on the same data"
-            )
-
-
-def logged_figures(figures: StepFigures, token_counts: Mapping[str, int]) -> dict[str, float]:
-    """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
-    values = {name: getattr(figures, name) for name in LOG_LINE}
-    counts = {name: getattr(figures, name) for name in COUNTS_IN_LOG_LINE} | dict(token_counts)
-    values |= {name: count for name, count in counts.items() if count}
-    return {f"{PREFIX}/{name.replace('_', '-')}": float(of) for name, of in values.items()}
 
 
 def add_figures(

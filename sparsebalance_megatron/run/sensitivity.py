@@ -18,7 +18,7 @@ import torch
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError, flag_name
-from sparsebalance_megatron.cost.sensitivity import Sensitivities
+from sparsebalance_megatron.cost.table import Sensitivities
 from sparsebalance_megatron.megatron.arguments import (
     args_provider,
     check_typed_flags,

@@ -1,145 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of a step's figures on one rank: step log, rank log, scalars.
-
-Shape legend: U length buckets, O rows of observations.
-"""
+"""Where one rank's steps go: step log, rank log, and scalars for TensorBoard and W&B, which
+docs/TELEMETRY.md lists."""
 
 from __future__ import annotations
 
+import copy
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepTimes
-from sparsebalance_megatron.log.log_directory import rank_log_path, step_log_path
-from sparsebalance_megatron.log.log_file import RunLog
-from sparsebalance_megatron.log.recording import (
+from sparsebalance_megatron.cost.model import training_flops
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.learn.measurement import RankPlace
+from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     FinishedStep,
+    RunHeader,
     coverage_record,
     rank_header,
     rank_step,
     step_record,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, RunHeader
-from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.run.inputs import Inputs
 
+PREFIX = "sparse-balance"
+MISMATCHES = "digest-mismatches"
 _FIRST_COVERAGE_RECORD = 2
 _COVERAGE_INTERVAL = 10
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    Attributes:
+    Logs that are there are continued. Rank 0 writes the step log; scalars go where Megatron has
+    writers.
+
+    Args:
         coverage: the curves that the scheduler learns.
-        step_log, rank_log, scalars: None where this rank writes none.
     """
 
-    inputs: Inputs
-    place: RankPlace
-    coverage: CoverageCurves
-    step_log: RunLog | None
-    rank_log: RunLog | None
-    scalars: ScalarWriter | None
-
-    def write(
-        self,
-        step: FinishedStep,
-        times: StepTimes,
-        pieces: tuple[Piece, ...],
-        executed_O: np.ndarray,
+    def __init__(
+        self, inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
     ) -> None:
-        """Hand the step to everything that wants it.
-
-        ``times`` are this rank's; ``pieces`` say whose coverage it observed, ``executed_O`` how
-        much it was.
-        """
-        if self.rank_log is not None:
-            self.rank_log.append(
-                partial(
-                    rank_step,
-                    iteration=step.iteration,
-                    planned=step.planned,
-                    place=self.place,
-                    job=self.inputs.job,
-                    times=times,
-                    pieces=pieces,
-                    executed_O=executed_O,
-                )
+        self._inputs = inputs
+        self._place = place
+        self._coverage = coverage
+        self._step_log = self._rank_log = None
+        directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
+        if directory is not None:
+            self._rank_log = LogWriter(
+                rank_log_path(directory, place.world_rank),
+                rank_header(place, inputs.job, socket.gethostname()),
+                max_bytes=max_bytes,
             )
-        if self.step_log is not None:
-            self.step_log.append(partial(step_record, step))
+        if directory is not None and place.world_rank == 0:
+            header = run_header(inputs, device)
+            self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
+        self._writers = metric_writers()
+
+    @property
+    def any(self) -> bool:
+        """Whether this rank writes anything."""
+        return self._rank_log is not None or self._writers is not None
+
+    def write(self, step: FinishedStep) -> None:
+        """Hand the step to everything that wants it."""
+        if self._rank_log is not None:
+            self._rank_log.append(partial(rank_step, step, self._place, self._inputs.job))
+        if self._step_log is not None:
+            self._step_log.append(partial(step_record, step))
             if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
-                self.step_log.append(
-                    partial(
-                        coverage_record,
-                        iteration=step.iteration,
-                        grid=self.coverage.grid,
-                        mean_LUK=self.coverage.mean_LUK.copy(),
-                        observed_LU=self.coverage.observed_LU.copy(),
-                    )
-                )
-        if self.scalars is not None and self.scalars.due(step.iteration):
+                known = copy.deepcopy(self._coverage)
+                self._step_log.append(partial(coverage_record, step.iteration, known))
+        if self._writers is not None and step.iteration % self._writers[2] == 0:
             scalars = step_scalars(
                 step,
-                shape=self.inputs.settings.host_job.shape,
-                block_size=self.inputs.config.block_size,
-                world_size=self.place.world_size,
+                shape=self._inputs.settings.host_job.shape,
+                block_size=self._inputs.config.block_size,
+                world_size=self._place.world_size,
             )
-            self.scalars.write(step.iteration, scalars)
+            write_scalars(self._writers, step.iteration, scalars)
 
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
-        """The last scalar of a run whose ranks executed different plans."""
-        if self.scalars is not None:
-            self.scalars.write(iteration, {MISMATCHES: mismatches})
+        """The last scalar of a run whose ranks executed different plans, whatever the interval."""
+        if self._writers is not None:
+            write_scalars(self._writers, iteration, {MISMATCHES: mismatches})
 
 
-def open_sinks(
-    inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
-) -> StepSinks:
-    """The sinks of this rank, by the flags; logs that are there are continued."""
-    step_log = rank_log = None
-    directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
-    if directory is not None:
-        rank_log = RunLog(
-            rank_log_path(directory, place.world_rank),
-            rank_header(place, inputs.job, socket.gethostname()),
-            max_bytes=max_bytes,
-        )
-    if directory is not None and place.world_rank == 0:
-        header = RunHeader(
-            log_format=LOG_FORMAT,
-            config=asdict(inputs.config),
-            cost_source=inputs.cost.source,
-            job=inputs.job,
-            global_batch_size=inputs.settings.global_batch_size,
-            seq_length=inputs.settings.seq_length,
-            iterations=inputs.settings.train_iters,
-            grid=inputs.grid,
-            counts=asdict(inputs.train.counts),
-            megatron_core=megatron_version(),
-            torch=str(torch.__version__),
-            device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-            sources=tuple(
-                {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
-                for each in inputs.train.sources
-            ),
-        )
-        step_log = RunLog(step_log_path(directory), header, max_bytes=max_bytes)
-    # Where Megatron has one on this rank: at --log-interval.
-    writers = metric_writers()
-    return StepSinks(
-        inputs=inputs,
-        place=place,
-        coverage=coverage,
-        step_log=step_log,
-        rank_log=rank_log,
-        scalars=writers and ScalarWriter(writers[0], writers[1], interval=writers[2]),
+def run_header(inputs: Inputs, device: torch.device) -> RunHeader:
+    """The first line of the step log."""
+    return RunHeader(
+        log_format=LOG_FORMAT,
+        config=asdict(inputs.config),
+        cost_source=inputs.cost.source,
+        job=inputs.job,
+        global_batch_size=inputs.settings.global_batch_size,
+        seq_length=inputs.settings.seq_length,
+        iterations=inputs.settings.train_iters,
+        grid=inputs.grid,
+        counts=asdict(inputs.train.counts),
+        megatron_core=megatron_version(),
+        torch=str(torch.__version__),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        sources=tuple(
+            {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
+            for each in inputs.train.sources
+        ),
     )
+
+
+def write_scalars(
+    writers: tuple[Any, Any, int], iteration: int, values: Mapping[str, float]
+) -> None:
+    """Write values, under :data:`PREFIX`, to what :func:`.compat.metric_writers` found."""
+    tensorboard, wandb, _ = writers
+    named = {f"{PREFIX}/{name}": value for name, value in values.items()}
+    if tensorboard is not None:
+        for name, value in named.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(named, iteration)
+
+
+def step_scalars(
+    step: FinishedStep, *, shape: ModelShape, block_size: int, world_size: int
+) -> dict[str, float]:
+    """Name -> value of everything that was measured and is not in the log line."""
+    plan = step.planned.plan
+    lengths_S = np.array([length for each in plan.micro_batches for length in each.lengths_tokens])
+    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
+    executed, dense = (
+        training_flops(
+            shape,
+            layers=len(budgets_LS),
+            lengths_tokens_S=lengths_S,
+            budgets_LS=budgets,
+            block_size=block_size,
+        )
+        for budgets in (budgets_LS, None)
+    )
+    values = {"plan-ms": step.planned.plan_ms, "host-ms": sum(step.host_ms.values())}
+    if step.iteration_ms is not None:
+        # 1e9 per ms is 1e12 per second.
+        per_rank = step.iteration_ms * 1e9 * world_size
+        values |= {
+            "tokens-per-second": step.measured.tokens / step.iteration_ms * 1e3,
+            "tflops-per-rank-executed": executed / per_rank,
+            "tflops-per-rank-dense-equivalent": dense / per_rank,
+        }
+    return step.figures.scalars() | values

@@ -56,7 +56,8 @@ class MicroBatchRecorder:
         self._bound: Place | None = None
         self._backwards = 0
         self._spans: list[tuple[str, Place, Any, Any]] = []
-        self._collectives: list[tuple[str, Place, int, Any, Any]] = []
+        self._collectives: list[tuple[str, Place, int, int, Any, Any]] = []
+        self._passes: Counter[tuple[str, Place, int]] = Counter()
         self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
 
@@ -83,20 +84,13 @@ class MicroBatchRecorder:
             if self._schedule is None and self._backwards:
                 self.end_schedule()
             return
-        begin = self._open.pop(timer_name, None)
-        place = self._place(timer_name)
-        if begin is not None and place is not None:
-            direction = "forward" if timer_name == FORWARD_TIMER else "backward"
-            self._spans.append((direction, place, begin, self._clock.mark()))
-
-    def _place(self, timer_name: str) -> Place | None:
-        """The place of the operation that ends."""
-        place = self._running(timer_name)
+        begin, place = self._open.pop(timer_name, None), self._running(timer_name)
         if timer_name == FORWARD_TIMER:
-            self._bound = None
+            direction, self._bound = "forward", None
         else:
-            self._backwards += 1
-        return place
+            direction, self._backwards = "backward", self._backwards + 1
+        if begin is not None and place is not None:
+            self._spans.append((direction, place, begin, self._clock.mark()))
 
     def _running(self, timer_name: str) -> Place | None:
         """The place of the operation that runs; None where it is none of the step's."""
@@ -116,23 +110,20 @@ class MicroBatchRecorder:
         for direction, timer_name in (("forward", FORWARD_TIMER), ("backward", BACKWARD_TIMER)):
             place = self._running(timer_name) if timer_name in self._open else None
             if begin is not None and place is not None:
-                end = self._clock.mark()
-                self._collectives.append((direction, place, number, begin, end))
+                which, end = (direction, place, number), self._clock.mark()
+                self._collectives.append((*which, self._passes[which], begin, end))
+                self._passes[which] += 1
 
     def end_schedule(self) -> None:
         """The last backward of this rank is done; what follows is gradient reduction."""
         begin = self._open.pop(SCHEDULE_TIMER, None)
         self._schedule = None if begin is None else (begin, self._clock.mark())
 
-    @property
-    def timed(self) -> bool:
-        """Whether a forward or backward was measured since :meth:`begin_step`."""
-        return bool(self._spans)
-
-    def wait(self) -> None:
-        """Wait until the device has come to the end of the last span."""
+    def wait(self) -> bool:
+        """Wait until the device has come to the end of the last span; whether there is one."""
         if self._spans:
             self._clock.elapsed_ms(*self._spans[-1][-2:])
+        return bool(self._spans)
 
     def times(self, *, collectives: bool = False) -> StepTimes:
         """The times measured since :meth:`begin_step`; call it after :meth:`wait`.
@@ -140,30 +131,22 @@ class MicroBatchRecorder:
         Args:
             collectives: whether all those in which ranks wait for one another were recorded.
         """
+        elapsed_ms = self._clock.elapsed_ms
+        origin, start_unix_s = self._origin or (None, None)
         spans = []
-        if self._origin is not None:
-            origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
-            for direction, (chunk, position, segment), begin, end in self._spans:
-                start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
-                spans.append(Span(direction, chunk, position, start_ms, start_ms + ms, segment))
+        for direction, (chunk, position, segment), begin, end in self._spans:
+            start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
+            spans.append(Span(direction, chunk, position, start_ms, start_ms + ms, segment))
+        inside = []
+        for direction, (chunk, position, segment), number, before, begin, end in self._collectives:
+            ms = elapsed_ms(begin, end)
+            inside.append(CollectiveTime(direction, chunk, position, number, ms, segment, before))
         return StepTimes(
-            schedule_ms=math.nan
-            if self._schedule is None
-            else self._clock.elapsed_ms(*self._schedule),
-            start_unix_s=None if self._origin is None else self._origin[1],
+            schedule_ms=elapsed_ms(*self._schedule) if self._schedule else math.nan,
+            start_unix_s=start_unix_s,
             spans=tuple(spans),
-            collectives=self._collective_times() if collectives else None,
+            collectives=tuple(inside) if collectives else None,
         )
-
-    def _collective_times(self) -> tuple[CollectiveTime, ...]:
-        passes: Counter[tuple[str, Place, int]] = Counter()
-        found = []
-        for direction, place, number, begin, end in self._collectives:
-            chunk, position, segment = place
-            ms, before = self._clock.elapsed_ms(begin, end), passes[(direction, place, number)]
-            found.append(CollectiveTime(direction, chunk, position, number, ms, segment, before))
-            passes[(direction, place, number)] += 1
-        return tuple(found)
 
 
 PARTS = ("plan", "hooks", "reduce", "log")
@@ -180,11 +163,10 @@ class HostTime:
     - ``log``: what Megatron's log line gets, and handing over to the logs, that of the step before
       included.
 
-    Args:
-        clock: seconds.
+    ``clock`` gives seconds.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._ms = dict.fromkeys(PARTS, 0.0)
         self._forward_step_began_s: float | None = None
@@ -198,7 +180,7 @@ class HostTime:
         """Count what passes within, for a part."""
         began_s = self.clock()
         yield
-        self.add_ms(part, self._since_ms(began_s))
+        self.add_ms(part, (self.clock() - began_s) * 1e3)
 
     def begin_forward_step(self) -> None:
         """Begin to count for the plugin, until :meth:`end_forward_step`."""
@@ -213,7 +195,7 @@ class HostTime:
         began_s, self._forward_step_began_s = self._forward_step_began_s, None
         if began_s is None:
             return
-        passed_ms = self._since_ms(began_s)
+        passed_ms = (self.clock() - began_s) * 1e3
         plan_ms = min(plan_wait_ms, passed_ms)
         self.add_ms("plan", plan_ms)
         self.add_ms("hooks", passed_ms - plan_ms)
@@ -222,6 +204,3 @@ class HostTime:
         """Sums by part since the last call."""
         taken, self._ms = self._ms, dict.fromkeys(PARTS, 0.0)
         return taken
-
-    def _since_ms(self, began_s: float) -> float:
-        return (self.clock() - began_s) * 1e3

@@ -1,51 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on an index of samples: of trainers that call Megatron's schedules themselves, and of
-``megatron.training``, into which :mod:`.training_hooks` puts one. Loads no ``megatron.training``.
+"""A run on an index of samples, and the forward step of its planned micro-batches.
 
-:class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
-the iterators need them.
+Trainers that call Megatron's schedules themselves begin one, and :mod:`.training_hooks` puts one
+into ``megatron.training``, which is not loaded here. :class:`.inputs.Inputs` is what could be
+checked before process groups exist; :class:`.run.Run` and the iterators need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.cost.dense_length import check_dense_length
+from sparsebalance_megatron.cost.dense_length import check_dense_length, dense_length_line
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
+from sparsebalance_megatron.megatron.experts import leave_out_padding
+from sparsebalance_megatron.megatron.hooks import model_config_of, use_true_positions
+from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise, print_rank_0
-from sparsebalance_megatron.run.forward_step import ForwardStep
+from sparsebalance_megatron.run.agreement import (
+    check_ranks_agree,
+    gather_or_raise,
+    print_rank_0,
+    take_over,
+)
 from sparsebalance_megatron.run.inputs import Inputs, fingerprint, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
-from sparsebalance_megatron.run.sinks import open_sinks
+from sparsebalance_megatron.run.sinks import StepSinks
 
-_SAMPLES = "training samples"
-_WHAT_SAMPLES_FOLLOW = (
-    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
-)
-_SHOWN_CHARACTERS = 80
-"""Longest text of an error."""
+Batch = dict[str, Any]
+"""What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
+None on stages that read no tokens, and ``packed_seq_params``, which the model must be given."""
+
+LossFunction = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+_ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class TrainerRun:
@@ -161,7 +172,9 @@ class TrainerRun:
                     f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
                     "call wrap_schedule before train_data_iterator"
                 )
-            self.inputs = self.inputs.at_fixed_positions()
+            # Such a loop runs the job's number of micro-batches in every step.
+            fixed = replace(self.inputs.plan_settings, plans_positions=False)
+            self.inputs = replace(self.inputs, plan_settings=fixed)
         if not self._ends_steps and saved.get("consumed_samples") not in (None, consumed_samples):
             raise IntegrationError(
                 f"consumed_samples {consumed_samples}: the loaded state goes on after "
@@ -199,7 +212,7 @@ class TrainerRun:
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
         scheduler = self._make_scheduler(inputs)
         if self._loaded_state is not None:
-            _take_over(self._loaded_state, scheduler, self._record)
+            take_over(self._loaded_state, scheduler, self._record)
         elif resumed:
             print_rank_0(
                 "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
@@ -210,7 +223,8 @@ class TrainerRun:
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
-        for line in (inputs.dense_length(), *inputs.layer_lines, *untrained, *uneven):
+        dense = dense_length_line(inputs.config, inputs.cost, settings.seq_length)
+        for line in (dense, *inputs.layer_lines, *untrained, *uneven):
             print_rank_0(f"sparse balance: {line}")
         self._packing = packing = SequencePacking.of_run(
             inputs.config,
@@ -231,7 +245,8 @@ class TrainerRun:
             leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
-        run.sinks = open_sinks(inputs, run.place, scheduler.coverage, self.device)
+        sinks = StepSinks(inputs, run.place, scheduler.coverage, self.device)
+        run.sinks = sinks if sinks.any else None
         return run
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
@@ -448,40 +463,66 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
 
 
-def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
+class ForwardStep:
+    """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
 
-    Raises:
-        StateError: if the training samples differ: the number of samples consumed, by which a run
-            finds its place, means nothing in other data.
+    Args:
+        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
+            loss function returns (sum of token losses, token count, report).
+        trainer: the run that training micro-batches are reported to, which has started before the
+            first step.
     """
-    changes = tuple(
-        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name) != now.get(name)
-    )
-    if saved[_SAMPLES] != now[_SAMPLES]:
-        sources = "; ".join(change for change in changes if change.startswith("source "))
-        raise StateError(
-            "--data-path: the training samples are not those of the checkpoint ("
-            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
-            "these from the checkpoint's weights with --finetune"
-        )
-    return changes
 
+    def __init__(
+        self,
+        inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
+        trainer: TrainerRun,
+    ) -> None:
+        self._inner = inner
+        self._trainer = trainer
+        self._max_seqlen_tokens = trainer.inputs.settings.seq_length
 
-def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
-    """Go on from loaded state, and say what differs from the run that wrote it."""
-    try:
-        differences = compare_runs(state.get("run", record), record)
-        notes = (*differences, *scheduler.load_state_dict(state))
-    except StateError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
-        raise StateError(
-            f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
-            "resume from another checkpoint, or with --finetune"
-        ) from error
-    for note in notes:
-        print_rank_0(f"sparse balance: resumed: {note}")
+    def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
+        if model.training:
+            self._trainer.run.install(model_config_of(model), model)
+        read: LocalMicroBatch = next(data_iterator)
+        batch: Batch = dict.fromkeys(_ROW_KEYS)
+        for name, values_T in (read.inputs or {}).items():
+            batch[name] = copied_to(torch.as_tensor(values_T), self._trainer.device)[None]
+        # It lives until the step's end, without tokens. Megatron may run a step again: what is read
+        # stays as it is.
+        micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
+        if micro_batch.sequence is not None:
+            use_true_positions(model)
+        leave_out_padding(model)
+        if micro_batch.observe:
+            planned = self._trainer.scheduler.planned(micro_batch.step)
+            self._trainer.run.begin_micro_batch(micro_batch, planned)
+        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
+        output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.observe:
+            # The model's kernels are launched: time to plan the next step.
+            self._trainer.scheduler.plan_following(micro_batch.step)
+        return output, partial(self._loss, loss_function, micro_batch.observe)
+
+    def _loss(
+        self, loss_function: LossFunction, training: bool, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        values = loss_function(output)
+        if len(values) != 3:
+            raise ConfigError(
+                f"--sparse-balance: the loss function returned {len(values)} values; return the "
+                "sum of token losses, the number of tokens and a report, and set "
+                "calculate_per_token_loss"
+            )
+        loss, tokens, report = values
+        if not isinstance(tokens, Tensor):
+            tokens = copied_to(torch.as_tensor(tokens), loss.device)
+        if tokens.is_floating_point():
+            raise ConfigError(
+                f"--sparse-balance: the loss function returned {tokens.dtype} as the number of "
+                "tokens; Megatron adds up whole numbers, return .to(torch.int)"
+            )
+        if training:
+            self._trainer.run.add_loss(loss.detach(), tokens, report)
+        return loss, tokens, report

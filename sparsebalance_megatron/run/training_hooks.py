@@ -9,12 +9,13 @@ rank).
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
@@ -26,19 +27,18 @@ from sparsebalance_megatron.megatron.arguments import (
 from sparsebalance_megatron.megatron.core_attention import (
     sparse_balance_layer_spec,
 )
+from sparsebalance_megatron.megatron.hooks import count_sequences, token_loss
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.training_arguments import (
     TrainingArguments,
-    settle_dense_length,
-    settle_first_blocks,
+    settle_attention,
 )
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
 from sparsebalance_megatron.run.agreement import print_rank_0
-from sparsebalance_megatron.run.forward_step import packed_forward_step
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
-from sparsebalance_megatron.run.trainer import TrainerRun
+from sparsebalance_megatron.run.trainer import Batch, LossFunction, TrainerRun
 
 
 class TrainingHooks:
@@ -122,7 +122,7 @@ def make_training_hooks(
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    for line in (*settle_first_blocks(args), *settle_dense_length(args)):
+    for line in settle_attention(args):
         report(f"sparse balance: {line}")
     config = config_from_args(args)
     check_supported(args, config)
@@ -134,3 +134,20 @@ def make_training_hooks(
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)
+
+
+def packed_forward_step(
+    check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
+) -> tuple[Tensor, LossFunction]:
+    """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
+    machinery."""
+    batch = next(data_iterator)
+    count_sequences(batch["packed_seq_params"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+    )
+    return output, partial(token_loss, batch["loss_mask"], check_for_nan)

@@ -10,19 +10,16 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
     Comparison,
     TableRow,
-    compare,
-    compared_steps,
+    compare_ways,
+    even_stages,
+    given_row,
+    rows_of,
 )
-from sparsebalance_megatron.predict.even_stages import even_stages
 from sparsebalance_megatron.predict.outcome import unhideable_steps
-from sparsebalance_megatron.predict.rows import given_row, rows_of
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.progress import Progress
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 
 _MOSTLY_DENSE = 0.8
-_MUCH_ROUTING = 0.15
-_MUCH_WAITING = 0.15
 _DEVICE_CHARACTERS, _HEADING_CHARACTERS = 14, 10
 
 _COLUMNS = {
@@ -37,25 +34,20 @@ _COLUMNS = {
 }
 
 
-def predicted(
-    workload: Workload, order: str, columns: int, *, every: bool = False
-) -> tuple[Comparison, list[str]]:
+def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison, list[str]]:
     """A job in every way to plan it, and the lines that say what came out.
 
     Args:
         order: of the samples, in words.
-        every: further rows too.
 
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
-    ways = rows_of(workload, every=every)
+    ways = rows_of(workload)
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
-    progress = Progress("plan", compared_steps(rows))
-    found = compare(rows, (given,), progress)
-    progress.close()
+    found = compare_ways(rows, (given,))
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
     dense = found.dense.names[0]
     if given != dense:
@@ -84,15 +76,13 @@ def prediction_lines(
         meanings: of rows, by name.
         verdict: the first sentences below the table.
     """
-    given = comparison.given
+    given, one_job = comparison.given, not keys[0]
     devices = {_short(row.workload) for row in comparison.rows}
     step = f"step ms,\n{devices.pop()}" if len(devices) == 1 else "step\nms"
     headings = ["\n".join(textwrap.wrap(key, _HEADING_CHARACTERS)) for key in keys]
-    first = comparison.rows[0].outcome
-    one_job = first is not None and len(keys) == 1 and not keys[0]
     rows = [
         dict(zip(headings, row.names, strict=True))
-        | _cells(row, comparison.dense.ms, step, with_speed=one_job)
+        | _cells(row, comparison, step, with_speed=one_job)
         for row in comparison.rows
     ]
     sentences = [
@@ -140,22 +130,25 @@ def _rates(workload: Workload) -> str:
     )
 
 
-def _cells(row: TableRow, dense_ms: float, step: str, *, with_speed: bool) -> dict[str, str]:
-    outcome, memory = row.outcome, f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"
-    names = [step, *(["speed"] * with_speed), "over\ndense", "bound\nratio", "idle", "coverage"]
-    if outcome is None:
-        return dict.fromkeys(names, "-") | {"GiB\nat most": memory, "plan\nms": "-"}
-    coverage = outcome.coverage_mean
-    values = {
-        step: shown_ms(outcome.makespan_ms),
-        "speed": f"{outcome.speedup:.2f}",
-        "over\ndense": f"{dense_ms / outcome.makespan_ms:.2f}",
-        "bound\nratio": f"{outcome.bound_ratio:.2f}",
-        "idle": f"{outcome.bubble_share:.0%}",
-        "coverage": "-" if coverage is None else f"{coverage:.3f}",
-    }
-    cells = {name: values[name] for name in names}
-    return cells | {"GiB\nat most": memory, "plan\nms": f"{outcome.plan_ms:.1f}"}
+def _cells(row: TableRow, comparison: Comparison, step: str, *, with_speed: bool) -> dict[str, str]:
+    outcome = row.outcome
+    at_most = f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"
+    cells = dict.fromkeys((step, "speed", "over\ndense", "bound\nratio", "idle", "coverage"), "-")
+    cells |= {"GiB\nat most": at_most, "plan\nms": "-"}
+    if outcome is not None:
+        coverage = outcome.coverage_mean
+        cells |= {
+            step: shown_ms(row.ms),
+            "speed": f"{comparison.rows[0].ms / row.ms:.2f}",
+            "over\ndense": f"{comparison.dense.ms / row.ms:.2f}",
+            "bound\nratio": f"{outcome.bound_ratio:.2f}",
+            "idle": f"{outcome.bubble_share:.0%}",
+            "coverage": "-" if coverage is None else f"{coverage:.3f}",
+            "plan\nms": f"{outcome.plan_ms:.1f}",
+        }
+    if not with_speed:
+        del cells["speed"]
+    return cells
 
 
 def _short(workload: Workload) -> str:
@@ -202,16 +195,6 @@ def _findings(row: TableRow) -> Iterator[str]:
             f"{outcome.dense_tokens_share:.0%} of the tokens are in documents that are attended to "
             "densely: what is gained comes from placement."
         )
-    if outcome.router_share > _MUCH_ROUTING:
-        yield (
-            f"Selecting blocks takes {outcome.router_share:.0%} of the compute time: a larger "
-            "--sparse-balance-block-size makes it cheaper."
-        )
-    if outcome.bubble_share > _MUCH_WAITING:
-        yield (
-            f"{outcome.bubble_share:.0%} of the GPUs' time is idle: a larger --global-batch-size "
-            "fills more of it."
-        )
     if count := unhideable_steps(workload):
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
@@ -222,16 +205,11 @@ def _findings(row: TableRow) -> Iterator[str]:
 
 def _remarks(workload: Workload) -> Iterator[str]:
     """What a prediction leaves out of this job."""
-    job, memory = workload.job, workload.memory
+    memory = workload.memory
     if memory.shape.experts is not None:
         yield (
             "Experts: every expert is taken to get as many tokens as the others; how far routing "
             "is from that is not known here and comes on top, in time and in memory."
-        )
-    if job.lockstep_ranks > 1:
-        yield (
-            f"Groups of {job.lockstep_ranks} data-parallel ranks wait for one another in every "
-            "layer: a step takes the slowest of each group, layer by layer."
         )
     if memory.shape.tensor_parallel_size > 1:
         yield (

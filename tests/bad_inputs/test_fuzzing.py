@@ -33,9 +33,9 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.log_file import RunLog
-from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.run import trainer
+from sparsebalance_megatron.log.files import LogWriter
+from sparsebalance_megatron.predict.workload import WorkloadError, read_lengths
+from sparsebalance_megatron.run import agreement
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
 
     def resume(raw: bytes) -> None:
         path.write_bytes(raw)
-        log = RunLog(path, rank_header())
+        log = LogWriter(path, rank_header())
         log.append(rank_step)
         log.close()
         lines = path.read_bytes().splitlines()
@@ -171,15 +171,15 @@ def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.Monke
     def scheduler() -> Scheduler:
         return make_scheduler(index, job=job_shape(1, 2), batch_sizes=2, max_blocks=8)
 
-    monkeypatch.setattr(trainer, "print_rank_0", lambda message: None)
+    monkeypatch.setattr(agreement, "print_rank_0", lambda message: None)
     record = {"training samples": index.digest(), "torch": "2"}
     saved = scheduler().state_dict() | {"run": record, "iteration": 0}
-    trainer._take_over(saved, scheduler(), record)
+    agreement.take_over(saved, scheduler(), record)
     for number in range(damage // 2):
         state = junk_within(saved, random.Random(number))
         try:
             if isinstance(state, dict):
-                trainer._take_over(state, scheduler(), record)
+                agreement.take_over(state, scheduler(), record)
         except StateError as error:
             assert "\n" not in str(error)
         except Exception as error:

@@ -12,7 +12,7 @@ from bad_inputs.judge import bounded, check_refused
 from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.errors import DataError
-from sparsebalance_megatron.predict.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.predict.workload import WorkloadError, read_lengths
 
 GOOD = json.dumps({"text": "good"})
 

@@ -16,8 +16,8 @@ from simulated.setups import SETUPS
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.predict.comparison import EXACT, ROWS
 from sparsebalance_megatron.predict.outcome import predict
-from sparsebalance_megatron.predict.rows import EXACT, ROWS
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([1, 4]))

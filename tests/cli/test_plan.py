@@ -54,8 +54,6 @@ def test_rows_of_one_job(capsys: Captured) -> None:
     assert (printed["steps"], printed["given"], printed["device"]) == (2, "ours", "H200")
     assert printed["rows"]["dense"]["speedup"] == 1.0
     assert printed["dense"] == "exact"
-    every = found(capsys, "--rows", "all")["rows"]
-    assert {"LBB", "SAB", "DST", "fixed budgets, arrival"} < set(every)
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
@@ -78,10 +76,11 @@ def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
     own = ("--sparse-balance-base-budget", "4")
     printed = found(capsys, *vary, flags=(*STEP, *own))
     rows = printed["rows"]
-    # Two tensor-parallel ranks of two stages leave nobody to divide the optimizer with.
     assert rows.keys() == {
-        *(f"{tensor} {optimizer} as given" for tensor in "12" for optimizer in ("no", "yes")),
-        *("1 no exact", "1 yes exact", "2 no exact"),
+        f"{tensor} {optimizer} {way}"
+        for tensor in "12"
+        for optimizer in ("no", "yes")
+        for way in ("as given", "exact")
     }
     ms = {name: row["makespan_ms"] for name, row in rows.items()}
     assert list(ms.values()) == sorted(ms.values())
@@ -146,8 +145,7 @@ def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path
 
 def test_stored_documents_are_planned_in_the_order_of_training(capsys: Captured) -> None:
     """A blend without .bin files, as a file with the lengths of its order."""
-    from sparsebalance_megatron.data.blend import parse_blend
-    from sparsebalance_megatron.data.samples import open_samples
+    from sparsebalance_megatron.data.samples import open_samples, parse_blend
 
     words = []
     for seed, (weight, name) in enumerate([("0.7", "web"), ("0.3", "books")]):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ def test_a_finished_run_is_a_table_of_80_columns_that_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines(tmp_path / "steps.jsonl", [*records(tmp_path, iterations=4), "{broken"])
-    *legend, _, row, slowest, damaged, end = lines = printed(tmp_path, capsys)
+    *legend, _, row, slowest, end = lines = printed(tmp_path, capsys)
     assert legend and max(map(len, lines)) <= 80
-    assert row.split()[:3] == ["4", "of", "4"] and set(row.split()[-1]) <= {"#", "."}
+    assert row.split()[:3] == ["4", "of", "4"] and row.split()[-2].endswith("%")
     assert slowest.startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
-    assert damaged == "1 damaged lines left out"
     assert end == "4 of 4, ended"
 
 
@@ -80,28 +78,12 @@ def test_ranks_in_lockstep_are_told_once_and_the_slowest_is_found_by_own_times(
     assert lines[-1] == "4 of 4, ended"
 
 
-@pytest.mark.parametrize(("age_s", "silent"), [(30.0, False), (600.0, True), (-9000.0, False)])
-def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(
-    age_s: float,
-    silent: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = RUN.write(tmp_path) / "steps.jsonl"
-    os.utime(path, (1e9, 1e9))
-    monkeypatch.setattr(watch.time, "time", lambda: 1e9 + age_s)
-    lines = printed(tmp_path, capsys, "--once")
-    assert any("silent for 10 min" in line for line in lines) == silent
-
-
-def test_a_run_is_followed_from_before_its_first_step_until_it_is_silent(
+def test_a_run_is_followed_from_before_its_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every sleep is a chance for the run to write; the wall clock is set in between."""
+    """Every sleep is a chance for the run to write."""
     written = RUN.write(tmp_path / "finished") / "steps.jsonl"
-    pieces = iter([b"", *written.read_bytes().splitlines(keepends=True), b"", b"", b""])
-    now_s = iter(range(0, 10**6, 40))
+    pieces = iter([b"", *written.read_bytes().splitlines(keepends=True), b""])
 
     def write_more(_: float) -> None:
         if (piece := next(pieces, None)) is None:
@@ -110,14 +92,10 @@ def test_a_run_is_followed_from_before_its_first_step_until_it_is_silent(
             stream.write(piece)
 
     monkeypatch.setattr(watch.time, "sleep", write_more)
-    monkeypatch.setattr(watch.time, "monotonic", lambda: float(next(now_s)))
-    monkeypatch.setattr(watch.time, "time", lambda: float(-next(now_s)))
     first, *others = printed(tmp_path, capsys)
     assert "no step" in first
     rows = [line.split()[0] for line in others if line.split()[0].isdigit()]
     assert rows == ["1", "2", "3", "4"]
-    silent = [number for number, line in enumerate(others) if "silent" in line]
-    assert silent == [len(others) - 1]
 
 
 def test_a_host_cannot_send_escape_sequences(

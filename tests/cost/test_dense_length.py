@@ -17,9 +17,8 @@ from sparsebalance_megatron.cost.dense_length import (
     with_dense_length,
 )
 from sparsebalance_megatron.cost.fit import measured_cost_model
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.rates import Efficiency
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.cost.work_model import features
 

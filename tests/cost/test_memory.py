@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import step_cases
 
-from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.memory import (
     GIBIBYTE,
     MemoryModel,
@@ -23,6 +22,7 @@ from sparsebalance_megatron.cost.memory import (
     memory_lines,
     stage_memory,
 )
+from sparsebalance_megatron.cost.table import ExpertShape
 from sparsebalance_megatron.cost.work_model import work_model_named
 
 SIZES = {"ffn_hidden_size": 160, "num_attention_heads": 8, "vocab_size": 1000}

@@ -10,16 +10,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from data.tokenizers_of_tests import train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.conversations import Layout, Turn, characters
 
-from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.packing import PackedSequence, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.errors import DataError
 
 CHATML = Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n")
 LAYOUTS = {
@@ -70,12 +69,10 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     directory = tmp_path_factory.mktemp("tokenizers")
     text = "user assistant system is 2\n\n... you help. xxxxxxxxx é 你好 [end]\n" * 20
-    (directory / "text.jsonl").write_text(json.dumps({"text": text}))
-    flags = ["--input", str(directory / "text.jsonl"), "--tokenizer-train", "330"]
-    assert main(["prepare-data", *flags, "--output-prefix", str(directory / "base")]) == 0
+    base = train_tokenizer([text], 330, directory / "base")
     paths = {}
     for number, (name, layout) in enumerate(LAYOUTS.items()):
-        tokenizer = AutoTokenizer.from_pretrained(directory / "base_tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(base)
         special = ["<|im_start|>", "<|im_end|>"]
         tokenizer.add_special_tokens({"additional_special_tokens": special})
         tokenizer.chat_template = layout.jinja()
@@ -168,43 +165,3 @@ def test_every_weight_of_the_packed_row(
     expected += [(0, 0, position, 0.0) for position in range(padding)]
     found = zip(row.tokens, row.labels, row.position_ids, row.loss_mask, strict=True)
     assert [tuple(place) for place in found] == expected
-
-
-def test_a_conversation_that_the_assistant_begins_is_named(
-    tokenizers: dict[str, Path], tmp_path: Path
-) -> None:
-    turns = [("assistant", "Hello"), ("user", "Hi"), ("assistant", "Yes?")]
-    with pytest.raises(DataError, match=r"in.jsonl:1: .*begin with a user or system turn"):
-        prepared(tmp_path, tokenizers["chatml"], [turns], append_eod=True)
-
-
-SAYS_NOTHING = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-MARKS = (
-    "{% for m in messages %}{{ m.role }}: {%- generation -%}{{ m.content }}{% endgeneration %}\n"
-    "{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "noted"),
-    [(SAYS_NOTHING, True), (MARKS, False), (CHATML.jinja(), False)],
-)
-def test_a_template_that_opens_no_turn_is_noted(
-    template: str,
-    noted: bool,
-    tokenizers: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizers["chatml"])
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    turns = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes"}]
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": turns}))
-    flags = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
-    assert main(["prepare-data", *flags, "--output-prefix", str(tmp_path / "data")]) == 0
-    assert (
-        "note: the chat template ignores add_generation_prompt" in capsys.readouterr().out
-    ) == noted

@@ -16,10 +16,12 @@ from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
 from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import KEY
-from sparsebalance_megatron.selector_registry import GROUP
+from sparsebalance_megatron.selector_registry import BUILT_IN, GROUP
 
 TOKENS = 9 * BLOCK + 5
 ROUNDING = 1e-12
+BY_TOKEN = {"token-query-head", "token-kv-head"}
+"""Selections that need no queries of other tokens, so that models can decode with a cache."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def torch_module(layer):
     return module
 
 
-@pytest.mark.parametrize("selection", [*CAUSAL, "quest", "first-query"])
+@pytest.mark.parametrize("selection", [*BY_TOKEN, "quest"])
 def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection, other_selectors):
     model, tokens = make_model(selection=selection), make_tokens(2, TOKENS)
     whole = model(tokens).logits
@@ -102,13 +104,20 @@ def other_selectors(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(folder))
 
 
-@pytest.mark.parametrize("selection", CAUSAL)
+@pytest.mark.parametrize("selection", BY_TOKEN)
 def test_generation_with_and_without_a_cache_agrees(selection):
     model, prompt = make_model(selection=selection), make_tokens(1, 3 * BLOCK + 1)
     how = {"max_new_tokens": 2 * BLOCK, "do_sample": False}
     assert torch.equal(
         model.generate(prompt, **how), model.generate(prompt, use_cache=False, **how)
     )
+
+
+@pytest.mark.parametrize("selection", [*(BUILT_IN.keys() - BY_TOKEN), "first-query"])
+def test_a_cache_is_refused_where_other_queries_count(selection, other_selectors):
+    model, tokens = make_model(selection=selection), make_tokens(2, TOKENS)
+    refused(f"{selection} .*use_cache=False", model.generate, tokens, max_new_tokens=2)
+    model.generate(tokens, max_new_tokens=2, use_cache=False)
 
 
 def test_rows_padded_on_the_right_are_rows_alone():
@@ -150,9 +159,8 @@ def test_positions_of_padding_may_be_any():
     same(padded[1, :100], model(tokens[1:2, :100]).logits[0])
 
 
-@pytest.mark.parametrize("selection", CAUSAL)
-def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass(selection):
-    model = make_model(selection=selection, sparse_layer_topk_blocks=(2, None))
+def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass():
+    model = make_model(sparse_layer_topk_blocks=(2, None))
     tokens = make_tokens(2, TOKENS)
     whole = model(tokens).logits
     first = model(tokens[:, :40], use_cache=True)
@@ -196,28 +204,6 @@ def test_padding_that_moves_blocks_is_refused():
     cache = model(tokens, attention_mask=right, use_cache=True).past_key_values
     longer = torch.cat([right, torch.ones(2, 1, dtype=torch.int64)], 1)
     refused("padding", model, tokens[:, :1], attention_mask=longer, past_key_values=cache)
-
-
-def test_another_cache_is_refused_where_earlier_queries_count():
-    model, tokens = make_model(selection="previous-block"), make_tokens(2, TOKENS)
-    cache = model(tokens[:1, :50], use_cache=True).past_key_values
-    model(tokens[1:, :50], use_cache=True)
-    refused("use_cache=False", model, tokens[:1, 50:51], past_key_values=cache)
-
-
-def test_another_cache_of_one_layer_and_the_same_last_token_is_refused():
-    """Keys of the first layer depend on their own token and place alone."""
-    model, tokens = make_model(selection="previous-block", layers=1), make_tokens(2, TOKENS)
-    tokens[1, 49] = tokens[0, 49]
-    cache = model(tokens[:1, :50], use_cache=True).past_key_values
-    model(tokens[1:, :50], use_cache=True)
-    refused("use_cache=False", model, tokens[:1, 50:51], past_key_values=cache)
-
-
-def test_a_decoder_has_no_last_queries():
-    model, tokens = make_model(selection="vertical-slash-last-queries"), make_tokens(1, TOKENS)
-    cache = model(tokens[:, :50], use_cache=True).past_key_values
-    refused("last-queries", model, tokens[:, 50:51], past_key_values=cache)
 
 
 @pytest.mark.parametrize("feature", ["s_aux", "softcap", "sliding_window"])

@@ -65,15 +65,16 @@ def test_likelihoods_are_those_of_the_sparse_model(directory):
         assert (abs(likelihood - by_dense) > 1e-4) == (len(prompt.split()) > 3 * BLOCK)
 
 
-def test_prompts_of_unequal_length_are_continued_as_each_alone(directory):
-    model = load(directory)
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
+def test_prompts_of_unequal_length_are_continued_as_each_alone(directory, selection):
+    model = load(directory, sparse_selection=selection)
     arguments = [
         (prompt, {"max_gen_toks": 6, "do_sample": False, "until": []}) for prompt in PROMPTS
     ]
     answers = model.generate_until(requests("generate_until", arguments))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         tokens = torch.tensor([model.tok_encode(prompt)])
-        whole = model.model.generate(tokens, max_new_tokens=6, do_sample=False)
+        whole = model.model.generate(tokens, max_new_tokens=6, do_sample=False, use_cache=False)
         assert answer.split() == model.tok_decode(whole[0, tokens.shape[1] :]).split()
     assert model.batch_size == 3
 

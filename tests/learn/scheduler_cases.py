@@ -13,8 +13,7 @@ from harness import long_tailed_lengths, write_documents
 from plan.plan_cases import cost_model, job_shape, plan_settings
 
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job

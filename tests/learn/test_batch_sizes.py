@@ -14,8 +14,7 @@ from plan.plan_cases import job_shape
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.batch_sizes import BatchSizes
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError
 

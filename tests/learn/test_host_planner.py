@@ -336,7 +336,7 @@ def test_ranks_in_lockstep_get_the_number_of_micro_batches_of_the_shortest_step(
     expected = chosen.plan.expectation
     assert expected.makespan_ms <= given_numbers[-1] * (1 + 1e-9)
     # A named number is searched longer.
-    assert expected.makespan_ms <= 1.15 * min(given_numbers)
+    assert expected.makespan_ms <= 1.02 * min(given_numbers)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     fixed = planner(job, positions="fixed", **choices).plan(tokens)
     least = -(-sum(tokens) // (4 * 4 * LONGEST))

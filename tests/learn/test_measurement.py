@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 from sparsebalance_megatron.learn.measurement import PASSES, lockstep_waiting
+from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from learn.scheduler_cases import GLOBAL_BATCH, JOB, scheduler
 from learn.scheduler_cases import index as index  # a fixture
+from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
 from step_cases import step_measurement
 
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
-from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 STEPS = 6
 
@@ -82,21 +83,14 @@ def test_a_plan_made_ahead_knows_what_was_known_a_step_earlier(
     assert len(set(plans)) == STEPS
 
 
-def test_ranks_with_fast_and_slow_planners_agree(index: SampleIndex, worker: Executor) -> None:
-    assert run(scheduler(index, worker), range(STEPS)) == run(
-        scheduler(index, LateExecutor()), range(STEPS)
-    )
-
-
-def test_a_plan_that_nobody_asked_for_early_is_the_same(
-    index: SampleIndex, worker: Executor
+def test_ranks_with_fast_and_slow_planners_agree(
+    index: SampleIndex, worker: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = scheduler(index, worker)
-    digests = []
-    for step in range(STEPS):
-        digests.append(late.planned(step).plan.digest())
-        late.finish_step(step, measurement(late, step))
-    assert digests == run(scheduler(index, worker), range(STEPS))
+    """One of them is never asked for a plan early."""
+    digests = run(scheduler(index, worker), range(STEPS))
+    assert run(scheduler(index, LateExecutor()), range(STEPS)) == digests
+    monkeypatch.setattr(Scheduler, "plan_following", lambda schedule, step: None)
+    assert run(scheduler(index, worker), range(STEPS)) == digests
 
 
 def test_the_following_step_is_planned_once_and_not_before_it_is_asked_for(
@@ -184,3 +178,65 @@ def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: Samp
     schedule.plan_following(0)
     with pytest.raises(PlanError, match="step 1 has no plan"):
         schedule.planned(1)
+
+
+class InOrder:
+    """Samples in the order of their numbers."""
+
+    def __init__(self, lengths_tokens: list[int]) -> None:
+        self.lengths_tokens = np.array(lengths_tokens)
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        return np.arange(first, first + size)
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        return self.lengths_tokens[samples]
+
+
+def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choices: Any) -> StepPlan:
+    """The second step of 16 samples, of four micro-batches on every rank."""
+    job = job_shape(ranks, 4, 2)
+    schedule = evaluation_scheduler(
+        job=job,
+        plan_settings=plan_settings(**choices),
+        cost=cost_model(),
+        coverage=coverage_curves(job.layers, seed=2),
+        index=InOrder(lengths),
+        global_batch_size=16,
+        dense=dense,
+    )
+    found = schedule.planned(1)
+    assert found.samples.tolist() == list(range(16, 32))
+    return found.plan
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_evaluation_is_balanced_at_one_budget(dense: bool) -> None:
+    lengths = random_lengths(32, 2)
+    plan = planned(lengths, dense=dense)
+    arrived = planned(lengths, dense=dense, batching="arrival")
+    assert plan.expectation.makespan_ms < arrived.expectation.makespan_ms
+    budget = coverage_curves(2, seed=2).max_blocks if dense else plan_settings().base_budget
+    assert all((micro_batch.budgets_LS == budget).all() for micro_batch in plan.micro_batches)
+
+
+def test_a_sample_above_the_cap_lies_on_several_ranks() -> None:
+    lengths = [200] * 31 + [1900]
+    plan = planned(
+        lengths, max_tokens_per_micro_batch=1000, max_context_parallel=2, context_parallel="dynamic"
+    )
+    assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == 2
+    assert plan.rank_tokens_RM().max() <= 1000
+
+
+@pytest.mark.parametrize("batching", ["makespan", "arrival", "length"])
+def test_a_batch_that_fits_under_no_cap_runs_above_it(batching: str) -> None:
+    with pytest.warns(UserWarning, match="above the cap"):
+        plan = planned([500] * 32, max_tokens_per_micro_batch=900, batching=batching)
+    assert plan.rank_tokens_RM().max() == 1000
+
+
+def test_samples_that_arrive_unevenly_keep_the_cap() -> None:
+    """Two samples of a micro-batch in order of arrival are above it."""
+    lengths = [100, 100] * 8 + [600, 600, 100, 100] * 4
+    assert planned(lengths, max_tokens_per_micro_batch=800).rank_tokens_RM().max() <= 800

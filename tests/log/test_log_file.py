@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import (
+    DEFAULT_MAX_BYTES,
+    LogDirectory,
+    LogDirectoryError,
+    LogWriter,
+)
 from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
@@ -45,9 +51,9 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write(path: Path, *lines: Line, header: Header = HEADER, **how: Any) -> None:
+def write(path: Path, *lines: Line, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
     """All that one process writes."""
-    log = RunLog(path, header, **how)
+    log = LogWriter(path, HEADER, max_bytes=max_bytes)
     for line in lines:
         log.append(lambda line=line: line)
         log.flush()
@@ -88,13 +94,13 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
     max_bytes = 1000
     with tempfile.TemporaryDirectory() as directory:
         path, older = Path(directory) / "log.jsonl", Path(directory) / "log.jsonl.1"
-        log = RunLog(path, HEADER, max_bytes=max_bytes)
+        log = LogWriter(path, HEADER, max_bytes=max_bytes)
         discarded = 0
         for number, size in enumerate(sizes):
             before = older.read_bytes() if older.exists() else b""
             if number in resumptions:
                 log.close()
-                log = RunLog(path, HEADER, max_bytes=max_bytes)
+                log = LogWriter(path, HEADER, max_bytes=max_bytes)
             log.append(lambda number=number, size=size: Line(number=number, text="x" * size))
             log.flush()
             kept = records(older) + records(path)
@@ -127,7 +133,7 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 
 FULL_DISK = """
 import logging, resource, sys
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
@@ -139,7 +145,7 @@ def append(number, text=""):
     log.flush()
 
 logging.basicConfig(format="WARNED %(message)s")
-log = RunLog(sys.argv[1], Header(log_format=2))
+log = LogWriter(sys.argv[1], Header(log_format=2))
 log.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(50):
@@ -185,14 +191,14 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
 
 PREAMBLE = """
 import os, sys, time
-from sparsebalance_megatron.log.log_file import RunLog
+from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
     text: str
 
-log = RunLog(sys.argv[1], Header(log_format=2))
+log = LogWriter(sys.argv[1], Header(log_format=2))
 
 def append(number):
     log.append(lambda: Line(number=number, text="x" * 2000))
@@ -253,7 +259,7 @@ for number in range(20, 40): append(number)
 def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RunLog(tmp_path / "log.jsonl", HEADER, max_queued=3)
+    log = LogWriter(tmp_path / "log.jsonl", HEADER, max_queued=3)
     log.flush()
     disk, waits = threading.Event(), threading.Event()
 
@@ -280,7 +286,7 @@ def test_a_full_queue_drops_lines_and_the_next_one_says_so(
 def test_a_line_that_cannot_be_made_is_said_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RunLog(tmp_path / "log.jsonl", HEADER)
+    log = LogWriter(tmp_path / "log.jsonl", HEADER)
     with caplog.at_level(logging.WARNING):
         log.append(lambda: Line(number=1 // 0))
         log.append(lambda: Line(number=1))
@@ -288,3 +294,100 @@ def test_a_line_that_cannot_be_made_is_said_and_counted(
     assert "by zero" in caplog.text
     (line,) = records(tmp_path / "log.jsonl")[1:]
     assert (line["number"], line["lines_dropped"]) == (1, 1)
+
+
+HOLDER = """
+import os, sys, time
+from sparsebalance_megatron.log.files import LogDirectory
+held = LogDirectory(sys.argv[1])
+held.make(claim=True)
+# Saving a checkpoint asynchronously forks; the child may outlive the run.
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def write_logs(directory: Path, text: str) -> None:
+    (directory / "ranks").mkdir(parents=True, exist_ok=True)
+    for name in ("steps.jsonl", "steps.jsonl.1", "ranks/rank-00000.jsonl"):
+        (directory / name).write_text(text)
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        with pytest.raises(LogDirectoryError, match=rf"\(process {other.pid} on .*own"):
+            LogDirectory(tmp_path).make(claim=True)
+        LogDirectory(tmp_path).make(claim=False)
+        other.kill()
+        other.wait()
+        LogDirectory(tmp_path).make(claim=True)
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_may_begin_again_where_it_began_before(tmp_path: Path) -> None:
+    first = LogDirectory(tmp_path)
+    first.make(claim=True)
+    LogDirectory(tmp_path).make(claim=True)
+
+
+def test_earlier_logs_are_moved_by_number(tmp_path: Path) -> None:
+    directory = LogDirectory(tmp_path)
+    assert directory.number_for_earlier_logs() == 0
+    for number, text in ((1, "first"), (2, "second")):
+        write_logs(tmp_path, text)
+        (tmp_path / "cost_table.json").write_text("not a log")
+        assert directory.number_for_earlier_logs() == number
+        directory.set_aside(number)
+        assert LogDirectory(tmp_path).set_aside(number) == tmp_path / "earlier" / str(number)
+    assert directory.number_for_earlier_logs() == 0
+    for number, text in ((1, "first"), (2, "second")):
+        kept = sorted((tmp_path / "earlier" / str(number)).rglob("*.jsonl*"))
+        assert [path.name for path in kept] == ["rank-00000.jsonl", "steps.jsonl", "steps.jsonl.1"]
+        assert {path.read_text() for path in kept} == {text}
+    assert (tmp_path / "cost_table.json").exists()
+
+
+def test_logs_that_cannot_be_moved_are_not_replaced(tmp_path: Path) -> None:
+    write_logs(tmp_path, "old")
+    (tmp_path / "earlier").write_text("a file")
+    with pytest.raises(LogDirectoryError, match="earlier run's logs cannot be kept"):
+        LogDirectory(tmp_path).set_aside(1)
+    assert (tmp_path / "steps.jsonl").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "loop"])
+def test_what_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    directory = LogDirectory(tmp_path / name)
+    with pytest.raises(LogDirectoryError, match=r"--sparse-balance-log-dir .*name another"):
+        directory.make(claim=True)
+    with pytest.raises(LogDirectoryError, match="is not a directory; name another"):
+        directory.check()
+
+
+def test_a_check_writes_nothing(tmp_path: Path) -> None:
+    assert LogDirectory(tmp_path / "new" / "log").check() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody for a moment")
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(LogDirectoryError, match=r"cannot be written \(Permission denied\)"):
+            LogDirectory(tmp_path).make(claim=True)
+    finally:
+        os.seteuid(0)

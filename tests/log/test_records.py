@@ -15,12 +15,6 @@ from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, 
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.recording import (
-    coverage_record,
-    rank_header,
-    rank_step,
-    step_record,
-)
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     RANK_LOG,
@@ -29,8 +23,12 @@ from sparsebalance_megatron.log.records import (
     RankStep,
     Record,
     StepRecord,
+    coverage_record,
     decode,
     encode,
+    rank_header,
+    rank_step,
+    step_record,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 
@@ -38,7 +36,6 @@ PLACE = RankPlace(
     data_parallel_rank=1, pipeline_rank=1, tensor_parallel_rank=0, world_rank=3, world_size=4
 )
 LAYERS = (2, 3, 6, 7)
-UNTIMED = StepTimes(schedule_ms=math.nan, start_unix_s=None, spans=())
 
 
 def as_json(record: Record) -> dict[str, Any]:
@@ -194,17 +191,10 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
             rows += [0.1 * layer + 0.01 * i for i in range(samples)]
     spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
     times = StepTimes(schedule_ms=5.0, start_unix_s=1.75e9, spans=spans)
-    record = rank_step(
-        iteration=9,
-        planned=planned,
-        place=PLACE,
-        job=JOB,
-        times=times,
-        pieces=pieces,
-        executed_O=np.array(rows),
-    )
+    finished = finished_step(planned, times=times, pieces=pieces, executed_O=np.array(rows))
+    record = rank_step(finished, PLACE, JOB)
     line = as_json(record)
-    assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 9, 5.0)
+    assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 7, 5.0)
     assert line["schedule_start_unix_s"] == 1.75e9
     assert line["spans"] == [["forward", 0, 0, 1.0, 2.0, 0], ["backward", 1, 1, 3.0, 4.5, 0]]
     for position, (entry, plan) in enumerate(
@@ -228,16 +218,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
 
 
 def test_a_rank_without_layers_has_no_coverage() -> None:
-    record = rank_step(
-        iteration=1,
-        planned=planned_step(),
-        place=PLACE,
-        job=JOB,
-        times=UNTIMED,
-        pieces=(),
-        executed_O=np.empty(0),
-    )
-    step = of_rank(record)
+    step = of_rank(rank_step(finished_step(planned_step()), PLACE, JOB))
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
@@ -247,16 +228,9 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
     planned = planned_step()
     first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
     micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
-    record = rank_step(
-        iteration=1,
-        planned=replace(planned, plan=replace(planned.plan, micro_batches=micro_batches)),
-        place=PLACE,
-        job=JOB,
-        times=UNTIMED,
-        pieces=(),
-        executed_O=np.empty(0),
-    )
-    read = of_rank(record).micro_batches
+    shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
+    finished = replace(finished_step(planned), planned=shared)
+    read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
 
@@ -281,11 +255,7 @@ def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
     curves = CoverageCurves(2, 6, 0.9)
     counts_LU = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 1.0]])
     curves.observe(np.full((2, 3, 6), 0.123456789) * counts_LU[..., None], counts_LU)
-    record = as_json(
-        coverage_record(
-            iteration=12, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=curves.observed_LU
-        )
-    )
+    record = as_json(coverage_record(12, curves))
     known, missing = [0.12346] * 6, [None] * 6
     assert record["curves_LUK"] == [[known, missing, known], [missing, missing, known]]
     assert (record["type"], record["iteration"]) == ("coverage", 12)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -219,34 +220,26 @@ def test_optimizers_of_experts_on_one_rank_and_on_several_are_not_mixed(
         check_resumed_optimizer(args)
 
 
-SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
+SEGMENTS_REFUSED = {
     "--pipeline-model-parallel-size": {"pipeline_model_parallel_size": 1},
-    "--num-layers-per-virtual-pipeline-stage": {"num_layers_per_virtual_pipeline_stage": 2},
-    "--num-virtual-stages-per-pipeline-rank": {"num_virtual_stages_per_pipeline_rank": 2},
-    "virtual_pipeline_model_parallel_size": {"virtual_pipeline_model_parallel_size": 2},
-    "--context-parallel-size": {"context_parallel_size": 2},
-    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
-    "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
-    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
-    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
-    "--moe-paged-stash": {"moe_paged_stash": True},
 }
+"""Flags that are refused for other values, or by fields of other names, than 2 of their own."""
 
 
 @pytest.mark.parametrize("flag", SEGMENTS)
 def test_what_is_refused_with_segments(flag: str) -> None:
-    def check(max_segments: int, refused: bool) -> None:
-        given = SEGMENTS_REFUSED.get(flag, {}) if refused else {}
+    def check(max_segments: int, given: dict[str, Any]) -> None:
         config = SparseBalanceConfig(max_segments=max_segments)
         megatron = {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
         check_segments(Settings(Namespace(**megatron | given), config))
 
-    check(4, refused=False)
-    check(1, refused=True)
+    refused = SEGMENTS_REFUSED.get(flag, {flag.removeprefix("--").replace("-", "_"): 2})
+    check(4, {})
+    check(1, refused)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance-max-segments 4 with {flag}\b.*: "):
-        check(4, refused=True)
+        check(4, refused)
 
 
 def test_a_trainer_with_its_own_loop_is_asked_for_its_model_only() -> None:
@@ -301,54 +294,41 @@ def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: Argu
     check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ("--context-parallel-size=0", "--context-parallel-size 0: "),
-        ("--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
-        (
-            "--sparse-balance-max-tokens-per-micro-batch 100",
-            "with --seq-length 256: .* use at least 256",
-        ),
-        (
-            "--use-torch-fsdp2 --pipeline-model-parallel-size 2",
-            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
-        ),
-        (
-            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
-            "--moe-token-dispatcher-type alltoall",
-            "^--expert-model-parallel-size 4: .* or no FSDP2",
-        ),
-    ],
-)
-def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: ArgumentParser) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
-
-
-@pytest.mark.parametrize(
-    "sharing",
-    [
-        "--context-parallel-size 2",
-        "--sparse-balance-max-context-parallel 4",
-        "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
-    ],
-)
-def test_a_selection_that_needs_the_last_queries_refuses_divided_documents(
-    sharing: str, megatron_parser: ArgumentParser
-) -> None:
-    selection = "vertical-slash-last-queries"
-    words = (*SUPPORTED, "--sparse-balance-selection", selection)
-    check_typed_flags(megatron_parser, words)
-    divided = " ".join(sharing.split()[:2])
-    complaint = f"^--sparse-balance-selection {selection} with {divided}: .* use vertical-slash, or"
-    with pytest.raises(ConfigError, match=complaint):
-        check_typed_flags(megatron_parser, (*words, *sharing.split()))
+LAST_QUERIES = "--sparse-balance-selection vertical-slash-last-queries"
+DIVIDED = [
+    "--context-parallel-size 2",
+    "--sparse-balance-max-context-parallel 4",
+    "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
+]
 
 
 @pytest.mark.parametrize(
     ("ranks", "words", "complaint"),
     [
+        (1, "--context-parallel-size=0", "--context-parallel-size 0: "),
+        (1, "--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
+        (
+            *(1, "--sparse-balance-max-tokens-per-micro-batch 100"),
+            "with --seq-length 256: .* use at least 256",
+        ),
+        (
+            *(1, "--use-torch-fsdp2 --pipeline-model-parallel-size 2"),
+            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
+        ),
+        (
+            1,
+            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
+            "--moe-token-dispatcher-type alltoall",
+            "^--expert-model-parallel-size 4: .* or no FSDP2",
+        ),
+        (1, LAST_QUERIES, None),
+        *(
+            (
+                *(1, f"{LAST_QUERIES} {divided}"),
+                f"^{LAST_QUERIES} with {' '.join(divided.split()[:2])}: .* use vertical-slash, or",
+            )
+            for divided in DIVIDED
+        ),
         (2, "--global-batch-size 2 --micro-batch-size 2", "2 must be a multiple of"),
         (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None),
         (8, "", None),
@@ -360,18 +340,18 @@ def test_a_selection_that_needs_the_last_queries_refuses_divided_documents(
         (1, "--global-batch-size 7 --micro-batch-size 2", "--global-batch-size 7 must be"),
     ],
 )
-def test_a_global_batch_must_fill_its_micro_batches(
+def test_numbers_that_do_not_go_together(
     ranks: int,
     words: str,
     complaint: str | None,
     megatron_parser: ArgumentParser,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Among them a global batch that does not fill its micro-batches, and a selection that needs
+    whole documents where they are divided."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    if complaint is None:
-        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
-        return
-    with pytest.raises(ConfigError, match=complaint):
+    refuses = nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint)
+    with refuses:
         check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 

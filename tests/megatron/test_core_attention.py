@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
+from torch import Tensor
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
@@ -30,6 +31,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
     CoverageObservation,
+    LayoutCache,
 )
 from sparsebalance_megatron.megatron.unsupported import check_model
 
@@ -90,6 +92,14 @@ def dense(
     return torch.cat(parts)
 
 
+def assert_dense(out: torch.Tensor, qkv: tuple[torch.Tensor, ...], boundaries) -> None:
+    """To rounding, by what attention of torch in float32 is off."""
+    exact = dense(*(x.double() for x in qkv), boundaries)
+    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+
+
 def test_each_layer_executes_its_own_planned_budgets() -> None:
     """Far below, and above, the base budget; coverage is that of the lists that were made."""
     q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
@@ -113,6 +123,7 @@ def test_each_layer_executes_its_own_planned_budgets() -> None:
         curves_SK = _curves(q_THD, k_TGD, params)
         columns_S = torch.tensor(fitting_S)[:, None] - 1
         torch.testing.assert_close(seen.executed_S, curves_SK.gather(1, columns_S)[:, 0])
+        torch.testing.assert_close(seen.grid_SK, curves_SK[:, [0, 1, 3, 7, 14]])
     torch.testing.assert_close(seen.base_S, params.micro_batch.observations[0].executed_S)
     assert (seen.executed_S < seen.base_S).tolist() == [True, False, False]
 
@@ -131,12 +142,8 @@ def test_layers_have_base_budgets_of_their_own() -> None:
     torch.testing.assert_close(seen[0].base_S, seen[0].executed_S)
     assert (seen[1].base_S > seen[1].executed_S).tolist() == [True, False, True]
     outputs, seen = both_layers("dense:0-1")
-    boundaries = (0, *np.cumsum(LENGTHS).tolist())
-    exact = dense(*(x.double() for x in qkv), boundaries)
-    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
-    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
     for layer, out in enumerate(outputs):
-        assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+        assert_dense(out, qkv, (0, *np.cumsum(LENGTHS).tolist()))
         assert (seen[layer].executed_S == 1).all() and (seen[layer].base_S == 1).all()
 
 
@@ -182,15 +189,6 @@ def _curves(
     return selector.coverage(ranking)
 
 
-def test_observed_grid_is_the_routers_coverage() -> None:
-    q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
-    params = params_of(3)
-    attention()(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
-    curves_SK = _curves(q_THD, k_TGD, params)
-    observed_SK = params.micro_batch.observations[0].grid_SK
-    torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
-
-
 def test_padding_for_sequence_parallelism_is_one_more_sequence() -> None:
     tokens = sum(LENGTHS)
     qkv = packed_qkv(tokens + 6)
@@ -216,10 +214,7 @@ def test_without_a_carrier_every_sample_gets_the_base_budget(layout: str) -> Non
         out_sbh = module(*rows, None)
         assert out_sbh.shape == (sequence, batch, HEADS * HEAD_DIM)
         out = out_sbh.transpose(0, 1).reshape(batch * sequence, -1)
-    exact = dense(*(x.double() for x in qkv), boundaries)
-    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
-    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
-    assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+    assert_dense(out, qkv, boundaries)
 
 
 def test_masks_and_biases_that_are_not_causal_attention_are_refused() -> None:
@@ -316,8 +311,7 @@ def test_where_budgets_cover_everything_nothing_is_selected() -> None:
     layer = attention()
     layer.select = None
     out = layer(*leaves, None, packed_seq_params=params)
-    exact = dense(*leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
-    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+    assert_dense(out, leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
     assert params.micro_batch.observations[0].executed_S.tolist() == [1.0, 1.0]
 
 
@@ -410,3 +404,58 @@ def test_a_model_whose_own_attention_takes_no_packed_sequences_has_no_windows() 
     )
     with pytest.raises(ConfigError, match="--window-size 128 0: the block selection replaces"):
         BudgetedCoreAttention(config, 1, AttnMaskType.causal, "self", options=options)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Tensors that were read from the host; once, though a mode of torch's may call it again."""
+    seen: list[Tensor] = []
+    read, within = Tensor.tolist, []
+
+    def tolist(self: Tensor) -> object:
+        if not within:
+            seen.append(self)
+        within.append(self)
+        try:
+            return read(self)
+        finally:
+            within.pop()
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    return seen
+
+
+def test_a_tensor_is_read_once(reads: list[Tensor]) -> None:
+    cache, cu_seqlens = LayoutCache(), torch.tensor([0, 20, 50])
+    assert [cache.boundaries_of(cu_seqlens) for _ in range(3)] == [(0, 20, 50)] * 3
+    assert len(reads) == 1
+
+
+def test_another_tensor_and_a_changed_one_are_read_anew(reads: list[Tensor]) -> None:
+    cache, cu_seqlens = LayoutCache(), torch.tensor([0, 20, 50])
+    cache.boundaries_of(cu_seqlens)
+    cu_seqlens[1] = 30
+    assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+    assert cache.boundaries_of(torch.tensor([0, 9])) == (0, 9)
+    assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+    assert len(reads) == 4
+
+
+def test_inference_tensors_are_read_each_time() -> None:
+    cache = LayoutCache()
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 20, 50])
+        assert cache.boundaries_of(cu_seqlens) == (0, 20, 50)
+        cu_seqlens[1] = 30
+        assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+
+
+def test_layers_of_a_micro_batch_share_a_layout() -> None:
+    cache = LayoutCache()
+    layout = cache.layout((0, 20, 50), 16, CPU)
+    assert cache.layout((0, 20, 50), 16, CPU) is layout
+    assert cache.layout((0, 50), 16, CPU).cu_seqlens == (0, 50)
+    assert cache.layout((0, 50), 32, CPU).block_size == 32

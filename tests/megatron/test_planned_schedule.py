@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of micro-batches that Megatron's schedule is given, and what its log makes of it."""
+"""The number of micro-batches that Megatron's schedule is given; steps in segments against it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from harness import PROGRAMS, run_training
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -90,3 +93,37 @@ def test_what_experts_report_is_the_mean_over_the_micro_batches_that_ran() -> No
     assert metrics["aux"].values.tolist() == pytest.approx([4.0, 0.0])
     run(iterator)
     assert metrics["aux"].values.tolist() == pytest.approx([8.0, 0.0])
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_thousand_steps_do_not_hang(stages, tmp_path):
+    program = (str(PROGRAMS / "segmented_rank.py"), str(tmp_path), "1000")
+    run_training(stages, (), program=program, timeout_s=600).require_success()
+    for stage in range(stages):
+        assert json.loads((tmp_path / f"rank{stage}.json").read_text()) == 1000
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_step_in_segments_learns_what_a_step_in_one_piece_learns(stages, tmp_path):
+    program = (str(PROGRAMS / "segmented_rank.py"), str(tmp_path))
+    run_training(stages, (), program=program).require_success()
+    for stage in range(stages):
+        for run in json.loads((tmp_path / f"rank{stage}.json").read_text()):
+            cut, whole = run["cut"], run["whole"]
+            np.testing.assert_allclose(cut["loss"], whole["loss"], rtol=1e-14)
+            assert (cut["loss"] > 0) == (stage == stages - 1)
+            for actual, expected in zip(cut["gradients"], whole["gradients"], strict=True):
+                np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)
+            # Gradients are reduced in the last backward of the step, or by grad_sync_func after it.
+            late = run["sync"] and stage > 0
+            ending = ["backward", "on", "sync"] if late else ["on", "backward"]
+            tokens = run["tokens"] if stage == stages - 1 else 0
+            assert cut["told"] == [
+                "off",
+                *["backward"] * (run["segments"] - 1),
+                *ending,
+                f"finalize {tokens}",
+            ]

@@ -48,12 +48,6 @@ def packed_sequence(
     return row
 
 
-def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for every token whose last character is one of the characters of a span."""
-    trained_characters = {character for start, end in spans for character in range(start, end)}
-    return [int(end - 1 in trained_characters) for end in token_ends]
-
-
 def blended_sources(weights: Sequence[float], places: int) -> list[int]:
     """Which source every place takes from: the one that lacks most of its share, the first of
     equals."""

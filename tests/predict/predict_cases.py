@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.experts import ExpertShape
 from sparsebalance_megatron.cost.memory import MemoryModel
-from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.table import ExpertShape, ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.predict.workload import Workload

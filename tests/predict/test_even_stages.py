@@ -13,7 +13,7 @@ from predict.predict_cases import memory_of
 
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.predict.even_stages import even_stages
+from sparsebalance_megatron.predict.comparison import even_stages
 from sparsebalance_megatron.predict.workload import Workload, prior_coverage
 
 BATCHES = ((900, 4000, 2500, 800, 1200, 600, 3000, 700),) * 2

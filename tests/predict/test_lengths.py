@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.predict.lengths import read_lengths, samples_of
+from sparsebalance_megatron.predict.workload import read_lengths, samples_of
 
 
 @pytest.mark.parametrize("text", ["[5, 7, 9]", "5\n7\n9\n", "5 7\n\n9"])

@@ -34,9 +34,8 @@ from attention.sequence.slices import BLOCK, local_selection, random_owners, sli
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
-from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ring import RingExchange
 from sparsebalance_megatron.attention.sequence.slice import (
     SequenceExchange,
     SequenceGroup,
@@ -229,7 +228,7 @@ def summaries_report() -> dict[str, Any]:
     ]
     traffic = Traffic()
     with traffic.watched():
-        gathered = exchange.summaries([x[held.own_block_N] for x in whole], held)
+        gathered = exchange.summaries([x[held.layouts.own_block_N] for x in whole], held)
     masses = torch.rand(MEMBERS, 5, 3, generator=generator, dtype=torch.float64)
     with traffic.watched():
         total = exchange.total_mass(masses[RANK], held)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with the trainer and the host of docs/INTEGRATION.md; results go to a JSON file.
+"""Trains with examples/hosts/own_loop.py and own_data.py; results go to a JSON file.
 
-Usage: trainer_loops.py trainer|host CODE.py OUTPUT_DIRECTORY [DATA_PREFIX]. CODE.py holds the code
-block of the document, or is examples/hosts/own_data.py. ``trainer`` owns its loop: one rank trains
+Usage: trainer_loops.py trainer|host CODE.py OUTPUT_DIRECTORY [DATA_PREFIX]. CODE.py is one of these
+examples. ``trainer`` owns its loop: one rank trains
 without the plugin, to compare with, and makes mistakes; two train data-parallel and then as a
 pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make mistakes,
 four share them; one rank is what both are compared with.

@@ -88,12 +88,8 @@ def test_splits_may_have_sources_of_their_own(directory: Path, tmp_path: Path) -
     path.write_text(json.dumps({"train": [web, books], "valid": f"1 {chat} 2 {web}", "test": None}))
     words = [word for word in TRAINING_FLAGS if word not in ("--split", "100,0,0")]
     evaluated = ("--train-iters", "1", "--eval-iters", "1", "--eval-interval", "1")
-    masks = (
-        "--sparse-balance-config",
-        "missing-loss-mask=train",
-        "--per-split-data-args-path",
-        str(path),
-    )
+    masks = ("--sparse-balance-config", "missing-loss-mask=train")
+    masks = (*masks, "--per-split-data-args-path", str(path))
     run = run_training(1, (*MODEL_FLAGS, *words, *BALANCE_FLAGS, *masks, *evaluated))
     assert "sparse balance: 2 sources: 11 documents gave" in run.require_success().output
     assert "validation loss at iteration 1" in run.output

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from functools import partial
@@ -113,7 +114,7 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     # Megatron may be imported here for the first time, which prints lines of its own.
     lines = capfd.readouterr().err.splitlines()
@@ -143,9 +144,19 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     assert "rank 1 on" in told
 
 
-def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised, report():
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (1, "rank 0 on .* ended in iteration 5 by Terminated$"),
+        (2, "SIGTERM came to rank 0 in iteration 5; nothing was heard from rank 1"),
+    ],
+)
+def test_sigterm_is_reported_and_ends_the_process(
+    ranks: int, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = report(world_size=ranks, open_store=HashStore, quiet_s=0.1)
+    with pytest.raises(SystemExit) as raised, alone:
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.code == 143
-    assert "rank 0 on" in capfd.readouterr().err
+    assert re.search(told, capfd.readouterr().err, re.MULTILINE)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -11,7 +11,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron import hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
-from sparsebalance_megatron.run.forward_step import ForwardStep
+from sparsebalance_megatron.run.trainer import ForwardStep
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
@@ -90,7 +90,8 @@ def reported(loss: torch.Tensor, tokens: object) -> list[tuple[torch.Tensor, tor
     """What a run keeps of a training micro-batch whose loss function returns these."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     run = SimpleNamespace(add_loss=lambda loss, tokens, report: kept.append((loss, tokens)))
-    step = ForwardStep(None, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    inputs = SimpleNamespace(settings=SimpleNamespace(seq_length=256))
+    step = ForwardStep(None, SimpleNamespace(run=run, inputs=inputs))  # type: ignore[arg-type]
     step._loss(lambda output: (loss, tokens, {}), True, loss)
     return kept
 

@@ -152,3 +152,37 @@ def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) ->
     first, second = (rank["pp1"]["mistakes"]["one rank only"] for rank in ranks)
     assert "end_step: ranks 1 have a problem of their own to report" in first
     assert re.search(r"end_step after \d forward steps, expected \d: attach each", second)
+
+
+SHARDED_ROUNDINGS = 16 * 2.0**-23
+"""Ranks differ in the order of float32 sums only, and every step begins with the last one's."""
+EXAMPLE = REPOSITORY / "examples/hosts/fully_shard.py"
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("sharded")
+    program = (str(PROGRAMS / "sharded_host.py"), str(EXAMPLE), str(directory))
+    found = {}
+    for ranks in (1, 2):
+        run_training(ranks, (), program=program).require_success()
+        paths = [directory / f"sharded{ranks}-rank{rank}.json" for rank in range(ranks)]
+        found[ranks] = [json.loads(path.read_text()) for path in paths]
+    return found
+
+
+def test_losses_of_two_ranks_are_those_of_one(worlds: Any) -> None:
+    ((alone,), both) = worlds[1], worlds[2]
+    for rank in both:
+        assert rank["dense"]["losses"] == pytest.approx(
+            alone["dense"]["losses"], rel=SHARDED_ROUNDINGS
+        )
+    assert len(set(alone["dense"]["losses"])) == 4
+
+
+def test_tuned_steps_are_alike_on_both_ranks(worlds: Any) -> None:
+    first, second = worlds[2]
+    assert first["tuned"] == second["tuned"]
+    figures = first["tuned"]["figures"]
+    assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in figures)
+    assert any(step["sparse-balance/tuned-samples"] > 0 for step in figures)

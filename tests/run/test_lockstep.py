@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
     PROGRAMS,
-    TRAINING_FLAGS,
     TrainingRun,
     assert_same_steps,
     long_tailed_lengths,
     measured_ms,
     read_steps,
-    run_training,
+    train,
     write_documents,
 )
 
@@ -40,7 +37,6 @@ _VALIDATION_LOSS = re.compile(r"validation loss at iteration .*? value: ([-+.\de
 LEARNING = (
     "--sparse-balance-config calibration=measured --sparse-balance-device cpu --train-iters 11"
 )
-SLOW_RANK = (str(PROGRAMS / "slow_rank.py"),)
 
 
 def own_ms(step: dict[str, Any]) -> np.ndarray:
@@ -60,11 +56,13 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
 ) -> None:
     """Ranks run long micro-batches first. One sleeps in every layer, the other waits for it."""
     prefix = write_documents(tmp_path / "train", long_tailed_lengths(70, longest=250))
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS, *LEARNING.split())
-    flags += ("--num-layers", "2", "--sparse-balance-config", "positions=fixed")
-    data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
     log_dir = tmp_path / "log"
-    run = run_training(2, (*flags, *data), log_dir=log_dir, program=SLOW_RANK).require_success()
+    run = train(
+        *(2, prefix, *EXPERTS.split(), *LEARNING.split(), "--num-layers", "2"),
+        *("--sparse-balance-config", "positions=fixed"),
+        log_dir=log_dir,
+        program=(str(PROGRAMS / "slow_rank.py"),),
+    ).require_success()
     notice = lockstep_notice(2)
     assert notice is not None
     assert run.output.count(notice) == 1
@@ -115,23 +113,22 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
 def test_experts_resume_on_more_ranks_and_not_on_one(tmp_path: Path) -> None:
     """With budgets fixed, losses do not depend on who holds which experts."""
     prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS)
-    flags += ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
+    flags = (*EXPERTS.split(), "--ckpt-format", "torch_dist")
     flags += ("--sparse-balance-tuning", "off", "--sparse-balance-device", "cpu")
 
-    def train(name: str, ranks: int, *more: str) -> TrainingRun:
-        return run_training(ranks, (*flags, *more), log_dir=tmp_path / name)
+    def run(name: str, ranks: int, *more: str) -> TrainingRun:
+        return train(ranks, prefix, *flags, *more, log_dir=tmp_path / name)
 
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
-    whole = train("whole", 2, *save).require_success()
+    whole = run("whole", 2, *save).require_success()
     load = ("--load", save[1], "--ckpt-step", "2", "--expert-model-parallel-size")
-    more = train("more", 4, *load, "4").require_success()
+    more = run("more", 4, *load, "4").require_success()
     assert more.logged("iteration") == [3, 4]
     assert more.logged("lm_loss") == pytest.approx(whole.logged("lm_loss")[2:], rel=1e-5)
-    one = train("one", 1, *load, "1")
+    one = run("one", 1, *load, "1")
     assert one.exit_code == 2
     assert f"--load {save[1]}: saved with --expert-model-parallel-size 2" in one.output
-    weights = train("weights", 1, *load, "1", "--no-load-optim").require_success()
+    weights = run("weights", 1, *load, "1", "--no-load-optim").require_success()
     assert weights.logged("lm_loss")[0] == pytest.approx(whole.logged("lm_loss")[2], rel=1e-5)
 
 
@@ -145,11 +142,10 @@ def test_routers_count_no_padding(tmp_path: Path) -> None:
         --moe-router-enable-expert-bias --moe-router-score-function sigmoid
         --tensor-model-parallel-size 2 --sequence-parallel"""
     )
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *experts.split(), "--train-iters", "2")
-    data = ("--data-path", str(prefix), "--sparse-balance-device", "cpu")
-    program = (str(PROGRAMS / "counting_experts.py"),)
-    run = run_training(
-        2, (*flags, *data), log_dir=tmp_path / "log", program=program
+    run = train(
+        *(2, prefix, *experts.split(), "--train-iters", "2", "--sparse-balance-device", "cpu"),
+        log_dir=tmp_path / "log",
+        program=(str(PROGRAMS / "counting_experts.py"),),
     ).require_success()
     assert any(run.logged("padded_tokens"))
     counts = [int(count) for count in re.findall(r"experts chosen: (\d+)", run.output)]
@@ -164,19 +160,19 @@ def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
 ) -> None:
     """Against steps of as many micro-batches as Megatron counts; saved, resumed and evaluated."""
     prefix = write_documents(tmp_path / "documents", long_tailed_lengths(90, longest=250))
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *EXPERTS.split(), *BALANCE_FLAGS)
-    data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist", "--split", "80,10,10")
     # The balancing loss is logged, and too small to matter.
-    steps = "--train-iters 6 --eval-interval 2 --eval-iters 1 --moe-aux-loss-coeff 1e-12"
-    common = (*flags, *data, *steps.split(), "--sparse-balance-tuning", "off")
+    flags = """
+        --ckpt-format torch_dist --split 80,10,10 --train-iters 6 --eval-interval 2 --eval-iters 1
+        --moe-aux-loss-coeff 1e-12 --sparse-balance-tuning off"""
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "3")
 
-    def train(name: str, *more: str) -> TrainingRun:
-        return run_training(2, (*common, *more), log_dir=tmp_path / name).require_success()
+    def run(name: str, *more: str) -> TrainingRun:
+        words = (*EXPERTS.split(), *flags.split(), *more)
+        return train(2, prefix, *words, log_dir=tmp_path / name).require_success()
 
-    planned = train("planned", *save)
-    fixed = train("fixed", "--sparse-balance-config", "positions=fixed")
-    resumed = train("resumed", "--load", save[1], "--ckpt-step", "3")
+    planned = run("planned", *save)
+    fixed = run("fixed", "--sparse-balance-config", "positions=fixed")
+    resumed = run("resumed", "--load", save[1], "--ckpt-step", "3")
 
     counts = [measured_ms(step).shape[-1] for step in planned.steps]
     assert max(counts) <= 4 and len(set(counts)) > 1, counts
@@ -194,6 +190,6 @@ def test_numbers_of_positions_change_from_step_to_step_and_nothing_else_does(
     assert len(validated) == len(expected) >= 4
     assert [*map(float, validated)] == pytest.approx([*map(float, expected)], rel=1e-5)
     # The mean over micro-batches of what is about 1 in each: once a layer and step.
-    for run in (planned, fixed):
-        logged = [float(loss) for loss in _BALANCING_LOSS.findall(run.output)]
+    for each in (planned, fixed):
+        logged = [float(loss) for loss in _BALANCING_LOSS.findall(each.output)]
         assert len(logged) == 6 and all(0.9 < loss < 1.6 for loss in logged), logged

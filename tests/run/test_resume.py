@@ -20,14 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.data_set import SampleCounts
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
-from sparsebalance_megatron.learn.calibration import Calibration
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.learn.step_planner import Calibration, StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
+from sparsebalance_megatron.run.agreement import compare_runs
 from sparsebalance_megatron.run.inputs import source_record
-from sparsebalance_megatron.run.trainer import compare_runs
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""
@@ -170,12 +169,12 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
         np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
         np.ones(run.coverage.observed_LU.shape),
     )
-    stages, calibration = run.job.pipeline_stages, run._planner._calibration
+    stages, calibration = run.job.pipeline_stages, run.planner._calibration
     times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
     measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
     for _ in range(3):
         calibration.update(Times(times, calibration.snapshot()), measured)
-    run._finished_step = run._batch_sizes.step_at(consumed_samples) - 1
+    run._finished_step = run.batch_sizes.step_at(consumed_samples) - 1
     return run.state_dict()
 
 
@@ -184,7 +183,7 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert state == learnt(index, 24, data_parallel_size=1)
     other = scheduler(index, data_parallel_size=4)
     assert other.load_state_dict(state) == ()
-    assert other._planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
+    assert other.planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
     assert other.state_dict() == state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,13 +87,16 @@ def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
         for name, flags in (("one", ()), ("both", both))
     )
     assert shared.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
-    forms = {
+    assert any((True, True) in forms(step) for step in shared.steps)
+
+
+def forms(step: dict[str, Any]) -> set[tuple[bool, bool]]:
+    """Whether micro-batches of a step are shared, and whether they are cut."""
+    return {
         (cp_size > 1, segments > 1)
-        for step in shared.steps
         for of_rank in zip(step["cp_sizes_RM"], step["segments_RM"], strict=True)
         for cp_size, segments in zip(*of_rank, strict=True)
     }
-    assert (True, True) in forms, forms
 
 
 @pytest.mark.parametrize("exchange", ["all-gather", "ring"])
@@ -103,13 +107,8 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     two stages, too, on which initial weights depend."""
     lists, runs = {}, {}
     forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
-    mixed = (
-        "--sparse-balance-max-segments",
-        "4",
-        "--sparse-balance-config",
-        f"exchange={exchange}",
-    )
-    mixed = (*mixed, "--sparse-balance-max-context-parallel", "2")
+    mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-max-context-parallel", "2")
+    mixed = (*mixed, "--sparse-balance-config", f"exchange={exchange}")
     for ranks, flags in ((2, ()), (4, mixed)):
         folder = tmp_path / f"lists{ranks}"
         folder.mkdir()
@@ -133,16 +132,9 @@ def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
     assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
     norms, expected_norms = ([float(norm) for norm in run.grad_norms] for run in (four, one))
     assert norms == pytest.approx(expected_norms, abs=2 * LAST_PRINTED_DIGIT)
-    forms = [
-        {
-            (cp_size > 1, segments > 1)
-            for of_rank in zip(step["cp_sizes_RM"], step["segments_RM"], strict=True)
-            for cp_size, segments in zip(*of_rank, strict=True)
-        }
-        for step in four.steps
-    ]
-    assert max(map(len, forms)) >= 3, "shared, cut, or both"
-    assert any((True, True) in each for each in forms)
+    found_forms = [forms(step) for step in four.steps]
+    assert max(map(len, found_forms)) >= 3, "shared, cut, or both"
+    assert any((True, True) in each for each in found_forms)
 
 
 @pytest.mark.parametrize("segments", ["1", "4"])
@@ -162,14 +154,8 @@ def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path
     """Two steps in segments drawn by lot, then two in one piece."""
 
     def attempt(name: str, segments: str, until: str) -> TrainingRun:
-        save = (
-            "--save",
-            str(tmp_path / name),
-            "--save-interval",
-            "2",
-            "--ckpt-format",
-            "torch_dist",
-        )
+        save = ("--save", str(tmp_path / name), "--save-interval", "2")
+        save = (*save, "--ckpt-format", "torch_dist")
         load = ("--load", str(tmp_path / "cut")) if name == "resumed" else ()
         return train(
             *(2, documents, *PIPELINE, *save, *load, "--train-iters", until),

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_training
+from harness import train
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from sparsebalance_megatron.layer_budgets import DENSE, parse_layer_budgets
 
-FORMAT = ("--ckpt-format", "torch_dist")
 LAYOUTS = {
     "one rank": (1, ()),
     "stages": (2, ("--pipeline-model-parallel-size", "2")),
@@ -25,17 +24,16 @@ LAYOUTS = {
 def test_sensitivities_are_those_of_the_weights_and_become_budgets(
     documents: Path, tmp_path: Path
 ) -> None:
-    common = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *FORMAT)
-    common = (*common, "--data-path", str(documents), "--train-iters", "1")
+    common = ("--ckpt-format", "torch_dist", "--train-iters")
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", "1")
-    run_training(1, (*common, *saved)).require_success()
+    train(1, documents, *common, "1", *saved).require_success()
     load = ("--load", str(tmp_path / "saved"))
     found = {}
     for name, (ranks, layout) in LAYOUTS.items():
         path = tmp_path / f"{name}.json"
         command = ("-m", "sparsebalance_megatron.cli", "sensitivity", "-o", str(path))
         program = (*command, "--samples", "20", "--")
-        run_training(ranks, (*common, *load, *layout), program=program).require_success()
+        train(ranks, documents, *common, "1", *load, *layout, program=program).require_success()
         document = json.loads(path.read_text())
         assert (document["samples"], document["block_size"]) == (24, 16)
         found[name] = document["sensitivities"]
@@ -47,9 +45,8 @@ def test_sensitivities_are_those_of_the_weights_and_become_budgets(
     path.write_text(json.dumps(document))
     chosen = ("--sparse-balance-sensitivity", str(path))
     saved = ("--save", str(tmp_path / "again"), "--save-interval", "2")
-    run = (*common, *load, *saved, *chosen, "--train-iters", "2")
-    trained = run_training(1, (*run, "--override-opt-param-scheduler"))
-    trained.require_success()
+    flags = (*common, "2", *load, *saved, *chosen, "--override-opt-param-scheduler")
+    trained = train(1, documents, *flags).require_success()
     args = load_common_state_dict(str(tmp_path / "again" / "iter_0000002"))["args"]
     budgets = parse_layer_budgets(args.sparse_balance_layer_budgets)
     assert args.sparse_balance_sensitivity is None

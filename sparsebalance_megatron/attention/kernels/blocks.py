@@ -2,9 +2,8 @@
 """Attention over the blocks and columns of lists, on any device.
 
 Three parts make it up: dense documents, every query's own block, and past blocks. A document of
-which everything is selected is attended to densely, on the CPU, where the host reads lists without
-waiting. How past blocks are gathered is what implementations differ in: here by query block, in
-:mod:`.tokens` by token.
+which everything is selected is attended to densely on the CPU. How past blocks are gathered is what
+implementations differ in: here by query block, in :mod:`.tokens` by token.
 
 Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, Q
 rows and C heads that select.
@@ -31,7 +30,7 @@ from sparsebalance_megatron.attention.kernels.gathered import (
     own_blocks,
     own_listed_QC,
 )
-from sparsebalance_megatron.attention.kernels.tile_attention import host_may_read
+from sparsebalance_megatron.attention.kernels.tile_attention import takes_flash
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -48,14 +47,8 @@ class Part(Protocol):
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """Add to dq_THD, dk_TGD and dv_TGF, from the output and LSE of all entries.
-
-        A query whose LSE is +inf takes no part.
-        """
-
-
-PastBlocks = Callable[[Tensor, Tensor, Tensor, Selection, float], Sequence[Part]]
-"""Parts that read past blocks, from q_THD, k_TGD, v_TGF, a selection and the softmax scale."""
+        """Add to dq_THD, dk_TGD and dv_TGF, from the output and LSE of all entries; a query whose
+        LSE is +inf takes no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +56,11 @@ class AssembledKernel:
     """A :class:`.contract.Kernel` of selections by token, or of those by query block.
 
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
-    ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
+    ``torch.use_deterministic_algorithms`` makes ``index_add_`` so. ``past_blocks`` gives the parts
+    that read past blocks, from q_THD, k_TGD, v_TGF, a selection and the softmax scale.
     """
 
-    past_blocks: PastBlocks
+    past_blocks: Callable[[Tensor, Tensor, Tensor, Selection, float], Sequence[Part]]
     by_token: bool
 
     def forward(
@@ -109,13 +103,10 @@ class AssembledKernel:
 
 
 def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]:
-    """Find the documents whose lists hold all that their queries may see.
-
-    Returns:
-        The tokens of these documents, and the selection of all others.
-    """
+    """The tokens of documents whose lists hold all that their queries may see, and the selection of
+    all others."""
     layout, own_N = selection.query_layout, selection.own_block_N
-    if not host_may_read(own_N.device) or layout is not selection.kv_layout:
+    if not takes_flash(own_N.device) or layout is not selection.kv_layout:
         return [], selection
     if not own_N.equal(layout.number_N):
         return [], selection

@@ -21,9 +21,8 @@ from sparsebalance_megatron.attention.selection import Selection
 class Saved:
     """Inputs and results of a forward pass, kept for the backward pass.
 
-    ``out_THF`` and ``lse_TH`` may be those of several parts, put together by
-    :func:`.merge.merge_partials`: the gradients of the parts then add up to the gradients of
-    attention over the union of their lists.
+    ``out_THF`` and ``lse_TH`` may be those of several parts, merged by :func:`merge_partials`. The
+    gradients of the parts then add up to those of attention over the union of their lists.
     """
 
     q_THD: Tensor
@@ -73,13 +72,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class Attention(torch.autograd.Function):
     """``apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)``: out_THF and
-    lse_TH.
-
-    ``sink_H`` is None, or the score of one more key that every query of a head reads, whose value
-    is 0. ``known`` is None, or the out_THF and lse_TH of an earlier call with the same arguments,
-    which are then given back as they are. It is differentiable in q, k, v and sink through the
-    output alone. Inside ``torch.autocast`` it computes as outside.
-    """
+    lse_TH, as :func:`..api.block_sparse_attention` says. Inside ``torch.autocast`` it computes as
+    outside."""
 
     @staticmethod
     def forward(
@@ -147,3 +141,27 @@ def _sink_gradient(dout_THF: Tensor, saved: Saved, sink_H: Tensor) -> Tensor:
     wide = saved.lse_TH.dtype
     delta_TH = (dout_THF.to(wide) * saved.out_THF.to(wide)).sum(-1)
     return -((sink_H.to(wide) - saved.lse_TH).exp_() * delta_TH).sum(0).to(sink_H.dtype)
+
+
+def merge_partials(
+    out_a_THF: Tensor, lse_a_TH: Tensor, out_b_THF: Tensor, lse_b_TH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint lists, from the parts' outputs and LSEs.
+
+    An empty list is out 0, lse -inf; so is the union of two empty lists.
+
+    Returns:
+        out_THF in the dtype of ``out_a_THF``, and lse_TH (natural log) in the dtype of the LSEs.
+    """
+    peak_TH = torch.maximum(lse_a_TH, lse_b_TH)
+    peak_TH = peak_TH.masked_fill(peak_TH == -torch.inf, 0.0)
+    weight_a_TH = torch.exp(lse_a_TH - peak_TH)
+    weight_b_TH = torch.exp(lse_b_TH - peak_TH)
+    total_TH = weight_a_TH + weight_b_TH
+    empty_TH = total_TH == 0.0
+    total_TH = total_TH.masked_fill(empty_TH, 1.0)
+    share_a_TH1 = (weight_a_TH / total_TH).unsqueeze(-1)
+    share_b_TH1 = (weight_b_TH / total_TH).unsqueeze(-1)
+    out_THF = share_a_TH1 * out_a_THF + share_b_TH1 * out_b_THF
+    lse_TH = (peak_TH + torch.log(total_TH)).masked_fill(empty_TH, -torch.inf)
+    return out_THF.to(out_a_THF.dtype), lse_TH

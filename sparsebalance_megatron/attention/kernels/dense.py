@@ -1,26 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole documents: every query reads all tokens of its document up to itself, and no lists.
 
-On CUDA one call of torch's flash kernels serves all documents, on the CPU one each.
+On CUDA one call of the FlashAttention kernels inside torch serves all documents, whose boundaries
+lie on the device; on the CPU one call each. The kernels on CUDA write nothing outside of documents:
+rows there hold whatever was in memory, which may be NaN.
+
+Shape legend: W the widest head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise, starmap
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.kernels import varlen
 from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
-    host_may_read,
+    takes_flash,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
+
+_MOST_DOCUMENTS = 65_535
+"""A launch numbers its documents in a dimension of its grid that is no larger."""
+_ALIGNED_BYTES = 16
+_MOST_HEAD_DIM = 256
+_UNEVEN_HEAD_DIM = 192
+"""Some devices have no backward kernel for head dims above, but for the largest."""
+_COMMON = (
+    *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p"),
+    *("is_causal", "scale"),
+)
+_ARGUMENTS = {
+    "_flash_attention_forward": {*_COMMON, "return_debug_mask"},
+    "_flash_attention_backward": {
+        *_COMMON,
+        *("grad_out", "out", "logsumexp", "rng_state", "unused"),
+    },
+}
+"""What the calls below give by name."""
+_REMEDY = "attend over lists of blocks"
 
 
 def forward(
@@ -28,9 +54,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
     layout = selection.query_layout
-    if not host_may_read(q_THD.device):
-        out_THF, lse_HT = varlen.attend(q_THD, k_TGD, v_TGF, _on_device(layout, softmax_scale))
-        return out_THF, lse_HT.T
+    if not takes_flash(q_THD.device):
+        q_THW, k_TGW, v_TGW = _fitting(q_THD, k_TGD, v_TGF)
+        out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            query=q_THW,
+            key=k_TGW,
+            value=v_TGW,
+            return_debug_mask=False,
+            **_of_documents(layout, softmax_scale),
+        )
+        return out_THW[..., : v_TGF.shape[2]], lse_HT.T
     q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
     attend_to_documents(_documents(layout), (q, k, v), (out, lse), softmax_scale)
@@ -41,22 +74,63 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`.contract.Kernel`."""
     layout, scale = saved.selection.query_layout, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
-    if not host_may_read(dout_THF.device):
-        return varlen.attend_backward(*inputs, saved.lse_TH.T, _on_device(layout, scale))
-    wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
-    gradients = [torch.empty_like(x) for x in wide[1:4]]
-    add_gradients_of_documents(_documents(layout), (*wide, saved.lse_TH), gradients, scale)
-    dq, dk, dv = (x.to(dout_THF.dtype) for x in gradients)
+    if takes_flash(dout_THF.device):
+        wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
+        gradients = [torch.empty_like(x) for x in wide[1:4]]
+        add_gradients_of_documents(_documents(layout), (*wide, saved.lse_TH), gradients, scale)
+        dq, dk, dv = (x.to(dout_THF.dtype) for x in gradients)
+        return dq, dk, dv
+    dout_THW, q_THW, k_TGW, v_TGW, out_THW = _fitting(*inputs)
+    gradients = torch.ops.aten._flash_attention_backward(
+        grad_out=dout_THW,
+        query=q_THW,
+        key=k_TGW,
+        value=v_TGW,
+        out=out_THW,
+        logsumexp=saved.lse_TH.T.contiguous(),
+        # Read where there is dropout.
+        rng_state=q_THW.new_empty(2, dtype=torch.uint64),
+        unused=q_THW.new_empty(0),
+        **_of_documents(layout, scale),
+    )
+    dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(gradients, inputs[1:4], strict=True))
     return dq, dk, dv
 
 
 def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     """Say what torch's kernels do not serve on CUDA."""
-    if host_may_read(q_THD.device):
+    if takes_flash(q_THD.device):
         return None
-    if selection.query_layout.documents > varlen.MOST_DOCUMENTS:
-        return f"serves {varlen.MOST_DOCUMENTS} documents, not {selection.query_layout.documents}"
-    return varlen.obstacle(q_THD.device, q_THD.dtype, max(q_THD.shape[2], v_TGF.shape[2]))
+    if selection.query_layout.documents > _MOST_DOCUMENTS:
+        return f"serves {_MOST_DOCUMENTS} documents, not {selection.query_layout.documents}"
+    capability = torch.cuda.get_device_capability(q_THD.device)
+    if capability < (8, 0):
+        found = "{}.{}".format(*capability)
+        return f"needs a GPU of compute capability 8.0 or newer, not {found}; {_REMEDY}"
+    if q_THD.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not in {q_THD.dtype}; {_REMEDY}"
+    head_dim = max(q_THD.shape[2], v_TGF.shape[2])
+    if head_dim > _MOST_HEAD_DIM:
+        return f"serves head dims up to {_MOST_HEAD_DIM}, not {head_dim}; {_REMEDY}"
+    return missing_in_torch()
+
+
+@cache
+def missing_in_torch() -> str | None:
+    """Say what torch's operations lack of what is called here, and the remedy."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"needs a torch built with FlashAttention, {torch.__version__} is not; {_REMEDY}"
+    for name, given in _ARGUMENTS.items():
+        operation: Any = getattr(torch.ops.aten, name, None)
+        known = set()
+        if operation is not None:
+            known = {argument.name for argument in operation.default._schema.arguments}
+        if missing := sorted(given - known):
+            return (
+                f"needs aten::{name} to take {', '.join(missing)}, which it does not in torch "
+                f"{torch.__version__}; install torch 2.8 to 2.14, or {_REMEDY}"
+            )
+    return None
 
 
 def attend_to_documents(
@@ -104,8 +178,27 @@ def _documents(layout: PackedLayout) -> list[slice]:
     return list(starmap(slice, pairwise(layout.cu_seqlens)))
 
 
-def _on_device(layout: PackedLayout, softmax_scale: float) -> varlen.Documents:
-    longest = int(layout.grid.tokens_S.max())
-    return varlen.Documents(
-        bounds_S1=layout.bounds_S1, longest_tokens=longest, softmax_scale=softmax_scale
-    )
+def _of_documents(layout: PackedLayout, softmax_scale: float) -> dict[str, Any]:
+    """What both operations on CUDA take by name besides tensors of tokens."""
+    return {
+        **dict.fromkeys(("cum_seq_q", "cum_seq_k"), layout.bounds_S1),
+        **dict.fromkeys(("max_q", "max_k"), int(layout.grid.tokens_S.max())),
+        "dropout_p": 0.0,
+        "is_causal": True,
+        "scale": softmax_scale,
+    }
+
+
+def _fitting(*xs_THD: Tensor) -> list[Tensor]:
+    """The tensors at one head dim that the kernels have, zeros behind, aligned as they must be."""
+    width = max(x.shape[2] for x in xs_THD)
+    width = -(-width // 8) * 8 if width <= _UNEVEN_HEAD_DIM else _MOST_HEAD_DIM
+    return [_aligned(x if x.shape[2] == width else pad(x, (0, width - x.shape[2]))) for x in xs_THD]
+
+
+def _aligned(x_THD: Tensor) -> Tensor:
+    """The tensor itself where each of its vectors begins at a multiple of 16 bytes, else a copy."""
+    *strides, last = x_THD.stride()
+    places = (x_THD.storage_offset(), *strides)
+    fits = last == 1 and not any(x * x_THD.element_size() % _ALIGNED_BYTES for x in places)
+    return x_THD if fits else x_THD.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ Shape legend: Q queries and E keys of a document.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """One query head of one document: its rows, the keys it may read, and which it does."""
 
     queries: slice

@@ -23,14 +23,14 @@ _SCORES_AT_ONCE = 1 << 18
 a core's second-level cache."""
 
 
-def host_may_read(device: torch.device) -> bool:
-    """Whether the host can read tensors of ``device`` without waiting for it."""
+def takes_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel for CPUs computes."""
     return device.type == "cpu"
 
 
 def tiles_at_once(rows: int, keys: int, device: torch.device) -> int:
     """Number of tiles of ``rows`` rows and ``keys`` keys that one call computes, at least 1."""
-    threads = torch.get_num_threads() if host_may_read(device) else 64
+    threads = torch.get_num_threads() if takes_flash(device) else 64
     return max(1, threads * _SCORES_AT_ONCE // (rows * keys))
 
 
@@ -43,27 +43,20 @@ def attend(
     mask_AIW: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from every row of a tile to all of its keys.
+    """Attend from every row of a tile to all of its keys: out_AIF, and the natural LSE lse_AI.
 
     Args:
-        q_AID, k_AWD, v_AWF: one dtype, float32 or float64.
-        softmax_scale: factor on q . k.
-        mask_AIW: added to the scaled scores; sizes of 1 are broadcast. Off the CPU a row may be all
-            -inf: its output is 0, its LSE -inf.
+        mask_AIW: added to the scaled scores; sizes of 1 are broadcast. No row may be all -inf.
         causal: whether row i reads keys 0 to i only; on the CPU, without a mask.
-
-    Returns:
-        out_AIF and the natural log-sum-exp lse_AI.
     """
-    if host_may_read(q_AID.device):
+    if takes_flash(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
         q, k, v = _of_one_head_dim(q_AID, k_AWD, v_AWF)
         out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=softmax_scale)
         return out[:, 0, :, : v_AWF.shape[2]], lse[:, 0]
     s_AIW = _scores(q_AID, k_AWD, softmax_scale, mask_AIW)
     lse_AI = s_AIW.logsumexp(-1)
-    # An LSE of -inf would make scores of -inf NaN.
-    p_AIW = s_AIW.sub_(lse_AI.clamp(min=torch.finfo(lse_AI.dtype).min)[..., None]).exp_()
+    p_AIW = s_AIW.sub_(lse_AI[..., None]).exp_()
     return torch.bmm(p_AIW, v_AWF), lse_AI
 
 
@@ -83,7 +76,7 @@ def attend_backward(
 
     A row whose LSE is +inf has probabilities of 0: it gets no gradient and gives none.
     """
-    if host_may_read(q_AID.device):
+    if takes_flash(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
         tensors = *_of_one_head_dim(dout_AIF, q_AID, k_AWD, v_AWF, out_AIF), lse_AI[:, None]
         gradients = _flash_backward(*tensors, 0.0, causal, attn_mask=mask, scale=softmax_scale)

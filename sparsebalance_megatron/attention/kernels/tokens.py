@@ -4,8 +4,8 @@
 Past blocks are computed one by one for each KV head: the rows whose lists name a block
 are gathered into tiles, which attend to it. A row's results lie in different tiles; one weighted
 sum puts them together. All tiles have one shape, and a row's place in its block's tiles follows
-from the rows before it: no bit of its result depends on what later rows choose. Tiles are padded,
-and their number is bounded by what the host knows, so outside the CPU nothing waits for the device.
+from the rows before it: no bit of its result depends on what later rows choose. On CUDA the host
+waits to read how many tiles there are.
 
 Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is linear in tokens,
 whatever the budget.
@@ -31,7 +31,6 @@ from sparsebalance_megatron.attention.kernels.gathered import own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
-    host_may_read,
     tiles_at_once,
 )
 from sparsebalance_megatron.attention.selection import Selection
@@ -231,9 +230,7 @@ def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _
     bound_N1 = torch.searchsorted(sorted_U, number)
     tiles_N = (bound_N1.diff() + (size - 1)).div(size, rounding_mode="floor")
     end_N = tiles_N.cumsum(0)
-    most = rows * places // size + blocks
-    count = int(end_N[-1]) if host_may_read(device) else most
-    tile_A = torch.arange(-(-count // at_once) * at_once, device=device)
+    tile_A = torch.arange(-(-int(end_N[-1]) // at_once) * at_once, device=device)
     blocks_A = torch.searchsorted(end_N, tile_A, right=True).clamp_(max=blocks - 1)
     # Where a block's readers go: their places in the order, moved by what is padded before.
     moved_N = (end_N - tiles_N) * size - bound_N1[:-1]

@@ -19,10 +19,8 @@ class Selector[Summarised, Ranked](Protocol):
     Three steps, so that a rank may hold some of a sequence's blocks: summaries of what it holds,
     which are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
     No method reads the device from the host, carries a gradient, or gives another result in a
-    recomputed pass.
-
-    For a packed sequence that lies here as a whole, :func:`rank_sequence` takes the first two
-    steps::
+    recomputed pass. :func:`rank_sequence` takes the first two steps for a sequence that lies here
+    as a whole::
 
         selector = selector_named("token-query-head")
         layout = packed_layout([0, 1000, 4000], block_size=128, device=q.device)
@@ -31,13 +29,11 @@ class Selector[Summarised, Ranked](Protocol):
         coverage = selector.coverage(ranking)  # [2, most blocks of a document]
         selection = selector.select(ranking, torch.tensor([4, 8]))
         out, lse = block_sparse_attention(q, k, v, selection, softmax_scale=64**-0.5)
-
-    Attributes:
-        by_token: whether tokens select, each for itself, or the tokens of a block together.
     """
 
     @property
-    def by_token(self) -> bool: ...
+    def by_token(self) -> bool:
+        """Whether tokens select, each for itself, or the tokens of a block together."""
 
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Summarised:
         """Summarise the blocks of a sequence. Each entry depends on its own block alone, so those
@@ -53,11 +49,8 @@ class Selector[Summarised, Ranked](Protocol):
         max_budget: int,
         observe: bool,
     ) -> Ranked:
-        """Rank what each query may read, in lists that serve budgets up to ``max_budget``.
-
-        ``summaries`` are those of the keys' sequence. Coverage can be asked for where ``observe``
-        says so; else its mass is not computed.
-        """
+        """Rank what each query may read, in lists that serve budgets up to ``max_budget``, by the
+        summaries of the keys' sequence; the mass of coverage only where ``observe`` says so."""
 
     def coverage(self, ranking: Ranked) -> Tensor:
         """Score coverage curves_SK: float32 [S, K], the share of a document's router mass that

@@ -17,7 +17,6 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
-from sparsebalance_megatron.attention.select.router_choice import ranks_in_triton
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import (
     BlockSummaries,
@@ -33,20 +32,17 @@ class BlockTopK(RankingSelector):
 
     MoBA, arXiv:2502.13189, reads the own block and the best others: ``first_blocks`` 0. Pretrained
     models put much of their attention on a document's first token ("attention sink", StreamingLLM,
-    arXiv:2309.17453), which its block's mean key does not show.
-
-    A block's score is query . mean(keys of the block). MoBA, section 2.2: the mean is rounded to
-    the keys' dtype, the product is float32. The query is the mean over the heads that select
-    together. Where the tokens of a block do, it is the mean query of the block before it in the
-    document, so that no token's choice depends on later tokens.
+    arXiv:2309.17453), which its block's mean key does not show. A block's score is, as in MoBA,
+    query . mean(keys of the block), the mean rounded to the keys' dtype, the product float32. The
+    query is the mean over the heads that select together; where the tokens of a block do, it is the
+    mean query of the block before it, so that no token's choice depends on later tokens.
 
     Attributes:
         by_token: whether every token selects for itself, or the tokens of a block together.
-        by_query_head: whether every query head selects for itself, or the heads of a KV head
-            together.
+        by_query_head: likewise query heads, or the heads of a KV head together.
         first_blocks: blocks at the beginning of a document that every query reads besides its own,
             within its budget; they come first in lists, in their order.
-        router: who computes; see :func:`..router_choice.ranks_in_triton`.
+        router: who computes; see :func:`..summaries.ranks_in_triton`.
     """
 
     by_token: bool
@@ -64,11 +60,7 @@ class BlockTopK(RankingSelector):
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        """Summarise the blocks of a sequence; see :class:`..select.Selector`.
-
-        Raises:
-            ValueError: shapes do not fit one another or the layout, or the router does not serve.
-        """
+        """Summarise the blocks of a sequence; see :class:`..select.Selector`."""
         _check_heads(q_THD, k_TGD, layout)
         with undisturbed(q_THD.device):
             return BlockSummaries(
@@ -91,10 +83,6 @@ class BlockTopK(RankingSelector):
 
         Equal scores: the lower block number wins. NaN comes last of what is visible. Scores are
         float32 inside ``torch.autocast`` too, and where CUDA takes TF32 for other products.
-
-        Raises:
-            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
-                the router does not serve.
         """
         check_ranked(q_THD, summaries.keys_NGD, layouts.kv_layout.blocks, layouts, max_budget)
         with undisturbed(q_THD.device):
@@ -114,9 +102,6 @@ class BlockTopK(RankingSelector):
             by_token=self.by_token,
             indices_QCK=indices_QCK,
             mass_SK=mass_SK,
-            in_triton=ranks_in_triton(
-                self.router, q_THD.device, layouts, softmax_scale=softmax_scale
-            ),
         )
 
     def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:

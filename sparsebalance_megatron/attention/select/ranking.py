@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks and columns in the order in which budgets take them, and the mass that each budget adds.
 
+Nothing here reads the device from the host, and every result is the same in a recomputed pass.
+
 Where budgets buy columns, a budget of k blocks is k - c(k) blocks and c(k) blocks' worth of
 columns, c(k) = (k + 1) // 4: own block, block before it, columns, block, then a block's worth of
 columns in every fourth place. The columns are the best ones outside of the blocks, so a query block
@@ -19,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import curves_of_mass
-from sparsebalance_megatron.attention.layout import LayoutPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
@@ -40,7 +41,6 @@ class Ranking:
             1; for every k up to the most blocks of a document. NaN throughout for a document with
             mass that is not finite. Parts of ranks that share a sequence add up. None where nobody
             observes.
-        in_triton: whether coverage and the cut are computed by Triton kernels too.
     """
 
     layouts: LayoutPair
@@ -48,59 +48,6 @@ class Ranking:
     indices_QCK: Tensor
     columns_NGX: Tensor | None = None
     mass_SK: Tensor | None
-    in_triton: bool = False
-
-    def cut(self, budgets_S: Tensor) -> Selection:
-        """Take what the documents' budgets allow, and there is.
-
-        Args:
-            budgets_S: integers on the device: KV blocks a query reads, its own included. Below 1
-                they count as 1, since the own block is always read, and the host cannot check them;
-                above K as K.
-
-        Raises:
-            ValueError: ``budgets_S`` has not one entry per document.
-        """
-        kv_layout = self.layouts.kv_layout
-        if budgets_S.shape != (kv_layout.documents,):
-            raise ValueError(
-                f"select: budgets_S has shape {tuple(budgets_S.shape)}: must hold one budget for "
-                f"each of the {kv_layout.documents} documents"
-            )
-        _, heads, width = self.indices_QCK.shape
-        columns = None
-        if self.in_triton:
-            from sparsebalance_megatron.attention.select.ranking_kernels import counts_of_budgets
-
-            counts_QC = counts_of_budgets(
-                self.layouts, budgets_S, by_token=self.by_token, heads=heads, width=width
-            )
-        else:
-            counts_QC, columns = self._cut(budgets_S)
-        return Selection(
-            indices_QCK=self.indices_QCK,
-            counts_QC=counts_QC,
-            by_token=self.by_token,
-            query_layout=self.layouts.query_layout,
-            kv_layout=kv_layout,
-            own_block_N=self.layouts.own_block_N,
-            columns=columns,
-        )
-
-    def _cut(self, budgets_S: Tensor) -> tuple[Tensor, ColumnLists | None]:
-        """Lengths of the lists of blocks, and lists of columns where budgets buy them."""
-        kv_layout, (_, heads, width) = self.layouts.kv_layout, self.indices_QCK.shape
-        block_Q = self.layouts.kv_block(by_token=self.by_token)
-        budget_Q = budgets_S.clamp(1, width)[kv_layout.document_N[block_Q]]
-        visible_Q = kv_layout.index_N[block_Q] + 1
-        counts_Q, columns = torch.minimum(visible_Q, budget_Q), None
-        if self.columns_NGX is not None and column_blocks(width):
-            columns_N = column_blocks(budget_Q).masked_fill(visible_Q <= budget_Q, 0)
-            counts_Q = counts_Q - columns_N
-            columns = cut_columns(
-                self.layouts, self.indices_QCK, self.columns_NGX, counts_Q, columns_N
-            )
-        return counts_Q.int()[:, None].expand(-1, heads).contiguous(), columns
 
 
 class RankingSelector:
@@ -116,18 +63,72 @@ class RankingSelector:
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.indices_QCK.shape[1]
-        if ranking.in_triton:
-            from sparsebalance_megatron.attention.select import ranking_kernels
-
-            return ranking_kernels.curves_of_mass(
-                ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads
-            )
         return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets; see :class:`..select.Selector`."""
-        return ranking.cut(budgets_S)
+        """Cut the lists to the documents' budgets; see :class:`..select.Selector`.
+
+        Raises:
+            ValueError: ``budgets_S`` has not one entry per document.
+        """
+        layouts, kv_layout = ranking.layouts, ranking.layouts.kv_layout
+        if budgets_S.shape != (kv_layout.documents,):
+            raise ValueError(
+                f"select: budgets_S has shape {tuple(budgets_S.shape)}: must hold one budget for "
+                f"each of the {kv_layout.documents} documents"
+            )
+        _, heads, width = ranking.indices_QCK.shape
+        block_Q = layouts.kv_block(by_token=ranking.by_token)
+        # By block of the keys' sequence.
+        budget_N = budgets_S.clamp(1, width)[kv_layout.document_N]
+        visible_N = kv_layout.index_N + 1
+        counts_N, columns = torch.minimum(visible_N, budget_N).int(), None
+        if ranking.columns_NGX is not None and column_blocks(width):
+            columns_N = column_blocks(budget_N).masked_fill(visible_N <= budget_N, 0)
+            counts_N = counts_N - columns_N.int()
+            columns = cut_columns(
+                layouts,
+                ranking.indices_QCK,
+                ranking.columns_NGX,
+                counts_N[block_Q],
+                columns_N[block_Q],
+            )
+        return Selection(
+            indices_QCK=ranking.indices_QCK,
+            counts_QC=counts_N[block_Q, None].expand(-1, heads).contiguous(),
+            by_token=ranking.by_token,
+            query_layout=layouts.query_layout,
+            kv_layout=kv_layout,
+            own_block_N=layouts.own_block_N,
+            columns=columns,
+        )
+
+
+def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
+    """Coverage curves_SK of documents: float32, the mean of a ranking's mass up to each budget.
+
+    It never falls with k, and is exactly 1 from the document's number of blocks on. A document with
+    mass that is not finite has no curve: NaN throughout.
+    """
+    mean_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
+    # A product with a triangle, since CUDA's cumsum is not reproducible; one number that is not
+    # finite makes its row NaN throughout. cummax heals rounding.
+    curves_SK = (mean_SK @ torch.ones_like(mean_SK[:1]).expand(mean_SK.shape[1], -1).triu()).float()
+    broken_S1 = curves_SK[:, :1].isnan()
+    budget_K = torch.arange(1, mean_SK.shape[1] + 1, device=curves_SK.device)
+    complete_SK = budget_K >= layout.blocks_S[:, None]
+    curves_SK = curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
+    return curves_SK.masked_fill(broken_S1, torch.nan)
+
+
+def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
+    """Coverage at budgets, integers [S] or [S, any], in their shape; those outside 1..K read the
+    curve's ends."""
+    column = budgets.long().clamp(1, curves_SK.shape[1]) - 1
+    if budgets.ndim == 1:
+        return curves_SK.gather(1, column[:, None])[:, 0]
+    return curves_SK.gather(1, column)
 
 
 _CUT_ELEMENTS = 1 << 22
@@ -146,14 +147,8 @@ def cut_columns(
     blocks_N: Tensor,
     columns_N: Tensor,
 ) -> ColumnLists:
-    """The best columns outside of the blocks that a budget reads.
-
-    Args:
-        layouts: where queries and keys lie.
-        blocks_NGK, columns_NGX: see :class:`.ranking.Ranking`.
-        blocks_N: how many blocks each query block reads.
-        columns_N: how many blocks' worth of columns.
-    """
+    """The best columns outside of the blocks that a budget reads: of each query block ``blocks_N``
+    blocks, and ``columns_N`` blocks' worth of columns."""
     layout, (rows, heads, places) = layouts.kv_layout, columns_NGX.shape
     width = column_blocks(blocks_NGK.shape[2]) * layout.block_size
     tokens_NGK = columns_NGX.new_empty(rows, heads, width)
@@ -176,16 +171,8 @@ def cut_columns(
 
 
 def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
-    """Choose the blocks of a document that are read as blocks.
-
-    Args:
-        order_JGK: numbers of blocks inside the document; anything past the ``count_JG`` first.
-        count_JG: how many are read; broadcast, and may have dimensions in front of J.
-        blocks: W.
-
-    Returns:
-        bool [J, G, W], behind the dimensions that ``count_JG`` has in front.
-    """
+    """bool [..., J, G, W]: the blocks of a document that are read as blocks, the ``count_JG`` first
+    of ``order_JGK``; dimensions that ``count_JG`` has in front stay."""
     place_K = torch.arange(order_JGK.shape[2], device=order_JGK.device)
     # What is not read lands in an extra column, which is cut off.
     number_JGK = torch.where(place_K < count_JG[..., None], order_JGK, blocks).long()
@@ -198,17 +185,8 @@ def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
 def best_outside(
     block_JGX: Tensor, candidate_JGX: Tensor, read_JGW: Tensor, count_JG1: Tensor | int
 ) -> Tensor:
-    """Choose columns: the first candidates whose block is not read as a block, up to their number.
-
-    Args:
-        block_JGX: the block inside its document of every column, best columns first.
-        candidate_JGX: bool.
-        read_JGW: of :func:`read_blocks`.
-        count_JG1: how many columns are read.
-
-    Returns:
-        bool [J, G, X], behind the dimensions that ``read_JGW`` has in front.
-    """
+    """bool [..., J, G, X]: the first ``count_JG1`` candidates, best first, whose block is not read;
+    dimensions that ``read_JGW`` has in front stay."""
     block_JGX = block_JGX.expand(*read_JGW.shape[:-1], -1)
     outside_JGX = candidate_JGX & ~read_JGW.gather(-1, block_JGX)
     return outside_JGX & (outside_JGX.cumsum(-1, dtype=torch.int32) <= count_JG1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.precision import exact_product
-from sparsebalance_megatron.attention.select.router_choice import ranks_in_triton
+from sparsebalance_megatron.attention.select.summaries import ranks_in_triton
 from sparsebalance_megatron.config import Router
 
 SCORES_AT_ONCE = 1 << 18
@@ -53,10 +54,7 @@ def rank_in_chunks(
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         by_token: whether rows are tokens, or blocks that speak for their tokens.
         first_blocks: of a document, which come after the own block whatever their scores.
-        router: who ranks; see :func:`..router_choice.ranks_in_triton`.
-
-    Raises:
-        ValueError: ``router`` is "triton", and it does not serve.
+        router: who ranks; see :func:`..summaries.ranks_in_triton`.
     """
     heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
@@ -64,7 +62,7 @@ def rank_in_chunks(
     dtype = torch.int16 if kv_layout.blocks <= _MOST_BLOCKS_IN_16_BITS else torch.int32
     indices_QCK = torch.empty(len(own_Q), heads, places, dtype=dtype, device=device)
     if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
-        from sparsebalance_megatron.attention.select.row_ranking_kernel import rank_rows
+        from sparsebalance_megatron.attention.select.router_kernels import rank_rows
 
         return indices_QCK, rank_rows(
             *(queries_QCED, keys_NGD, layouts, indices_QCK),
@@ -73,24 +71,39 @@ def rank_in_chunks(
             observe=observe,
             first_blocks=first_blocks,
         )
-    ranker = RowRanker(softmax_scale=softmax_scale, observe=observe, first_blocks=first_blocks)
     elements = SCORES_AT_ONCE * (_CUDA_FACTOR if device.type == "cuda" else 1)
     first_Q = kv_layout.document_first_N[own_Q]
-    mass = DocumentMass(layouts, by_token=by_token) if observe else None
+    mass_SK = None
+    if observe:
+        shape = kv_layout.documents, kv_layout.max_blocks
+        mass_SK = torch.zeros(shape, dtype=torch.float64, device=device)
+    # A query block speaks for all of its tokens.
+    tokens_Q = torch.ones_like(own_Q) if by_token else layouts.query_layout.length_N
     keys_CND = keys_NGD.float().transpose(0, 1)
     keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
     for chunk in chunks(layouts, by_token=by_token, heads=heads, elements=elements):
-        lists_YCK = indices_QCK[chunk.rows]
-        seen = ranker.rank_(
-            _scores(queries_QCED[chunk.rows], keys_CND[:, chunk.blocks]),
-            own_Q[chunk.rows],
-            first_Q[chunk.rows],
-            lists_YCK,
-            first_column=chunk.blocks.start,
+        rows, first_column = chunk.rows, chunk.blocks.start
+        scores_CYW = _scores(queries_QCED[rows], keys_CND[:, chunk.blocks])
+        visible = _Visible.of(
+            *(scores_CYW, own_Q[rows] - first_column, first_Q[rows] - first_column),
+            first_blocks=first_blocks,
         )
-        if mass is not None and seen is not None:
-            mass.add(chunk.rows, chunk.documents, *seen)
-    return indices_QCK, None if mass is None else mass.of_documents()
+        if mass_SK is not None:
+            mass_WY, broken_Y = _mass_by_place(scores_CYW * softmax_scale, visible)
+            document_S1 = torch.arange(len(mass_SK), device=device)[chunk.documents, None]
+            inside_SY = document_S1 == kv_layout.document_N[own_Q[rows]]
+            # A product, since scattered sums are not reproducible on CUDA.
+            sum_SW = (inside_SY * tokens_Q[rows].double()) @ mass_WY.t()
+            sum_SW.masked_fill_((inside_SY & broken_Y).any(1, keepdim=True), torch.nan)
+            columns = min(sum_SW.shape[1], mass_SK.shape[1])
+            mass_SK[chunk.documents, :columns] += sum_SW[:, :columns]
+        column_CYK = _best_columns_(scores_CYW, visible, places)
+        absent_YK = torch.arange(places, device=device) > (own_Q[rows] - first_Q[rows])[:, None]
+        column_CYK.add_(first_column).masked_fill_(absent_YK, -1)
+        indices_QCK[rows] = column_CYK.transpose(0, 1).to(dtype)
+    if mass_SK is not None:
+        mass_SK.masked_fill_(mass_SK[:, :1].isnan(), torch.nan)
+    return indices_QCK, mass_SK
 
 
 def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
@@ -103,12 +116,8 @@ def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Consecutive selecting rows and all that they may select from.
-
-    ``rows``: tokens or blocks of the queries' sequence. ``blocks``: of the keys' sequence, from the
-    first that any row may read to the last. ``documents``: of the keys' sequence, from the first to
-    the last.
-    """
+    """Consecutive selecting rows; of the keys' sequence the blocks and the documents from the first
+    that any row may read to the last."""
 
     rows: slice
     blocks: slice
@@ -153,51 +162,6 @@ def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> It
             begin, done = block, int(needed[block - 1])
 
 
-class DocumentMass:
-    """Router mass per document and place, from some rows at a time.
-
-    Rows are tokens, or blocks: those of blocks count once per token.
-    """
-
-    def __init__(self, layouts: LayoutPair, *, by_token: bool) -> None:
-        kv_layout = layouts.kv_layout
-        self._document_Q = kv_layout.document_N[layouts.kv_block(by_token=by_token)]
-        # A query block speaks for all of its tokens.
-        length_N = layouts.query_layout.length_N
-        tokens_Q = torch.ones_like(self._document_Q) if by_token else length_N
-        self._tokens_1Q = tokens_Q.double()[None]
-        self._mass_SK = torch.zeros(
-            *(kv_layout.documents, kv_layout.max_blocks),
-            dtype=torch.float64,
-            device=self._document_Q.device,
-        )
-        self._broken_S = self._mass_SK.new_zeros(kv_layout.documents, dtype=torch.bool)
-
-    def add(self, rows: slice, documents: slice, mass_KY: Tensor, broken_Y: Tensor) -> None:
-        """Add float64 mass by place, of rows whose documents are among ``documents``.
-
-        Rows that are broken break their document; their mass must be 0 here.
-        """
-        if documents.stop - documents.start == 1:
-            self._broken_S[documents] |= broken_Y.any()
-            weights_SY = self._tokens_1Q[:, rows]
-        else:
-            document_S1 = torch.arange(documents.start, documents.stop, device=mass_KY.device)[
-                :, None
-            ]
-            inside_SY = document_S1 == self._document_Q[rows]
-            self._broken_S[documents] |= (inside_SY & broken_Y).any(1)
-            weights_SY = inside_SY * self._tokens_1Q[:, rows]
-        # A product, since scattered sums are not reproducible on CUDA.
-        mass_SK = weights_SY @ mass_KY.t()
-        places = min(mass_SK.shape[1], self._mass_SK.shape[1])
-        self._mass_SK[documents, :places] += mass_SK[:, :places]
-
-    def of_documents(self) -> Tensor:
-        """float64 [S, K]; NaN in documents with mass that is not finite."""
-        return self._mass_SK.masked_fill_(self._broken_S[:, None], torch.nan)
-
-
 _COLUMN_BITS = 32
 _BELOW_ALL_SCORES = -0x7FFFFFFF
 _ABOVE_ALL_SCORES = 0x7FFFFFFF
@@ -205,68 +169,39 @@ _ABOVE_ALL_SCORES = 0x7FFFFFFF
 _ABOVE_ALL_MASS = 2.0
 
 
-class RowRanker:
-    """Lists and mass of one chunk after the other."""
+class _Visible(NamedTuple):
+    """Columns of a chunk that its rows see: ``hidden_YW`` are not, ``own_CY1`` and ``first_CYI``
+    are the own block and the document's first ones."""
 
-    def __init__(self, *, softmax_scale: float, observe: bool, first_blocks: int) -> None:
-        self._softmax_scale = softmax_scale
-        self._observe = observe
-        self._first_blocks = first_blocks
+    hidden_YW: Tensor
+    own_CY1: Tensor
+    first_CYI: Tensor
 
-    def rank_(
-        self,
-        scores_CYW: Tensor,
-        own_Y: Tensor,
-        first_Y: Tensor,
-        lists_YCK: Tensor,
-        *,
-        first_column: int,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Rank the blocks from each row's first to its own.
-
-        Args:
-            scores_CYW: float32, before the softmax scale; overwritten.
-            own_Y, first_Y: int64 numbers of blocks.
-            lists_YCK: int32, contiguous, written: the own block, the document's first blocks, then
-                the others by falling score, -1 past the visible ones. Equal scores: the lower block
-                first. NaN after all numbers.
-            first_column: the block of column 0.
-
-        Returns:
-            float64 [places, Y], the softmax mass of the own block, of the first blocks, then of
-            the others, the greatest first, summed over heads; and bool [Y]: rows without finite
-            mass, whose mass is 0 here. None where coverage is not observed.
-        """
-        block_W = torch.arange(scores_CYW.shape[2], device=own_Y.device) + first_column
-        hidden_YW = (block_W < first_Y[:, None]) | (block_W > own_Y[:, None])
-        own_Y1 = (own_Y - first_column)[:, None]
-        own_CY1 = own_Y1.expand(len(scores_CYW), -1, 1)
+    @classmethod
+    def of(
+        cls, scores_CYW: Tensor, own_Y: Tensor, first_Y: Tensor, *, first_blocks: int
+    ) -> _Visible:
+        """What the rows of scores see from their first column to their own."""
+        heads, _, columns = scores_CYW.shape
+        own_Y1, first_Y1 = own_Y[:, None], first_Y[:, None]
+        column_W = torch.arange(columns, device=own_Y.device)
         # A first block that a row does not see before its own one gives way to that.
-        place_I = torch.arange(min(self._first_blocks, len(block_W) - 1), device=own_Y.device)
-        first_YI = torch.minimum((first_Y - first_column)[:, None] + place_I, own_Y1)
-        first_CYI = first_YI.expand(len(scores_CYW), -1, -1)
-        seen, places = None, lists_YCK.shape[2]
-        if self._observe:
-            seen = _mass_by_place(scores_CYW * self._softmax_scale, hidden_YW, own_CY1, first_CYI)
-        column_CYK = _best_columns_(scores_CYW, hidden_YW, own_CY1, first_CYI, places)
-        absent_YK = torch.arange(places, device=own_Y.device) > (own_Y - first_Y)[:, None]
-        column_CYK.add_(first_column).masked_fill_(absent_YK, -1)
-        lists_YCK.copy_(column_CYK.transpose(0, 1))
-        return seen
+        first_YI = (first_Y1 + column_W[: min(first_blocks, columns - 1)]).minimum(own_Y1)
+        return cls(
+            hidden_YW=(column_W < first_Y1) | (column_W > own_Y1),
+            own_CY1=own_Y1.expand(heads, -1, 1),
+            first_CYI=first_YI.expand(heads, -1, -1),
+        )
 
 
-def _best_columns_(
-    scores_CYW: Tensor, hidden_YW: Tensor, own_CY1: Tensor, first_CYI: Tensor, places: int
-) -> Tensor:
-    """int64 [C, Y, places]: the own column, the first ones, then the others that are not hidden by
-    falling score.
-
-    Equal scores: the lower column first. NaN after all numbers. What stands in places past the
-    visible columns is arbitrary. Overwrites ``scores_CYW``.
+def _best_columns_(scores_CYW: Tensor, visible: _Visible, places: int) -> Tensor:
+    """int64 [C, Y, places]: the own column, the first ones, then the others by falling score, NaN
+    last; anything in places past the visible columns. Overwrites ``scores_CYW``.
 
     One integer per column holds the score's bits, in an order that integers keep, above the
     column's number, so that no two are equal and any algorithm finds the same order.
     """
+    hidden_YW, own_CY1, first_CYI = visible
     columns, greatest = scores_CYW.shape[2], torch.finfo(scores_CYW.dtype).max
     scores_CYW.nan_to_num_(nan=-torch.inf, posinf=greatest, neginf=-greatest)
     scores_CYW.scatter_(2, first_CYI, torch.inf)
@@ -280,15 +215,10 @@ def _best_columns_(
     return pad(column_CYK, (0, places - column_CYK.shape[2]))
 
 
-def _mass_by_place(
-    scaled_CYW: Tensor, hidden_YW: Tensor, own_CY1: Tensor, first_CYI: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Softmax mass of the own column, of the first ones, then of the others, the greatest first.
-
-    Returns:
-        float64 [W, Y], summed over heads, and bool [Y]: rows without finite mass, whose mass is 0
-        here.
-    """
+def _mass_by_place(scaled_CYW: Tensor, visible: _Visible) -> tuple[Tensor, Tensor]:
+    """float64 [W, Y]: softmax mass, summed over heads, of the own column, of the first ones, of the
+    others from the greatest on; and bool [Y]: rows without finite mass, whose mass is 0 here."""
+    hidden_YW, own_CY1, first_CYI = visible
     mass_CYW = scaled_CYW.masked_fill_(hidden_YW, -torch.inf).softmax(-1)
     own_mass_CY1 = mass_CYW.gather(2, own_CY1)
     firsts = first_CYI.shape[2]

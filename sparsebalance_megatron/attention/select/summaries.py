@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of blocks, which let a selector score blocks that another rank holds.
+"""Summaries of blocks, which let a selector score blocks that another rank holds; who computes.
 
 Shape legend: N blocks of the sequence, B places of a block, C heads that select.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.select.router_choice import means_in_triton
 from sparsebalance_megatron.config import Router
 
 _COPIED_ELEMENTS = 1 << 21
@@ -25,8 +26,7 @@ class SharedSummaries(Protocol):
     """Summaries that ranks which share a sequence can gather."""
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """Tensors with one entry for each of the sequence's blocks, of shapes that depend on
-        neither the sequence's length nor its documents."""
+        """Tensors with one entry per block, of shapes that do not depend on the sequence."""
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> Self:
         """Summaries of another sequence, from the parts of all of its blocks in their order."""
@@ -55,13 +55,9 @@ class BlockSummaries:
 
 
 def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -> Tensor:
-    """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64.
-
-    Raises:
-        ValueError: ``router`` is "triton", and it does not serve.
-    """
+    """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64."""
     if means_in_triton(router, x_THD.device):
-        from sparsebalance_megatron.attention.select.ranking_kernels import pooled_means
+        from sparsebalance_megatron.attention.select.router_kernels import pooled_means
 
         return pooled_means(x_THD, layout)
     wide = torch.promote_types(x_THD.dtype, torch.float32)
@@ -95,12 +91,8 @@ def check_ranked(
 ) -> None:
     """Refuse queries and summaries that do not fit one another or the layouts.
 
-    Args:
-        keys: [any, KV heads, head dim], what the summaries say of the keys.
-        entries: how many the keys' sequence has of them.
-
-    Raises:
-        ValueError: shapes do not fit, or ``max_budget`` is below 1.
+    ``keys`` [any, KV heads, head dim] are what the summaries say of the keys, of which the keys'
+    sequence has ``entries``.
     """
     tokens, (found, kv_heads, head_dim) = layouts.query_layout.tokens, keys.shape
     shape = q_THD.shape
@@ -113,3 +105,58 @@ def check_ranked(
         )
     if max_budget < 1:
         raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
+
+
+MOST_BLOCKS = 1024
+"""Blocks of a document whose sort was compiled and seen to stay in registers."""
+
+
+def means_in_triton(router: Router, device: torch.device) -> bool:
+    """Whether means over blocks come from the kernel; see :func:`ranks_in_triton`."""
+    return _chosen(router, device, _obstacle_of_device(device))
+
+
+def ranks_in_triton(
+    router: Router, device: torch.device, layouts: LayoutPair, *, softmax_scale: float
+) -> bool:
+    """Whether rows of scores are ranked by the kernel.
+
+    "auto" takes it wherever it serves on CUDA, and warns where it does not; "torch" never takes it.
+    Interpreted kernels serve on the CPU, where only "triton" takes them.
+
+    Raises:
+        ValueError: ``router`` is "triton", and it does not serve.
+    """
+    obstacle = _obstacle_of_device(device)
+    if obstacle is None and layouts.kv_layout.max_blocks > MOST_BLOCKS:
+        obstacle = (
+            f"ranks documents of up to {MOST_BLOCKS} blocks, not {layouts.kv_layout.max_blocks}: "
+            "take larger blocks"
+        )
+    if obstacle is None and not softmax_scale > 0.0:
+        obstacle = f"needs a positive softmax scale, not {softmax_scale}"
+    return _chosen(router, device, obstacle)
+
+
+def _chosen(router: Router, device: torch.device, obstacle: str | None) -> bool:
+    if router == "torch":
+        return False
+    if obstacle is None:
+        return router == "triton" or device.type == "cuda"
+    if router == "triton":
+        raise ValueError(f'router "triton" {obstacle}; or use "torch" or "auto"')
+    if device.type == "cuda":
+        warnings.warn(f'router "auto" takes "torch" on CUDA: "triton" {obstacle}', stacklevel=3)
+    return False
+
+
+def _obstacle_of_device(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    if device.type == "cuda":
+        return None
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    return f"needs CUDA, and the keys lie on {device}"

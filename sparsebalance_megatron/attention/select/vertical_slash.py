@@ -81,9 +81,8 @@ class VerticalSlash(RankingSelector):
     """Blocks on the best diagonals, and the best columns outside of them.
 
     The query heads of a KV head share one choice: each has its own softmax, and their mean decides.
-    A budget is spent as :mod:`.ranking` says. Coverage is measured, not modelled:
-    it is the share of their softmax mass that probes of every query block find in what that block
-    reads.
+    A budget is spent as :mod:`.ranking` says. Coverage is the share of their softmax mass that
+    probes of every query block find in what that block reads.
 
     Attributes:
         looks_ahead: probe with the last queries of a document, as the paper does, for all of its
@@ -102,7 +101,6 @@ class VerticalSlash(RankingSelector):
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens select, or blocks of queries."""
         return False
 
     @property
@@ -137,10 +135,6 @@ class VerticalSlash(RankingSelector):
 
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
-
-        Raises:
-            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
-                the selector looks ahead and queries and keys lie in different sequences.
         """
         keys_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
         check_ranked(q_THD, keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
@@ -281,13 +275,17 @@ class _RowLists:
 
     def _probed(self, document: int, some: slice, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
         first = self._first_block_S[document]
-        probe_JU = self._probe_NU[first + some.start : first + some.stop]
+        blocks = slice(first + some.start, first + some.stop)
+        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
+        return self._seen_by(self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U)
+
+    def _seen_by(
+        self, q_JUGED: Tensor, position_JU: Tensor, k_YGD: Tensor, offset_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return probed_mass(
-            self._probes_NUGED[first + some.start : first + some.stop],
-            probe_JU - self._layout.cu_seqlens[document],
-            k_YGD,
+            *(q_JUGED, position_JU, k_YGD),
             block_size=self._size,
-            offset_U=self._offset_U,
+            offset_U=offset_U,
             sink_tokens=self._sinks,
             softmax_scale=self._softmax_scale,
         )
@@ -307,14 +305,9 @@ class _RowLists:
                 device=k_YGD.device,
             )
             k_some = k_YGD[: (block + 1) * size]
-            seen_1GY, following_1GW = probed_mass(
-                self._q_TGED[first_token + place_U][None],
-                place_U[None],
-                k_some,
-                block_size=size,
-                offset_U=place_U - block * size,
-                sink_tokens=self._sinks,
-                softmax_scale=self._softmax_scale,
+            q_1UGED = self._q_TGED[first_token + place_U][None]
+            seen_1GY, following_1GW = self._seen_by(
+                q_1UGED, place_U[None], k_some, place_U - block * size
             )
             share = len(place_U) / probes
             # The block after the probes' looks back by 1, 2, ...
@@ -424,13 +417,10 @@ def probed_mass(
     """Attend from probes to all keys up to themselves, without values.
 
     Args:
-        q_JUGED: the probes.
         position_JU: int64, each probe's place among the keys.
         k_YGD: keys of one document from its first.
-        block_size: B.
         offset_U: int64, the places of the probes in a whole block, which diagonals start from.
         sink_tokens: first keys whose mass counts for columns and for no diagonal.
-        softmax_scale: factor on q . k.
 
     Returns:
         float32, each the mean of a block's probes and query heads: columns_JGY, their mass on every

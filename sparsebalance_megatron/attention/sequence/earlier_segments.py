@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of earlier segments, kept on the stage until their own backward.
 
-A micro-batch may pass the pipeline in segments: consecutive pieces of its packed sequence, cut at
-whole blocks, so that a segment may hold ends and beginnings of documents. Forward runs in order,
+A micro-batch may pass the pipeline in segments, which are cut at whole blocks, forward in order and
 backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
-a segment, which are all that its queries may read.
-
-Several ranks may share a micro-batch that has segments. Each then keeps what it holds of earlier
-segments, and an exchange between the ranks brings the rest, with every segment anew.
+a segment, which are all that its queries may read. Where several ranks share the micro-batch, each
+keeps what it holds, and an exchange between them brings the rest, with every segment anew.
 
 Shape legend: T tokens of a segment or of the sequence so far, on this rank, E both side by side, S
 documents that have begun, K budgets up to the most blocks of a document so far.
@@ -47,16 +44,13 @@ def segment_slice(
 ) -> SequenceSlice:
     """What this rank holds of a segment, as a slice of the sequence so far.
 
-    Its ``whole_layout`` is that of the sequence so far, and ends with the segment: budgets and
-    coverage are those of the documents that have begun. Ranks that share the sequence hold its
-    blocks in turn, as in :meth:`.slice.SequenceSlice.dealt`.
+    Budgets and coverage are those of the documents that have begun. Ranks that share the sequence
+    hold its blocks in turn, as in :meth:`.slice.SequenceSlice.dealt`.
 
     Args:
         cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
         segment_starts_blocks: the first block of every segment, from 0, strictly increasing.
-        segment: which segment.
         ranks: that share the sequence; None where this rank is alone.
-        block_size, pad_to_multiple_of, device: see :class:`.slice.SequenceSlice`.
 
     Raises:
         ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or a segment would
@@ -96,7 +90,7 @@ class EarlierSegments:
     from its forward to its backward. A backward adds the gradients that later segments have sent,
     in float32 (float64 for float64 inputs), and sends those of earlier segments on; nothing is left
     after the backward of the first segment. A forward may be run again before its backward, as
-    recomputation does.
+    recomputation does. Segments that run out of order are refused by a ValueError.
 
     Args:
         exchange: between the ranks that share the micro-batch, to which all that this rank holds
@@ -118,11 +112,7 @@ class EarlierSegments:
     def parts(
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
-        """Give the keys and values of the sequence so far, in the parts of the exchange.
-
-        Raises:
-            ValueError: an earlier segment has not run.
-        """
+        """Give the keys and values of the sequence so far, in the parts of the exchange."""
         # Without their graph, which would keep the activations behind them. Where a layer will be
         # recomputed there is none, and they may be views of all that the layer projected.
         own = [x.detach() if x.requires_grad else x.clone() for x in (k_TGD, v_TGF)]
@@ -133,41 +123,27 @@ class EarlierSegments:
             yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SegmentGradient:
-        """See :meth:`.slice.SequenceExchange.gradients`.
-
-        Raises:
-            ValueError: a later segment's backward has not run.
-        """
+        """See :meth:`.slice.SequenceExchange.gradients`."""
         if len(self._keys_and_values) > sequence.segment + 1:
             raise ValueError(
                 f"backward of segment {sequence.segment} before that of segment "
                 f"{len(self._keys_and_values) - 1}: must run in reverse order"
             )
-        # Sums go on from segment to segment, and stay wide.
-        own = (
-            _OnePart()
-            if self._exchange is None
-            else self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
-        )
-        return _SegmentGradient(self, own, sequence)
+        between_ranks = None
+        if self._exchange is not None:
+            # Sums go on from segment to segment, and stay wide.
+            between_ranks = self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
+        return _SegmentGradient(self, between_ranks, sequence)
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """See :meth:`.slice.SequenceExchange.summaries`; of the blocks so far.
-
-        Raises:
-            ValueError: an earlier segment has not run.
-        """
+        """See :meth:`.slice.SequenceExchange.summaries`; of the blocks so far."""
         held = _with_earlier(self._summaries, list(own), sequence)
         return held if self._exchange is None else self._exchange.summaries(held, sequence.by_rank)
 
     @torch.no_grad()
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Add what the queries of earlier segments found, in the order of the segments.
-
-        Raises:
-            ValueError: an earlier segment has not run, or was not observed.
-        """
+        """Add what the queries of earlier segments found, in the order of the segments."""
         segment = sequence.segment
         _check_order(self._masses, segment)
         if self._exchange is not None:
@@ -180,15 +156,8 @@ class EarlierSegments:
         return mass_SK
 
     def hand_over(self, dkv_TGE: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Take a segment's gradients of what this rank holds so far, and let go of what is kept of
-        the segment.
-
-        Args:
-            dkv_TGE: is written to.
-
-        Returns:
-            The segment's tokens, with what later segments have sent.
-        """
+        """Take a segment's gradients of what this rank holds so far, which are written to, and let
+        go of what is kept of the segment; gives those of its tokens, later segments' included."""
         if self._sent_TGE is not None:
             dkv_TGE += self._sent_TGE
         segment = sequence.segment
@@ -212,29 +181,23 @@ class MicroBatchSegments:
         return self.by_layer.setdefault(layer, EarlierSegments(self.exchange))
 
 
-class _OnePart:
-    """A ``GradientSum`` of one part."""
-
-    def add(self, dkv_TGE: Tensor) -> None:
-        self._own_TGE = dkv_TGE
-
-    def result(self) -> Tensor:
-        return self._own_TGE
-
-
 class _SegmentGradient:
-    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments."""
+    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments; of one
+    part where no other rank has any."""
 
     def __init__(
-        self, segments: EarlierSegments, own: GradientSum, sequence: SequenceSlice
+        self, segments: EarlierSegments, between_ranks: GradientSum | None, sequence: SequenceSlice
     ) -> None:
-        self._segments, self._own, self._sequence = segments, own, sequence
+        self._segments, self._between_ranks, self._sequence = segments, between_ranks, sequence
 
     def add(self, dkv_TGE: Tensor) -> None:
-        self._own.add(dkv_TGE)
+        self._part_TGE = dkv_TGE
+        if self._between_ranks is not None:
+            self._between_ranks.add(dkv_TGE)
 
     def result(self) -> Tensor:
-        return self._segments.hand_over(self._own.result(), self._sequence)
+        so_far = self._between_ranks.result() if self._between_ranks else self._part_TGE
+        return self._segments.hand_over(so_far, self._sequence)
 
 
 def _with_earlier(

@@ -8,18 +8,24 @@ budgets or places of a list, Q rows and C heads that select, X columns of a tabl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import (
+    attended,
     block_sparse_attention,
-    check_known,
-    check_sink,
     checked_kernel,
 )
-from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, Saved, wide_dtype
-from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.kernels.contract import (
+    Kernel,
+    Saved,
+    merge_partials,
+    wide_dtype,
+)
+from sparsebalance_megatron.attention.select import Selector
+from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation
@@ -41,15 +47,13 @@ def sequence_attention(
     """:func:`..api.block_sparse_attention` where this rank holds a slice of the sequence.
 
     All members of the group call it at the same place of their programs. Its results are those of
-    one rank that holds the sequence, to rounding, and the same bits each time. Without an exchange
-    they are the bits of that function.
+    one rank that holds the sequence, to rounding, and the same bits each time.
 
     Args:
         q_THD, k_TGD, v_TGF: of the slice.
         selection: lists of the slice's queries over the blocks of the sequence.
         exchange: how other keys and values get here; None where the slice is the whole sequence.
-        softmax_scale, implementation, sink_H: see :func:`..api.block_sparse_attention`.
-        known: likewise; all members give it, or none, since the exchange of a forward is left out.
+        known: all members give it, or none, since the exchange of a forward is left out.
 
     Returns:
         out_THF and lse_TH of the slice's queries.
@@ -79,11 +83,8 @@ def sequence_attention(
     # What is checked are the tensors that are here.
     here = replace(selection, kv_layout=sequence.local_layout)
     kernel = checked_kernel(q_THD, k_TGD, v_TGF, here, implementation)
-    if known is not None:
-        check_known(q_THD, v_TGF, known)
-    check_sink(q_THD, sink_H)
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)
+    return attended(q_THD, k_TGD, v_TGF, selection, exchanging, softmax_scale, known, sink_H)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +160,8 @@ def _query_heads(part: Part, q_THD: Tensor, k_TGD: Tensor) -> slice:
 
 
 def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selection:
-    """Cut out of a selection what a member holds; what the lists name keeps its order.
-
-    The device is not read: lists are as wide as any may become, ``counts_QC`` says how long each
-    is.
-    """
-    layout = sequence.member_layouts[member]
+    """Cut out of a selection what a member holds; what the lists name keeps its order."""
+    layout = sequence.layout_of(member)
     indices_QCK, counts_QC = _held(
         *(selection.indices_QCK.int(), selection.counts_QC, sequence.local_block_WX[member]),
         most=layout.max_blocks,
@@ -189,14 +186,8 @@ def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selec
 def _held(
     lists_QCK: Tensor, counts_QC: Tensor, table_X: Tensor, *, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Entries of lists that a member holds, by its own numbers and in the lists' order; and how
-    many.
-
-    Args:
-        table_X: a member's number of what the lists name, -1 where it does not hold it, and in the
-            last place.
-        most: entries of one list that a member can hold.
-    """
+    """Entries of lists that a member holds, at most ``most`` of a list, by its own numbers; and how
+    many. ``table_X`` has these numbers, -1 where it holds none and in the last place."""
     places = lists_QCK.shape[2]
     width = min(places, most)
     past_end_QCK = torch.arange(places, device=table_X.device) >= counts_QC[..., None]
@@ -208,3 +199,50 @@ def _held(
     held_lists_QCK = local_QCK.new_full((*listed_QCK.shape[:2], width + 1), -1)
     held_lists_QCK.scatter_(2, place_QCK.long(), local_QCK)
     return held_lists_QCK[:, :, :width].contiguous(), held_QCK.sum(2, dtype=torch.int32)
+
+
+@torch.no_grad()
+def rank_slice[Ranked](
+    selector: Selector[Any, Ranked],
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    sequence: SequenceSlice,
+    *,
+    exchange: SequenceExchange | None,
+    softmax_scale: float,
+    max_budget: int,
+    observe: bool,
+) -> Ranked:
+    """Rank for the slice's queries, over the blocks of the sequence, as one rank that holds the
+    sequence would rank them.
+
+    The mass is that of all slices' queries, the same bits for each.
+
+    Args:
+        q_THD, k_TGD: of the slice.
+        exchange: how what other ranks know gets here; None where the slice is the whole sequence.
+
+    Raises:
+        ValueError: as the selector does; or the selector needs whole documents, which a slice does
+            not hold.
+    """
+    if exchange is not None and getattr(selector, "needs_whole_documents", False):
+        raise ValueError(
+            f"{selector} needs all queries of a document, and this rank holds or has seen a part: "
+            'use one segment and cp_size 1, or another selection, such as "vertical-slash"'
+        )
+    own: SharedSummaries = selector.summaries(q_THD, k_TGD, sequence.local_layout)
+    summaries = own.parts(sequence.local_layout)
+    if exchange is not None:
+        summaries = exchange.summaries(summaries, sequence)
+    ranking: Any = selector.rank(
+        q_THD,
+        own.joined(summaries, sequence.whole_layout),
+        sequence.layouts,
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+    if ranking.mass_SK is not None and exchange is not None:
+        ranking = replace(ranking, mass_SK=exchange.total_mass(ranking.mass_SK, sequence))
+    return cast("Ranked", ranking)

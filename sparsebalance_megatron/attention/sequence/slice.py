@@ -55,21 +55,15 @@ class SequenceSlice:
 
     Each block lies whole on one member of the group. A member keeps its blocks in the order of the
     sequence, so that blocks of one document lie side by side, and none but a document's last is
-    short. A group of one member holds the sequence as it is.
-
-    Arrays are on the host. Tensors are int64 on ``device`` where not said otherwise, and made when
-    they are first asked for; the device is never read.
+    short. Arrays are on the host; tensors are int64 on ``device`` where not said otherwise.
 
     Attributes:
-        cu_seqlens: document boundaries of the sequence in tokens, S + 1 entries, the first is 0.
-        block_size: tokens of a full block.
+        cu_seqlens: document boundaries of the sequence in tokens, S + 1 entries from 0.
         owner_N: int64, the member that holds a block; each member holds at least one.
-        group: the members.
         ranks: of a segment (:mod:`.earlier_segments`), the ranks that share it. The sequence is
             then the one so far, and its members are what each rank holds of each segment: segment
             by segment, rank by rank.
         pad_to_multiple_of: tokens that what this rank computes must divide by.
-        device: where tensors are made.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -90,10 +84,9 @@ class SequenceSlice:
         pad_to_multiple_of: int = 1,
         device: torch.device | str = "cpu",
     ) -> SequenceSlice:
-        """Deal the blocks of a sequence out in turn, through all of its documents.
+        """Deal the blocks of a sequence out in turn: block j belongs to member j mod ``members``.
 
-        Block j belongs to member j mod ``members``. Every document is spread alike, so whatever
-        budget a document gets, its work is spread alike too.
+        Every document is spread alike, and so is its work, whatever budget it gets.
 
         Raises:
             ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or has fewer
@@ -197,36 +190,24 @@ class SequenceSlice:
         return self._on_device(np.pad(place_T, (0, self.padding_tokens)))
 
     @cached_property
-    def own_block_N(self) -> Tensor:
-        """For every block of this rank, its number in the sequence."""
-        return self._on_device(self.blocks_W[self.group.member])
-
-    @cached_property
     def whole_layout(self) -> PackedLayout:
         """The blocks of the packed sequence."""
         return packed_layout(self.cu_seqlens, self.block_size, self.device)
 
-    @cached_property
+    @property
     def local_layout(self) -> PackedLayout:
         """The blocks of this rank, as a packed sequence of their own."""
-        return self._layout_of(self.group.member)
+        return self.layout_of(self.group.member)
 
     @cached_property
     def layouts(self) -> LayoutPair:
         """The blocks of this rank's queries, and those of the sequence, which they read."""
+        own = self.blocks_W[self.group.member]
         return LayoutPair(
             query_layout=self.local_layout,
             kv_layout=self.whole_layout,
-            own_blocks=self.blocks_W[self.group.member].tolist(),
-            own_block_N=self.own_block_N,
-        )
-
-    @cached_property
-    def member_layouts(self) -> tuple[PackedLayout, ...]:
-        """The blocks of every member."""
-        own = self.group.member
-        return tuple(
-            self.local_layout if m == own else self._layout_of(m) for m in range(self.group.members)
+            own_blocks=own.tolist(),
+            own_block_N=self._on_device(own),
         )
 
     @cached_property
@@ -255,14 +236,21 @@ class SequenceSlice:
     def _grid(self) -> BlockGrid:
         return block_grid(self.cu_seqlens, self.block_size)
 
-    def _layout_of(self, member: int) -> PackedLayout:
+    def layout_of(self, member: int) -> PackedLayout:
+        """The blocks of a member, as a packed sequence of their own; made once."""
         if self.group.members == 1:
             return self.whole_layout
-        held = self.blocks_W[member]
-        tokens_S = np.zeros(len(self.cu_seqlens) - 1, dtype=np.int64)
-        np.add.at(tokens_S, self._grid.document_N[held], self._grid.length_N[held])
-        boundaries = (0, *np.cumsum(tokens_S[tokens_S > 0]).tolist())
-        return packed_layout(boundaries, self.block_size, self.device)
+        if member not in self._layouts:
+            held = self.blocks_W[member]
+            tokens_S = np.zeros(len(self.cu_seqlens) - 1, dtype=np.int64)
+            np.add.at(tokens_S, self._grid.document_N[held], self._grid.length_N[held])
+            boundaries = (0, *np.cumsum(tokens_S[tokens_S > 0]).tolist())
+            self._layouts[member] = packed_layout(boundaries, self.block_size, self.device)
+        return self._layouts[member]
+
+    @cached_property
+    def _layouts(self) -> dict[int, PackedLayout]:
+        return {}
 
     def _local_numbers(self, held_W: Sequence[np.ndarray]) -> Tensor:
         table_WX = np.full((len(held_W), sum(map(len, held_W)) + 1), -1, dtype=np.int32)
@@ -304,7 +292,7 @@ class GradientSum(Protocol):
     """Gradients of keys and values on their way to those who hold them."""
 
     def add(self, dkv_TGE: Tensor) -> None:
-        """Add the gradients of a part; called once for each, in the order of the parts."""
+        """Add the gradients of the next part."""
 
     def result(self) -> Tensor:
         """The sum for this slice's keys and values [T, G, E], once all parts are added."""
@@ -316,45 +304,27 @@ class SequenceExchange(Protocol):
     They come from other ranks that hold slices of the sequence, or may have been kept here from
     earlier slices. All ranks that share the sequence call the functions in the same order. Autograd
     sees none of them.
-
-    Attributes:
-        gives_whole_heads: whether a part holds all that its query heads read. Results of parts are
-            merged where it does not.
     """
 
     @property
-    def gives_whole_heads(self) -> bool: ...
+    def gives_whole_heads(self) -> bool:
+        """Whether a part holds all that its query heads read; else results of parts are merged."""
 
     def parts(
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the parts that the slice's queries may read, each key once, in the same order each
-        time.
-
-        Args:
-            k_TGD, v_TGF: of the slice.
-            selection: lists of the slice's queries over the blocks of the sequence.
-            sequence: the slice.
-        """
+        time. ``selection`` holds lists of the slice's queries over the blocks of the sequence."""
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> GradientSum:
-        """Begin to sum the gradients of what :meth:`parts` gives of a slice.
-
-        Args:
-            dtype: that the sum needs at least; it is added up in a wide one.
-        """
+        """Begin to sum the gradients of what :meth:`parts` gives of a slice, in ``dtype`` at
+        least."""
 
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """Give the summaries of all blocks of the sequence, from those of the slice's blocks.
-
-        Args:
-            own: tensors of any dtypes with one entry per block of the slice.
-        """
+        """Give the summaries of all blocks of the sequence, from those of the slice's blocks, each
+        a tensor of any dtype with one entry per block."""
 
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Add up what the queries of all slices found of every document's mass; the same bits for
-        each slice, so that budgets which follow from it are the same too.
-
-        Args:
-            mass_SK: float64, of the slice's queries; 0 for documents of which it holds none.
-        """
+        """Add up what the queries of all slices found of every document's mass, float64 and 0 for
+        documents of which a slice holds none; the same bits for each slice, so that budgets which
+        follow from it are the same too."""

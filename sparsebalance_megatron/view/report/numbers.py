@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.learn.step_figures import StepFigures
+from sparsebalance_megatron.learn.measurement import StepFigures
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
@@ -23,19 +23,22 @@ _CONFIDENCE = 0.95
 
 _SAME_MODEL_AND_DATA = ("layers", "seq_length", "global_batch_size", "counts", "sources")
 """Fields without which a comparison says nothing of the plugin."""
-_OF_THE_RUN = (
-    *(each.name for each in fields(Job)),
-    *("pipeline_stages", "virtual_stages", "device", "cost_source", "megatron_core", "torch"),
+_OF_THE_JOB = ("layers", "pipeline_stages", "virtual_stages")
+_OF_THE_HEADER = (
+    *("seq_length", "global_batch_size", "counts", "sources"),
+    *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
 """Settings that change no step."""
+_OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
+"""How differences of settings begin that make base budgets of one run none of the other."""
 _LONGEST_VALUE = 60
 
 Pair = tuple[StepRecord, StepRecord]
 """(baseline's step, the run's step) of the same iteration."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TimeSplit:
     """Parts of the mean step's time, in ms; the three add up to it.
 
@@ -44,7 +47,6 @@ class TimeSplit:
     ``rest_ms``: everything after that: reducing gradients, the optimizer, reading, logging.
     """
 
-    steps: int
     compute_ms: float
     waiting_ms: float
     rest_ms: float
@@ -66,65 +68,34 @@ class Change(NamedTuple):
         return f"{self.ms:+,.0f}" if round(self.ms) else "0"
 
 
-_OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
-"""How differences of settings begin that make base budgets of one run none of the other."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """Differences between two runs' mean steps, over the steps that both took and measured.
 
-    - ``less_attention_ms``: the planner's work relative to base budgets, applied to the baseline's
-      computing time.
-    - ``waiting_ms``, ``rest_ms``: the differences of these parts.
-    - ``machine_ms``: the rest of the difference of computing times. The same work took longer or
-      shorter, or was predicted wrongly.
-    - ``same_base_budgets``: whether base budgets are those of both runs. Else the two terms above
-      have no meaning by themselves.
+    - ``changes``: from the baseline's step to the run's. Less or more attention: the planner's work
+      relative to base budgets, applied to the baseline's computing time. Noise: the rest of the
+      difference of computing times, since the same work took longer or shorter, or was predicted
+      wrongly. Runs of other base budgets have these two as one, other attention.
     - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
       None for fewer than six pairs.
     """
 
     baseline: TimeSplit
     run: TimeSplit
-    less_attention_ms: float
-    waiting_ms: float
-    rest_ms: float
-    machine_ms: float
+    changes: tuple[Change, ...]
     speedup_interval: tuple[float, float] | None
-    same_base_budgets: bool = True
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """From the baseline's step to the run's: computing, waiting, the rest, noise."""
-        attention, waiting = (
-            "less" if ms <= 0 else "more" for ms in (self.less_attention_ms, self.waiting_ms)
-        )
-        between = (
-            Change(f"{waiting} waiting", self.waiting_ms),
-            Change("optimizer, gradients", self.rest_ms),
-        )
-        if not self.same_base_budgets:
-            computing_ms = self.less_attention_ms + self.machine_ms
-            return Change("other attention", computing_ms), *between
-        return (
-            Change(f"{attention} attention", self.less_attention_ms),
-            *between,
-            Change("noise", self.machine_ms),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """One run in numbers; None where nothing was measured.
 
-    All but the losses and the list of times leave out the warm-up: the first
-    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run.
+    All but the losses leave out the warm-up: the first :data:`WARM_UP_STEPS` steps, or the first
+    fifth of a short run.
 
-    - ``iteration_ms``: every step that has a time, warm-up included.
     - ``split``: where the mean step's time goes.
     - ``figures``: over steps, the mean of coverages and the median of other
-      :class:`.step_figures.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+      :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
       this out, and ``split`` counts it as waiting.
     """
@@ -132,7 +103,6 @@ class RunSummary:
     steps: int
     warm_up_steps: int
     iteration_ms_median: float | None
-    iteration_ms: tuple[float, ...]
     loss_first: float | None
     loss_last: float | None
     figures: Mapping[str, float | None]
@@ -186,15 +156,15 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
     before, after = (summarize(log.steps, log.lockstep_ranks) for log in (baseline, balanced))
-    explanation = explain(pairs)
-    if explanation is not None and any(each.startswith(_OF_BASE_BUDGETS) for each in differing):
-        explanation = replace(explanation, same_base_budgets=False)
     return Comparison(
         baseline=before,
         sparse_balance=after,
         speedup=sum(old for old, _ in timed) / sum(new for _, new in timed) if timed else None,
         problems=tuple(problems),
-        explanation=explanation,
+        explanation=explain(
+            pairs,
+            same_base_budgets=not any(each.startswith(_OF_BASE_BUDGETS) for each in differing),
+        ),
         differences=differing,
     )
 
@@ -203,9 +173,7 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
-    times_ms = [
-        [step.iteration_ms for step in each if step.iteration_ms] for each in (steps, after)
-    ]
+    times_ms = [step.iteration_ms for step in after if step.iteration_ms]
     figures: dict[str, float | None] = {}
     for name in (each.name for each in fields(StepFigures)):
         known = [
@@ -221,8 +189,7 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up_steps(len(steps)),
-        iteration_ms_median=median(times_ms[1]) if times_ms[1] else None,
-        iteration_ms=tuple(times_ms[0]),
+        iteration_ms_median=median(times_ms) if times_ms else None,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         figures=figures,
@@ -257,7 +224,7 @@ def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 
 
-def explain(pairs: Sequence[Pair]) -> Explanation | None:
+def explain(pairs: Sequence[Pair], *, same_base_budgets: bool = True) -> Explanation | None:
     """Compare runs by steps of the same samples; None where no pair was measured whole."""
     parts = np.stack([_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     whole = np.isfinite(parts).all(axis=(0, 2))
@@ -265,20 +232,28 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
     if before is None or after is None:
         return None
     known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
-    work = np.array(
-        [(new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) for old, new in known]
+    compute_ms = after.compute_ms - before.compute_ms
+    waiting_ms = after.waiting_ms - before.waiting_ms
+    between = (
+        Change(f"{_more(waiting_ms)} waiting", waiting_ms),
+        Change("optimizer, gradients", after.rest_ms - before.rest_ms),
     )
-    old_ms = np.array([old.figures.computing_ms_measured for old, _ in known])
-    less_attention_ms = float((old_ms * (work - 1.0)).mean())
+    changes: tuple[Change, ...] = (Change("other attention", compute_ms), *between)
+    if same_base_budgets:
+        attention_ms = fmean(
+            ((new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) - 1.0)
+            * (old.figures.computing_ms_measured or 0.0)
+            for old, new in known
+        )
+        first = Change(f"{_more(attention_ms)} attention", attention_ms)
+        changes = (first, *between, Change("noise", compute_ms - attention_ms))
     return Explanation(
-        baseline=before,
-        run=after,
-        less_attention_ms=less_attention_ms,
-        waiting_ms=after.waiting_ms - before.waiting_ms,
-        rest_ms=after.rest_ms - before.rest_ms,
-        machine_ms=after.compute_ms - before.compute_ms - less_attention_ms,
-        speedup_interval=_interval(known),
+        baseline=before, run=after, changes=changes, speedup_interval=_interval(known)
     )
+
+
+def _more(ms: float) -> str:
+    return "less" if ms <= 0.0 else "more"
 
 
 def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
@@ -295,12 +270,7 @@ def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
 
 
 def _mean(parts: np.ndarray) -> TimeSplit | None:
-    if not len(parts):
-        return None
-    compute_ms, waiting_ms, rest_ms = parts.mean(axis=0).tolist()
-    return TimeSplit(
-        steps=len(parts), compute_ms=compute_ms, waiting_ms=waiting_ms, rest_ms=rest_ms
-    )
+    return TimeSplit(*parts.mean(axis=0).tolist()) if len(parts) else None
 
 
 def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
@@ -329,36 +299,30 @@ def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
     """
     if baseline.header is None or run.header is None:
         return ()
-    other = _differing(baseline.header, run.header, _SAME_MODEL_AND_DATA)
+    before, after = (_settings(header) for header in (baseline.header, run.header))
+    differing = {
+        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} in the baseline, "
+        f"{after.get(name, 'none')} in the run"
+        for name in before | after
+        if before.get(name, "none") != after.get(name, "none")
+    }
+    other = [text for name, text in differing.items() if name in _SAME_MODEL_AND_DATA]
     if other:
         raise ConfigError(
             f"{baseline.directory} and {run.directory} trained other models or data: "
             f"{'; '.join(other)}. Compare runs of one model over the same samples"
         )
-    settings = [
-        text
-        for name in {**baseline.header.config, **run.header.config}
-        if name not in _OF_NO_ACCOUNT
-        if (text := _difference(name, baseline.header.config, run.header.config))
-    ]
-    return (*_differing(baseline.header, run.header, _OF_THE_RUN), *settings)
+    return tuple(differing.values())
 
 
-def _differing(baseline: RunHeader, run: RunHeader, names: tuple[str, ...]) -> list[str]:
-    before, after = (
-        {name: getattr(header if hasattr(header, name) else header.job, name) for name in names}
-        for header in (baseline, run)
-    )
-    return [text for name in names if (text := _difference(name, before, after))]
-
-
-def _difference(name: str, baseline: Mapping[str, Any], run: Mapping[str, Any]) -> str | None:
-    before, after = (_shown(values.get(name)) for values in (baseline, run))
-    if before == after:
-        return None
-    return f"{name.replace('_', ' ')} {before} in the baseline, {after} in the run"
-
-
-def _shown(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+def _settings(header: RunHeader) -> dict[str, str]:
+    """What may differ between runs, by name, as short text."""
+    job = header.job
+    values = {name: getattr(job, name) for name in (*_OF_THE_JOB, *(f.name for f in fields(Job)))}
+    values |= {name: getattr(header, name) for name in _OF_THE_HEADER}
+    values |= {name: each for name, each in header.config.items() if name not in _OF_NO_ACCOUNT}
+    texts = {name: "none" if value is None else str(value) for name, value in values.items()}
+    return {
+        name: text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+        for name, text in texts.items()
+    }

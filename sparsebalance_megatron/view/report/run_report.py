@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES
+from sparsebalance_megatron.log.records import SIDES, CoverageRecord, RunHeader
+from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
@@ -18,32 +18,14 @@ from sparsebalance_megatron.view.report.numbers import (
     settled,
     summarize,
 )
-from sparsebalance_megatron.view.report.pictures import (
-    COLOURS,
-    Chart,
-    step_chart,
-    waterfall,
-)
-from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
+from sparsebalance_megatron.view.report.pictures import Picture, step_picture
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
     named_places,
     predicted_timeline,
 )
-from sparsebalance_megatron.view.report.words import (
-    Table,
-    caveats,
-    descriptions,
-    headline,
-    numbers_table,
-    run_facts,
-    settings_that_differ,
-    worst_steps,
-    worst_table,
-)
-
-_MOST_NOTES = 100
+from sparsebalance_megatron.view.report.words import caveats, slowest_device, slowest_text
 
 
 class ReportError(ValueError):
@@ -61,22 +43,18 @@ class Evidence:
     def problems(self) -> tuple[str, ...]:
         return (*self.log.problems, *self.ranks.problems)
 
-    def timeline(self, side: str, iteration: int) -> Timeline | None:
-        """Predicted or measured; None where it is not known."""
+    def timelines(self, iteration: int) -> dict[str, Timeline]:
+        """A step's timelines that are known, by side."""
         step = next((step for step in self.log.steps if step.iteration == iteration), None)
         if step is None:
-            return None
+            return {}
         contents = self.ranks.steps.get(iteration, {})
-        if side == "predicted":
-            timeline = predicted_timeline(step, self.log.schedule)
-        else:
-            timeline = measured_timeline(step, contents)
-        return timeline and replace(timeline, contents=contents)
-
-    def timelines(self, iteration: int) -> dict[str, Timeline]:
-        """Those that are known, by side."""
-        found = {side: self.timeline(side, iteration) for side in SIDES}
-        return {side: timeline for side, timeline in found.items() if timeline}
+        found = {
+            "predicted": predicted_timeline(step, self.log.schedule),
+            "measured": measured_timeline(step, contents),
+        }
+        known = {side: timeline for side, timeline in found.items() if timeline}
+        return {side: replace(each, contents=contents) for side, each in known.items()}
 
 
 def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
@@ -107,47 +85,31 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
         return asked
     pairs = paired(log, baseline) if baseline else []
     candidates = [new for _, new in pairs] or [*settled(log.steps)]
-    timed = [step for step in candidates if step.complete and step.iteration_ms is not None]
-    if not timed:
-        return next(
-            (step for step in reversed(candidates) if step.complete), log.steps[-1]
-        ).iteration
-    timed.sort(key=lambda step: step.iteration_ms or 0.0)
-    return timed[len(timed) // 2].iteration
+    whole = [step for step in candidates if step.complete]
+    timed = sorted(
+        (step for step in whole if step.iteration_ms is not None),
+        key=lambda step: step.iteration_ms or 0.0,
+    )
+    return timed[len(timed) // 2].iteration if timed else (whole or log.steps)[-1].iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Contents of a page.
 
-    ``runs``: what the runs are, a sentence each. ``missing``: what cannot be drawn of the step,
-    and why. ``notes``: what the logs lack.
+    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``missing``: what
+    cannot be drawn of the step, and why. ``notes``: what the logs lack.
     """
 
     title: str
-    facts: str
-    runs: Sequence[str]
-    headline: str
-    differences: Sequence[str]
-    caveats: Sequence[str]
+    headers: Mapping[str, RunHeader | None]
     numbers: RunSummary | Comparison
-    numbers_table: Table
-    waterfall: Chart | None
-    loss: Sequence[Plot]
-    worst_steps: Table
+    remarks: Sequence[str]
     iteration: int
-    step: Chart | None
+    step: Picture | None
     missing: Sequence[str]
-    coverage: Sequence[Plot]
-    coverage_iteration: int
+    coverage: CoverageRecord | None
     notes: Sequence[str]
-
-    @property
-    def not_drawn(self) -> list[str]:
-        """Names of the pictures that the page lacks, and what the step lacks."""
-        pictures = {"step": self.step, "coverage": self.coverage}
-        lacking = [f"{name}: not drawn" for name, drawn in pictures.items() if not drawn]
-        return [*self.missing, *lacking]
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
@@ -163,55 +125,43 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     log = read_run_log(run_directory)
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
-    worst = worst_steps(log.steps)
-    evidence = gather(log, {iteration, *(each.iteration for each in worst)})
-    wanted = [
-        (evidence, "this run, measured", "measured"),
-        (evidence, "this run, predicted", "predicted"),
-    ]
-    problems = [*evidence.problems]
+    evidence = gather(log, {iteration})
+    of_run = evidence.timelines(iteration)
+    timelines = {f"this run, {side}": of_run.get(side) for side in reversed(SIDES)}
+    problems = evidence.problems
     numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
-    headers, why = {"This run": log.header}, None
+    headers = {"This run": log.header}
     if baseline_log is not None:
         baseline = gather(baseline_log, {iteration})
-        wanted.insert(0, (baseline, "baseline, measured", "measured"))
+        of_baseline = baseline.timelines(iteration)
+        timelines = {"baseline, measured": of_baseline.get("measured")} | timelines
         numbers = compare(baseline_log, log)
-        problems += [*baseline.problems, *numbers.problems]
-        why = numbers.explanation
+        problems += (*baseline.problems, *numbers.problems)
         headers = {"Baseline": baseline_log.header} | headers
-    timelines = {name: run.timeline(side, iteration) for run, name, side in wanted}
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
-    notes = list(dict.fromkeys(problems))
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
+    remarks = caveats(numbers)
+    if (slowest := slowest_device(settled(log.steps))) is not None:
+        remarks.append(f"This run's {slowest_text(*slowest, evidence.ranks)}.")
     logs = [log] if baseline_log is None else [log, baseline_log]
     return Report(
         # The last two parts of a directory name a run.
         title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
-        facts=run_facts(log.header),
-        runs=descriptions(headers),
-        headline=headline(numbers),
-        differences=settings_that_differ(numbers),
-        caveats=caveats(numbers),
+        headers=headers,
         numbers=numbers,
-        numbers_table=numbers_table(numbers),
-        waterfall=None if why is None else waterfall(why),
-        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
-        worst_steps=worst_table(worst, evidence.ranks),
+        remarks=remarks,
         iteration=iteration,
-        step=step_chart(drawn) if drawn else None,
+        step=step_picture(drawn) if drawn else None,
         missing=[
             f"{name.capitalize()}: not drawn, its times are not logged."
             for name in timelines
             if name not in drawn
         ],
-        coverage=coverage_plots(log.coverage, log.header.config if log.header else {}),
-        coverage_iteration=log.coverage.iteration if log.coverage else 0,
-        notes=notes,
+        coverage=log.coverage,
+        notes=list(dict.fromkeys(problems)),
     )
 
 
-def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
+def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
@@ -222,26 +172,17 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     timelines = {
         name: timeline
         for name, log in named.items()
-        if (timeline := gather(log, {iteration}).timeline("measured", iteration))
+        if (timeline := gather(log, {iteration}).timelines(iteration).get("measured"))
     }
     if len(timelines) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, _render("step.svg.j2", chart=step_chart(timelines))
+    return iteration, step_picture(timelines).svg
 
 
-def render_page(report: Report, refresh_s: float | None = None) -> str:
-    """The HTML page of a report, which needs no other file.
-
-    Args:
-        refresh_s: seconds after which a browser loads the page again; None: it does not.
-    """
-    return _render("report.html.j2", report=report, refresh_s=refresh_s)
-
-
-def _render(template: str, **values: Any) -> str:
-    """A template of this package filled with values."""
+def render_page(report: Report) -> str:
+    """The HTML page of a report, which needs no other file."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -250,4 +191,4 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(colours=COLOURS, **values).lstrip()
+    return environment.get_template("report.html.j2").render(report=report, words=words).lstrip()

@@ -18,8 +18,6 @@ from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
-PREDICTED = "the schedule simulated with the predicted times"
-MEASURED = "starts and ends by the clocks of the ranks"
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
 
@@ -28,24 +26,16 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``source``: how starts are known, :data:`PREDICTED` or :data:`MEASURED`.
     ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
     all spans together, for other ranks in their layers. ``remarks``: what is not in it.
     ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
-    source: str
     segments: Sequence[Sequence[int]] = ()
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
     contents: Mapping[Place, RankStep] = field(default_factory=dict)
-
-    @property
-    def start_unix_s(self) -> float | None:
-        """When the first rank began; None where no rank said so."""
-        starts_s = [step.start_unix_s for step in self.contents.values() if step.spans]
-        return min((start_s for start_s in starts_s if start_s is not None), default=None)
 
     @property
     def makespan_ms(self) -> float:
@@ -71,19 +61,6 @@ class Timeline:
         held = step.micro_batches if step else ()
         return next((each for each in held if each.position == span.position), None)
 
-    def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
-        """Place, start and end of all time until the step's end in which a stage computes
-        nothing."""
-        end_ms = self.makespan_ms
-        for place, spans in self.spans.items():
-            free_ms = 0.0
-            for span in sorted(spans, key=lambda span: (span.start_ms, span.end_ms)):
-                if span.start_ms > free_ms:
-                    yield place, free_ms, span.start_ms
-                free_ms = max(free_ms, span.end_ms)
-            if end_ms > free_ms:
-                yield place, free_ms, end_ms
-
 
 def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) -> Timeline | None:
     """The schedule of the run simulated with the predicted times; None where it cannot be."""
@@ -95,7 +72,7 @@ def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) 
             spans[rank, event.stage].append(span)
     except PlanError:
         return None
-    return Timeline(spans=spans, source=PREDICTED, segments=record.segments_RM.tolist())
+    return Timeline(spans=spans, segments=record.segments_RM.tolist())
 
 
 def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
@@ -155,7 +132,6 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
         ]
     return Timeline(
         spans=spans,
-        source=MEASURED,
         segments=record.segments_RM.tolist(),
         waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
         remarks=tuple(remarks),

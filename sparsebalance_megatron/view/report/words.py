@@ -3,32 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.log.reader import RankLogs
-from sparsebalance_megatron.log.records import SIDES, RunHeader, StepRecord
+from sparsebalance_megatron.log.records import SIDES, CoverageRecord, Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
-from sparsebalance_megatron.text_table import shown_ms
-from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.text_table import printable, shown_ms
+from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary
 
 _OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
 _SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
-_MOST_WORST_STEPS = 5
-_WORST_HEADINGS = (
-    *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
-    *("predicted, ms", "measured, ms", "ratio"),
-)
-_SETTINGS = ("block_size", "base_budget", "layer_budgets", "batching", "tuning")
+_SLOW = 1.05
+"""A device that takes so much longer than the median is named."""
 
 
 def headline(numbers: RunSummary | Comparison) -> str:
     """The speedup, or without a baseline the parts of the mean step."""
     if isinstance(numbers, Comparison):
-        return _speedup(numbers)
+        return speedup_text(numbers)
     if numbers.split is None:
         return "No step of this run was measured whole."
     split = numbers.split
@@ -37,12 +34,13 @@ def headline(numbers: RunSummary | Comparison) -> str:
         for part_ms in (split.compute_ms, split.waiting_ms, split.rest_ms)
     )
     return (
-        f"Measured: a mean step takes {ms_text(split.step_ms)} ms: {compute} computing, {waiting} "
+        f"Measured: a mean step takes {shown_ms(split.step_ms)} ms: {compute} computing, {waiting} "
         f"waiting, {rest} the rest."
     )
 
 
-def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
+def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
+    """How much faster the run is, over a mean step."""
     if comparison.speedup is None:
         return (
             f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
@@ -55,14 +53,9 @@ def _speedup(comparison: Comparison, baseline: str = "the baseline") -> str:
         low, high = why.speedup_interval
         words += f" (95 % interval {low:.2f} to {high:.2f})"
     return (
-        f"{words}: a mean step takes {ms_text(why.run.step_ms)} ms instead of "
-        f"{ms_text(why.baseline.step_ms)} ms."
+        f"{words}: a mean step takes {shown_ms(why.run.step_ms)} ms instead of "
+        f"{shown_ms(why.baseline.step_ms)} ms."
     )
-
-
-def headlines_beside(beside: Mapping[str, Comparison]) -> list[str]:
-    """The speedup over each of the other runs, by the names of their directories."""
-    return [_speedup(comparison, name) for name, comparison in beside.items()]
 
 
 def changes(numbers: RunSummary | Comparison) -> list[str]:
@@ -71,7 +64,7 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
     if why is None:
         return []
     parts = ", ".join(f"{change.name} {change.signed}" for change in why.changes)
-    return [f"From the baseline's {ms_text(why.baseline.step_ms)} ms: {parts} ms."]
+    return [f"From the baseline's {shown_ms(why.baseline.step_ms)} ms: {parts} ms."]
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
@@ -134,8 +127,6 @@ def run_facts(header: RunHeader | None) -> str:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
     known |= {name: getattr(header, name) for name in _SOFTWARE}
-    config = header.config
-    known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
@@ -157,107 +148,121 @@ def numbers_table(
 ) -> Table:
     """The runs side by side, and where each number comes from."""
     runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
-    rows = [(name, *map(text, runs.values()), kind) for name, kind, text in _rows()]
+    rows = [
+        (name, *(_shown(run, path, layout) for run in runs.values()), kind)
+        for name, kind, path, layout in _ROWS
+    ]
     return Table(("", *runs, "how it is known"), rows)
 
 
-def _rows() -> Iterator[tuple[str, str, Callable[[RunSummary], str]]]:
-    """What each number is, where it comes from, and its text."""
-    yield "iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)
-    yield "mean step, ms", "measured", lambda run: _part(run, "step_ms")
-    yield "  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")
-    yield "  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")
-    yield "  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")
-    for name, kind, figure, layout in _FIGURES:
-        yield name, kind, partial(_figure, name=figure, layout=layout)
-    yield "loss, first step", "measured", lambda run: text_of(run.loss_first, "z.4f")
-    yield "loss, last step", "measured", lambda run: text_of(run.loss_last, "z.4f")
-    yield "steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"
-
-
-_FIGURES = (
-    ("imbalance of ranks, max/mean", "measured", "imbalance", ".3f"),
-    ("busiest rank, ms: measured", "measured", "busiest_rank_ms_measured", "ms"),
-    ("busiest rank, ms: predicted", "predicted", "busiest_rank_ms_predicted", "ms"),
-    ("step, ms: predicted lower bound", "predicted", "lower_bound_ms", "ms"),
-    ("error of predicted rank times", "both", "predicted_error", ".1%"),
-    ("work, relative to base budgets", "predicted", "work_ratio", ".1%"),
-    ("score coverage (mean)", "measured", "coverage", "z.4f"),
-    ("  of base budgets", "measured", "coverage_base", "z.4f"),
-    ("  as planned", "predicted", "coverage_predicted", "z.4f"),
-    ("  gained over base budgets, by tokens", "measured", "coverage_gained_by_token", "+z.4f"),
+_ROWS = (
+    ("iteration, ms (median)", "measured", "iteration_ms_median", "ms"),
+    ("mean step, ms", "measured", "split.step_ms", "ms"),
+    ("  of it waiting, ms", "measured", "split.waiting_ms", "ms"),
+    ("  of it computing, ms", "measured", "split.compute_ms", "ms"),
+    ("  of it the rest, ms", "measured", "split.rest_ms", "ms"),
+    ("imbalance of ranks, max/mean", "measured", "figures.imbalance", ".3f"),
+    ("busiest rank, ms: measured", "measured", "figures.busiest_rank_ms_measured", "ms"),
+    ("busiest rank, ms: predicted", "predicted", "figures.busiest_rank_ms_predicted", "ms"),
+    ("step, ms: predicted lower bound", "predicted", "figures.lower_bound_ms", "ms"),
+    ("error of predicted rank times", "both", "figures.predicted_error", ".1%"),
+    ("work, relative to base budgets", "predicted", "figures.work_ratio", ".1%"),
+    ("score coverage (mean)", "measured", "figures.coverage", "z.4f"),
+    ("  of base budgets", "measured", "figures.coverage_base", "z.4f"),
+    ("  as planned", "predicted", "figures.coverage_predicted", "z.4f"),
+    (
+        "  gained over base budgets, by tokens",
+        *("measured", "figures.coverage_gained_by_token", "+z.4f"),
+    ),
+    ("loss, first step", "measured", "loss_first", "z.4f"),
+    ("loss, last step", "measured", "loss_last", "z.4f"),
+    ("steps", "logged", "steps", "d"),
+    ("  of them warm-up", "logged", "warm_up_steps", "d"),
 )
-"""Rows of a run's figures: words, where a figure comes from, its name, its layout."""
+"""Rows of the table: words, where a number comes from, its place in a summary, its layout."""
 
 
-def _figure(run: RunSummary, *, name: str, layout: str) -> str:
-    value = run.figures[name]
-    return ms_text(value) if layout == "ms" else text_of(value, layout)
+def _shown(run: RunSummary, path: str, layout: str) -> str:
+    """A number of a summary in a layout; "ms" is one of times."""
+    part, _, name = path.rpartition(".")
+    if part == "figures":
+        value = run.figures[name]
+    else:
+        within = run.split if part else run
+        value = None if within is None else getattr(within, name)
+    if value is None:
+        return "not measured"
+    return shown_ms(value) if layout == "ms" else format(value, layout)
 
 
-def ms_text(value: float | None) -> str:
-    """A time without its unit."""
-    return "not measured" if value is None else shown_ms(value)
+def coverage_table(record: CoverageRecord | None) -> Table:
+    """Coverage at budgets of powers of two, the mean of the layers and the least, by length.
 
-
-def _part(run: RunSummary, name: str) -> str:
-    """A part of the mean step's time, in ms."""
-    return ms_text(None if run.split is None else getattr(run.split, name))
-
-
-def text_of(value: float | None, layout: str) -> str:
-    """A number in a layout."""
-    return "not measured" if value is None else format(value, layout)
-
-
-def worst_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Steps after the warm-up whose busiest rank exceeded its prediction most, worst first.
-
-    Without a cost table predicted times are relative, so they are scaled to the median step.
+    Samples of one block are left out: every budget covers them.
     """
-    known = [
-        (step, step.figures.busiest_rank_ms_measured, step.figures.busiest_rank_ms_predicted)
-        for step in settled(steps)
-        if step.figures.busiest_rank_ms_measured and step.figures.busiest_rank_ms_predicted
+    if record is None:
+        return Table((), ())
+    budgets = [budget for budget in record.grid if budget.bit_count() == 1]
+    rows = []
+    for bucket, blocks in enumerate(record.bucket_blocks):
+        curves_LK = record.curves_LUK[:, bucket]
+        curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
+        if blocks == 1 or not len(curves_LK):
+            continue
+        of_budgets = (curves_LK[:, record.grid.index(budget)] for budget in budgets)
+        cells = (f"{each_L.mean():.3f} ({each_L.min():.3f})" for each_L in of_budgets)
+        shown = [
+            cell if budget < blocks else "" for budget, cell in zip(budgets, cells, strict=True)
+        ]
+        least = 1 << bucket
+        rows.append((f"{least} to {blocks}" if least < blocks else str(blocks), *shown))
+    return Table(("blocks", *map(str, budgets)), rows)
+
+
+def layers_table(header: RunHeader | None) -> Table:
+    """Base budgets by layer, largest first; no rows where all layers have the same."""
+    config = header.config if header else {}
+    if header is None or config.get("layer_budgets") is None:
+        return Table((), ())
+    budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
+    layers: dict[int, list[str]] = {}
+    for layer, budget in enumerate(budget_L):
+        layers.setdefault(budget, []).append(str(layer))
+    rows = [
+        ("all: dense" if budget == DENSE else str(budget), ", ".join(layers[budget]))
+        for budget in sorted(layers, reverse=True)
     ]
-    if not known:
-        return []
-    scale = float(np.median([measured_ms / predicted_ms for _, measured_ms, predicted_ms in known]))
-    lost = [(measured_ms - scale * predicted_ms, step) for step, measured_ms, predicted_ms in known]
-    lost.sort(key=lambda each: -each[0])
-    return [step for lost_ms, step in lost[:_MOST_WORST_STEPS] if lost_ms > 0.0]
+    return Table(("base budget, blocks", "layers"), rows if len(rows) > 1 else ())
 
 
-def worst_table(steps: Iterable[StepRecord], ranks: RankLogs) -> Table:
-    """The micro-batch of every step that exceeded its prediction most, on one stage.
+def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
+    """The stage that exceeds its prediction most, and how many times as slow as the median it is.
 
-    The step that lost most comes first.
+    None where that is hardly slower, or not known. Long steps count for more.
+
+    Args:
+        steps: of them those of the last one's shape count.
     """
-    found = [_worst_row(step, ranks) for step in steps if step.complete]
-    rows = [row for _, row in sorted(found, key=lambda each: -each[0])]
-    return Table(_WORST_HEADINGS, rows)
-
-
-def _worst_row(record: StepRecord, ranks: RankLogs) -> tuple[float, tuple[str, ...]]:
-    """Milliseconds of the worst micro-batch above its prediction, and the cells of its row."""
-    predicted_RPM, measured_RPM = (record.times_2RPVM(side).sum(axis=(0, 3)) for side in SIDES)
-    scale = float(measured_RPM.sum() / predicted_RPM.sum()) if predicted_RPM.sum() > 0.0 else 1.0
-    excess_RPM = measured_RPM - scale * predicted_RPM
-    place = np.unravel_index(excess_RPM.argmax(), excess_RPM.shape)
-    rank, stage, position = map(int, place)
-    header = ranks.headers.get((rank, stage))
-    step = ranks.steps.get(record.iteration, {}).get((rank, stage))
-    held = [each for each in step.micro_batches if each.position == position] if step else []
-    expected_ms = scale * predicted_RPM[place]
-    row = (
-        str(record.iteration),
-        f"{excess_RPM[place]:,.0f}",
-        f"{rank}, {stage}",
-        header.host if header else "",
-        str(position),
-        f"{held[0].tokens:,}" if held else "",
-        f"{predicted_RPM[place]:,.4g}",
-        f"{measured_RPM[place]:,.4g}",
-        f"{measured_RPM[place] / expected_ms:.2f}" if expected_ms > 0.0 else "",
+    alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
+    if not alike or len(alike[-1].places) < 2:
+        return None
+    predicted_RP, measured_RP = (
+        np.sum([stage_busy_ms(each.times_2RPVM(side)) for each in alike], axis=0) for side in SIDES
     )
-    return float(excess_RPM[place]), row
+    if not (predicted_RP > 0.0).all():
+        return None
+    ratio_RP = measured_RP / predicted_RP
+    typical, slowest = float(np.median(ratio_RP)), float(ratio_RP.max())
+    if not slowest > _SLOW * typical > 0.0:
+        return None
+    return alike[-1].places[int(ratio_RP.argmax())], slowest / typical
+
+
+def slowest_text(place: Place, slowness: float, ranks: RankLogs) -> str:
+    """A device of :func:`slowest_device`, with its host."""
+    rank, stage = place
+    where = f" on {printable(ranks.headers[place].host)}" if place in ranks.headers else ""
+    return (
+        f"slowest: rank {rank} stage {stage}{where}, {slowness:.2f} times the median time for its "
+        "work"
+    )

@@ -20,8 +20,7 @@ from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
     segment_slice,
 )
-from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ranking import rank_slice
+from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 
 CU_SEQLENS, BUDGETS, BLOCK, BLOCKS = [0, 1, 2, 30, 51, 190, 203], [1, 3, 2, 3, 4, 2], 8, 29

@@ -64,12 +64,12 @@ def sliced_sequences(draw: st.DrawFn, max_members: int = 5) -> list[SequenceSlic
 def local_selection(selection: Selection, held: SequenceSlice) -> Selection:
     """The lists of a slice's queries, cut out of a selection within the whole sequence."""
     row_Q = torch.from_numpy(held.tokens_T).to(held.device)
-    row_Q = row_Q if selection.by_token else held.own_block_N
+    row_Q = row_Q if selection.by_token else held.layouts.own_block_N
     columns = selection.columns
     if columns is not None:
         columns = ColumnLists(
-            tokens_NGK=columns.tokens_NGK[held.own_block_N],
-            counts_NG=columns.counts_NG[held.own_block_N],
+            tokens_NGK=columns.tokens_NGK[held.layouts.own_block_N],
+            counts_NG=columns.counts_NG[held.layouts.own_block_N],
         )
     return Selection(
         indices_QCK=selection.indices_QCK[row_Q],
@@ -77,7 +77,7 @@ def local_selection(selection: Selection, held: SequenceSlice) -> Selection:
         by_token=selection.by_token,
         query_layout=held.local_layout,
         kv_layout=held.whole_layout,
-        own_block_N=held.own_block_N,
+        own_block_N=held.layouts.own_block_N,
         columns=columns,
     )
 
@@ -137,5 +137,6 @@ def in_parts(
             assert added.dtype == wide
             dkv[held.tokens_W[other]] += added
         for gradient, added in zip(own, exchange.added[0].split(head_dims, 2), strict=True):
-            assert gradient.equal(added.to(dtype))
+            same = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+            torch.testing.assert_close(gradient, added.to(dtype), **same)
     return tuple(x.cpu() for x in (out, lse, dq, *dkv.to(dtype).split(head_dims, 2)))

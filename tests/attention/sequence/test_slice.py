@@ -12,7 +12,7 @@ from attention.cases import make_case
 from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.context_parallel import tokens_of_members
+from oracles.attention import tokens_of_members
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.selection import Selection
@@ -65,14 +65,16 @@ def test_members_hold_the_sequence_token_by_token(
         numbers = [token for token, _, _ in tokens]
         blocks = sorted({block for _, _, block in tokens})
         assert held.tokens_T.tolist() == held.tokens_W[member].tolist() == numbers
-        assert held.blocks_W[member].tolist() == held.own_block_N.tolist() == blocks
+        assert held.blocks_W[member].tolist() == held.layouts.own_block_N.tolist() == blocks
         runs = [len(list(run)) for _, run in itertools.groupby(tokens, key=lambda x: x[1])]
         assert held.local_layout.cu_seqlens == (0, *itertools.accumulate(runs))
         in_whole = [block for _, _, block in tokens]
         assert held.whole_layout.block_T[held.tokens_T].tolist() == in_whole
-        assert held.own_block_N[held.local_layout.block_T].tolist() == in_whole
-        assert held.member_layouts[member] is held.local_layout
-        assert [layout.tokens for layout in held.member_layouts] == [len(x) for x in whole]
+        assert held.layouts.own_block_N[held.local_layout.block_T].tolist() == in_whole
+        assert held.layout_of(member) is held.local_layout
+        assert [layout.tokens for layout in map(held.layout_of, range(len(whole)))] == [
+            len(x) for x in whole
+        ]
         assert held.gathered_T[numbers].tolist() == [
             member * longest + i for i in range(len(numbers))
         ]
@@ -131,7 +133,7 @@ def test_parts_of_lists_hold_what_members_hold(
     case.selection.indices_QCK[past] = torch.iinfo(case.selection.indices_QCK.dtype).min
     for member, held in enumerate(slices):
         local = local_selection(case.selection, held)
-        rows = held.tokens_T if local.by_token else held.own_block_N
+        rows = held.tokens_T if local.by_token else held.layouts.own_block_N
         whole = [_lists(case.selection)[row] for row in rows.tolist()]
         assert _lists(local) == whole
         for holder in range(len(slices)):
@@ -141,23 +143,25 @@ def test_parts_of_lists_hold_what_members_hold(
                 [[blocks.index(n) for n in one if n in blocks] for one in row] for row in whole
             ]
             assert _lists(part) == expected
-            assert part.kv_layout is held.member_layouts[holder]
+            assert part.kv_layout is held.layout_of(holder)
             assert part.own_block_N.tolist() == (
-                list(range(len(blocks))) if holder == member else [-1] * len(held.own_block_N)
+                list(range(len(blocks)))
+                if holder == member
+                else [-1] * len(held.layouts.own_block_N)
             )
 
 
 def test_parts_are_cut_without_reading_the_device() -> None:
     """Tensors of the meta device have no values that the host could read."""
     held = slices_of([0, 3, 40], np.array([0, 1, 0, 1, 0, 1]), 2, device="meta")[0]
-    lists = torch.empty(len(held.own_block_N), 2, 5, dtype=torch.int32, device="meta")
+    lists = torch.empty(len(held.layouts.own_block_N), 2, 5, dtype=torch.int32, device="meta")
     selection = Selection(
         indices_QCK=lists,
         counts_QC=lists[:, :, 0],
         by_token=False,
         query_layout=held.local_layout,
         kv_layout=held.whole_layout,
-        own_block_N=held.own_block_N,
+        own_block_N=held.layouts.own_block_N,
     )
     # The second document has 5 blocks, of which the members hold 2 and 3.
     widths = [held_by(member, selection, held).indices_QCK.shape[2] for member in range(2)]

@@ -33,9 +33,9 @@ from triton.runtime import interpreter  # noqa: E402
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     device_functions,
     index,
-    token_query_kernels,
+    token_kernels,
 )
-from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402
+from sparsebalance_megatron.attention.select import router_kernels  # noqa: E402
 
 NOBODY, MANY = -1, -2
 
@@ -136,10 +136,10 @@ def accesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Accesses]:
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
     # Several programs, launches and tiles of everything, at sizes that the interpreter can take.
     monkeypatch.setattr(index, "FEWEST_TILE_READERS", 16)
-    monkeypatch.setattr(token_query_kernels, "WANTED_PROGRAMS", 1000)
-    monkeypatch.setattr(token_query_kernels, "PARTIAL_BYTES", 3 << 12)
+    monkeypatch.setattr(token_kernels, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(token_kernels, "PARTIAL_BYTES", 3 << 12)
     monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", 1000)
-    monkeypatch.setattr(row_ranking_kernel, "PROGRAMS", 3)
+    monkeypatch.setattr(router_kernels, "PROGRAMS", 3)
     yield found
     assert found.launches
 
@@ -170,7 +170,7 @@ def test_programs_stay_in_their_tensors_and_meet_nowhere(
 
 
 @pytest.mark.parametrize(
-    "module", [token_query_kernels, index, row_ranking_kernel], ids=["rows", "index", "router"]
+    "module", [token_kernels, index, router_kernels], ids=["rows", "index", "router"]
 )
 def test_a_missing_barrier_is_found(
     module: Any, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch

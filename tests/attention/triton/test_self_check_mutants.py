@@ -19,18 +19,13 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("nothing is compiled for mutants", allow_module_level=True)
 
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
-    column_gradient_kernels,
     device_functions,
     index,
     key_block_kernel,
     query_block_kernel,
-    token_key_kernel,
-    token_query_kernels,
+    token_kernels,
 )
-from sparsebalance_megatron.attention.select import (  # noqa: E402
-    ranking_kernels,
-    row_ranking_kernel,
-)
+from sparsebalance_megatron.attention.select import router_kernels  # noqa: E402
 
 BY_BLOCK, BY_TOKEN, WITH_COLUMNS = "previous-block", "token-query-head", "vertical-slash"
 MUTANTS = {
@@ -46,7 +41,7 @@ MUTANTS = {
         *(BY_TOKEN, query_block_kernel, "take_in", "peak_Y - new_peak_Y", "peak_Y - peak_Y"),
     ),
     "delta is left out of dq": (
-        *(BY_BLOCK, device_functions, "query_step", "(dp_YC - delta_Y[:, None])", "dp_YC"),
+        *(BY_BLOCK, query_block_kernel, "take_in", "(dp_YC - total_Y[:, None])", "dp_YC"),
     ),
     "dk does not know the causal mask": (
         *(BY_BLOCK, device_functions, "key_step"),
@@ -56,31 +51,27 @@ MUTANTS = {
         *(BY_BLOCK, key_block_kernel, "_key_block_kernel", "dk_CD * softmax_scale", "dk_CD"),
     ),
     "a block's last readers are left out": (
-        *(BY_TOKEN, token_query_kernels, "_take_block_in"),
+        *(BY_TOKEN, token_kernels, "_take_block_in"),
         *("row_Y < count * HEADS", "row_Y < count * HEADS - 1"),
     ),
     "a column's gradient is another's": (
-        *(WITH_COLUMNS, column_gradient_kernels, "_column_sum_kernel", "+=", "="),
+        *(WITH_COLUMNS, key_block_kernel, "_column_sum_kernel", "+=", "="),
     ),
     "a reader lies in another's place": (
         *(BY_TOKEN, index, "_place_kernel", "+ left_K, reader", "+ left_K, first_reader"),
     ),
     "token dk, dv: not scaled": (
-        *(BY_TOKEN, token_key_kernel, "_token_key_kernel", "dk_CD * softmax_scale", "dk_CD"),
+        *(BY_TOKEN, token_kernels, "_token_key_kernel", "dk_CD * softmax_scale", "dk_CD"),
     ),
     "the own block has no place of its own": (
-        *(BY_TOKEN, row_ranking_kernel, "_list_rows"),
+        *(BY_TOKEN, router_kernels, "_list_rows"),
         *("(column_J == last)[None, :]", "(column_J < 0)[None, :]"),
     ),
     "mass is not a share": (
-        *(BY_TOKEN, row_ranking_kernel, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
+        *(BY_TOKEN, router_kernels, "_rank_kernel", "mass_J += ", "mass_J += 1.01 * "),
     ),
     "means are sums": (
-        *(BY_TOKEN, ranking_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
-    ),
-    "a budget is one less": (
-        *(BY_TOKEN, ranking_kernels, "_counts_kernel"),
-        *("tl.maximum(budget_Q, 1)", "tl.maximum(budget_Q - 1, 1)"),
+        *(BY_TOKEN, router_kernels, "_mean_kernel", "tl.div_rn(sum_D, tokens_D)", "sum_D"),
     ),
 }
 

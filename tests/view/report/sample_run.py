@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,23 @@ from sparsebalance_megatron.learn.measurement import (
     Piece,
     RankPlace,
     Span,
+    StepFigures,
     StepMeasurement,
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_figures import StepFigures
-from sparsebalance_megatron.log.recording import (
-    FinishedStep,
-    coverage_record,
-    rank_header,
-    rank_step,
-    step_record,
-)
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     CoverageRecord,
+    FinishedStep,
     RankStep,
     Record,
     RunHeader,
+    coverage_record,
     encode,
+    rank_header,
+    rank_step,
+    step_record,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
@@ -212,6 +211,9 @@ class SampleRun:
             figures=StepFigures.of(planned, measured),
             padded_tokens=0,
             host_ms={"plan": 0.5},
+            times=StepTimes(schedule_ms=math.nan, start_unix_s=None, spans=()),
+            pieces=(),
+            executed_O=np.empty(0),
         )
 
     def rank_record(self, step: FinishedStep, place: RankPlace, clock_s: float) -> RankStep:
@@ -223,13 +225,9 @@ class SampleRun:
             coverage_LS = self.coverage().coverage_LS(blocks_S, micro_batch.budgets_LS)
             pieces += [Piece(position, layer, len(blocks_S)) for layer in layers]
             covered += [coverage_LS[layers].reshape(-1)]
-        executed_O = np.concatenate(covered)
         ran = simulate(flat(step.measured.times_2RPVM))[rank]
-        return rank_step(
-            iteration=step.iteration,
-            planned=step.planned,
-            place=place,
-            job=self.job,
+        finished = replace(
+            step,
             times=StepTimes(
                 schedule_ms=max(event.end_ms for event in ran),
                 start_unix_s=clock_s + 1e-3 * (0.3 * rank + 0.1 * stage),
@@ -240,17 +238,15 @@ class SampleRun:
                 ),
             ),
             pieces=pieces,
-            executed_O=executed_O,
+            executed_O=np.concatenate(covered),
         )
+        return rank_step(finished, place, self.job)
 
     def coverage_record(self, iteration: int) -> CoverageRecord:
         """Nothing was seen of documents of one block."""
         curves = self.coverage()
-        observed_LU = np.ones((self.layers, curves.buckets), dtype=bool)
-        observed_LU[:, 0] = False
-        return coverage_record(
-            iteration=iteration, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=observed_LU
-        )
+        curves.observed_LU = np.arange(curves.buckets) > np.zeros((self.layers, 1))
+        return coverage_record(iteration, curves)
 
 
 def write_lines(path: Path, records: Sequence[Any]) -> None:

@@ -1,44 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures show: parts that add up, and micro-batches that ranks share."""
+"""What the picture of a step shows: waiting, budgets, micro-batches that ranks share."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
+import matplotlib
 import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from record_cases import rank_micro_batch, rank_step
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
+from sparsebalance_megatron.view.report import pictures
 from sparsebalance_megatron.view.report.pictures import (
-    step_chart,
-    waterfall,
+    COLOURS,
+    step_picture,
 )
-from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
-
-EXPLANATION = Explanation(
-    baseline=TimeSplit(steps=9, compute_ms=500.0, waiting_ms=90.0, rest_ms=10.0),
-    run=TimeSplit(steps=9, compute_ms=520.0, waiting_ms=20.0, rest_ms=10.0),
-    less_attention_ms=-30.0,
-    waiting_ms=-70.0,
-    rest_ms=0.0,
-    machine_ms=50.0,
-    speedup_interval=None,
-)
+from sparsebalance_megatron.view.report.timeline import Timeline
 
 
-def test_other_base_budgets_are_not_told_from_noise() -> None:
-    (panel,) = waterfall(replace(EXPLANATION, same_base_budgets=False)).panels
-    assert [row.note for row in panel.rows] == ["600", "+20", "-70", "0", "550"]
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn."""
+    drawn: list[Figure] = []
+    render = pictures._drawn
+
+    def keep(draw: Callable[[Figure], None], *size: float) -> str:
+        def draw_and_keep(figure: Figure) -> None:
+            draw(figure)
+            drawn.append(figure)
+
+        return render(draw_and_keep, *size)
+
+    monkeypatch.setattr(pictures, "_drawn", keep)
+    return drawn
 
 
-def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
-    chart = waterfall(EXPLANATION)
-    (panel,) = chart.panels
-    assert [row.note for row in panel.rows] == ["600", "-30", "-70", "0", "+50", "550"]
-    spans = [(row.pieces[0].start_ms, row.end_ms) for row in panel.rows[1:-1]]
-    assert spans == [(570.0, 600.0), (500.0, 570.0), (500.0, 500.0), (500.0, 550.0)]
-    assert [row.end_ms for row in (panel.rows[0], panel.rows[-1])] == [600.0, 550.0]
+def bars(axes: Axes, row: int) -> list[tuple[float, float]]:
+    """Starts and ends of a row's bars."""
+    of_row = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+    return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in of_row]
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text().strip() for text in axes.texts]
 
 
 def view(cp_size: int) -> Timeline:
@@ -63,25 +70,38 @@ def view(cp_size: int) -> Timeline:
         )
         for rank in (0, 1)
     }
-    return Timeline(spans={(0, 0): spans, (1, 0): spans}, source=MEASURED, contents=contents)
+    return Timeline(spans={(0, 0): spans, (1, 0): spans}, contents=contents)
 
 
-def test_a_step_shows_waiting_budgets_and_shared_packed_sequences() -> None:
-    (panel,) = step_chart({"measured": view(2)}).panels
-    for row in panel.rows:
-        kinds = [piece.kind for piece in row.pieces]
-        assert kinds == ["waiting", "forward", "computing", "forward", "computing"]
-        assert [piece.text for piece in row.pieces] == ["", "", "7", "", "7"]
-        assert [piece.marked for piece in row.pieces] == [False, False, False, True, True]
-        assert "500 tokens" in row.pieces[1].title and "250 tokens" in row.pieces[3].title
-    (narrow,) = step_chart({"measured": view(1)}).panels
-    assert not any(piece.marked for row in narrow.rows for piece in row.pieces)
+def test_a_step_shows_waiting_budgets_and_shared_packed_sequences(figures: list[Figure]) -> None:
+    step_picture({"measured": view(2)})
+    step_picture({"measured": view(1)})
+    shared, narrow = (figure.axes[0] for figure in figures)
+    assert "4 ms, stages wait 0% of it" in shared.get_title(loc="left")
+    ink = matplotlib.colors.to_rgba("#1b1d20")
+    for row in (0, 1):
+        assert bars(shared, row) == [(0.0, 4.0), (0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+        of_row = shared.patches[5 * row : 5 * row + 5]
+        kinds = ("waiting", "forward", "backward", "forward", "backward")
+        assert [bar.get_facecolor() for bar in of_row] == [
+            matplotlib.colors.to_rgba(COLOURS[kind]) for kind in kinds
+        ]
+        assert [bar.get_edgecolor() == ink for bar in of_row[1:]] == [False, False, True, True]
+    assert texts(shared) == ["7"] * 4
+    assert not any(bar.get_edgecolor() == ink for bar in narrow.patches)
 
 
-def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
+def test_steps_of_very_different_times_have_axes_of_their_own(figures: list[Figure]) -> None:
+    long = Timeline(spans={(0, 0): [Span("forward", 0, 0, 0.0, 90.0)]})
+    step_picture({"long": long, "short": view(1)})
+    assert [axes.get_xlim()[1] for axes in figures[0].axes] == [90.0, 4.0]
+
+
+def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest(
+    figures: list[Figure],
+) -> None:
     spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
-    timeline = Timeline(spans=spans, source=MEASURED)
-    chart = step_chart({"measured": timeline})
-    labels = [row.label for row in chart.panels[0].rows]
+    picture = step_picture({"measured": Timeline(spans=spans)})
+    labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
-    assert any("16 of 40 ranks" in remark for remark in chart.remarks)
+    assert any("16 of 40 ranks" in remark for remark in picture.remarks)

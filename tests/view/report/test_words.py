@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from msgspec import structs
-from record_cases import header_of
+from record_cases import header_of, step_record
 from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.log.records import CoverageRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.numbers import (
+    Change,
     Comparison,
     Explanation,
     RunSummary,
@@ -24,16 +30,18 @@ from sparsebalance_megatron.view.report.numbers import (
 from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
+    coverage_table,
     descriptions,
     headline,
-    worst_steps,
-    worst_table,
+    layers_table,
+    slowest_device,
+    slowest_text,
 )
 
 
 def summary(**changes: Any) -> RunSummary:
     values: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
-    values |= {"steps": 9, "warm_up_steps": 1, "iteration_ms": ()}
+    values |= {"steps": 9, "warm_up_steps": 1}
     return RunSummary(**(values | changes))
 
 
@@ -49,23 +57,18 @@ def compared(**changes: Any) -> Comparison:
     return Comparison(**(values | changes))
 
 
-def explained(**changes: Any) -> Explanation:
-    values: dict[str, Any] = {
-        "baseline": TimeSplit(steps=9, compute_ms=5000.0, waiting_ms=900.0, rest_ms=100.0),
-        "run": TimeSplit(steps=9, compute_ms=4700.0, waiting_ms=200.0, rest_ms=100.0),
-        "less_attention_ms": -300.0,
-        "waiting_ms": -700.0,
-        "rest_ms": 0.0,
-        "machine_ms": 0.0,
-        "speedup_interval": (1.15, 1.25),
-    }
-    return Explanation(**(values | changes))
+EXPLAINED = Explanation(
+    baseline=TimeSplit(compute_ms=5000.0, waiting_ms=900.0, rest_ms=100.0),
+    run=TimeSplit(compute_ms=4700.0, waiting_ms=200.0, rest_ms=100.0),
+    changes=(Change("less attention", -300.0), Change("less waiting", -700.0)),
+    speedup_interval=(1.15, 1.25),
+)
 
 
 def test_a_speedup_has_an_interval_and_its_parts() -> None:
-    comparison = compared(speedup=1.2, explanation=explained())
+    comparison = compared(speedup=1.2, explanation=EXPLAINED)
     assert numbers(headline(comparison)) == [1.2, 95, 1.15, 1.25, 5000, 6000]
-    assert numbers(*changes(comparison)) == [6000, -300, -700, 0, 0]
+    assert numbers(*changes(comparison)) == [6000, -300, -700]
 
 
 def test_no_more_is_claimed_than_is_known() -> None:
@@ -98,33 +101,49 @@ def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
     assert caveats(both) == [f"Sparse balance: {notice}"]
 
 
-SLOWED = 7
-
-
-def slowed(directory: Path) -> Path:
-    """A run of which one forward took ten times as long: of rank 1, stage 0, micro-batch 2."""
-    SampleRun(steps=10, noise=0.0).write(directory)
-    path = directory / "steps.jsonl"
+def test_the_slowest_device_is_named_with_its_host(tmp_path: Path) -> None:
+    """Stage 0 of rank 1 takes half as long again; another layout before it does not count."""
+    SampleRun(steps=4, noise=0.0).write(tmp_path)
+    path = tmp_path / "steps.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
-        if record.get("iteration") == SLOWED and record["type"] == "step":
-            forwards = record["measured"]["times_2RPVM"][0][1][0][0]
-            record["figures"]["busiest_rank_ms_measured"] += 9.0 * forwards[2]
-            forwards[2] *= 10.0
+        if record["type"] == "step":
+            own = np.array(record["predicted"]["times_2RPVM"])
+            own[:, 1, 0] *= 1.5
+            record["measured"]["times_2RPVM"] = own.tolist()
     write_lines(path, records)
-    return directory
+    steps = read_run_log(tmp_path).steps
+    found = slowest_device((step_record(1), *steps))
+    assert found == ((1, 0), pytest.approx(1.5))
+    ranks = read_rank_logs(tmp_path, ())
+    assert slowest_text(*found, ranks).startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
+    assert slowest_device((*steps, step_record(1))) is None
 
 
-def test_the_slowed_micro_batch_is_named(tmp_path: Path) -> None:
-    log = read_run_log(slowed(tmp_path / "run"))
-    worst = worst_steps(log.steps)
-    assert worst[0].iteration == SLOWED and len(worst) <= 5
-    ranks = read_rank_logs(log.directory, {step.iteration for step in worst})
-    rows = worst_table(worst, ranks).rows
-    lost_ms = [float(row[1].replace(",", "")) for row in rows]
-    assert lost_ms == sorted(lost_ms, reverse=True)
-    iteration, _, place, host, micro_batch, tokens, *_, ratio = rows[0]
-    assert (iteration, place, micro_batch) == (str(SLOWED), "1, 0", "2")
-    held = ranks.steps[SLOWED][(1, 0)].micro_batches[2]
-    assert (host, tokens) == ("node0", f"{held.tokens:,}")
-    assert float(ratio) > 2.0
+def test_devices_alike_are_not_named(tmp_path: Path) -> None:
+    directory = SampleRun(steps=3, noise=0.0).write(tmp_path)
+    assert slowest_device(read_run_log(directory).steps) is None
+
+
+def test_coverage_is_that_of_the_layers_mean_and_least() -> None:
+    curves_LUK = np.full((2, 3, 4), np.nan)
+    curves_LUK[:, 0] = 1.0
+    curves_LUK[:, 2] = (0.2, 0.4, 0.6, 0.8), (0.4, 0.6, 0.8, 1.0)
+    record = CoverageRecord(
+        iteration=5, grid=(1, 2, 3, 4), bucket_blocks=(1, 3, 7), curves_LUK=curves_LUK
+    )
+    table = coverage_table(record)
+    assert table.headings == ("blocks", "1", "2", "4")
+    assert table.rows == [("4 to 7", "0.300 (0.200)", "0.500 (0.400)", "0.900 (0.800)")]
+    assert not coverage_table(None).rows
+
+
+def test_base_budgets_of_layers() -> None:
+    header = header_of(replace(JOB, stage_layers=(((0, 1, 2, 3),),)))
+
+    def rows(text: str | None) -> Sequence[Sequence[str]]:
+        config = {"base_budget": 8, "layer_budgets": text}
+        return layers_table(structs.replace(header, config=config)).rows
+
+    assert rows("dense:0 2:1-2") == [("all: dense", "0"), ("8", "3"), ("2", "1, 2")]
+    assert not rows(None) and not rows("dense:all") and not layers_table(None).rows

@@ -7,6 +7,8 @@ reads the device from the host, and budgets or tokens that change compile nothin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,28 +33,46 @@ def forward(
             f"block_sparse_attention: softmax_scale {softmax_scale}: must be positive for "
             'implementation "triton"; negate the queries instead'
         )
-    if selection.by_token:
-        from sparsebalance_megatron.attention.kernels.triton import token_query_kernels
+    from sparsebalance_megatron.attention.kernels.triton import (
+        device_functions,
+        query_block_kernel,
+        token_kernels,
+    )
 
-        attend = token_query_kernels.forward_by_token
-    else:
-        from sparsebalance_megatron.attention.kernels.triton import query_block_kernel
-
-        attend = query_block_kernel.forward_attention
-    return attend(q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale)
+    kernels = token_kernels if selection.by_token else query_block_kernel
+    q_THD, k_TGD, v_TGF = map(device_functions.with_dense_rows, (q_THD, k_TGD, v_TGF))
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    with torch.cuda.device_of(q_THD):
+        kernels.launch_forward(
+            (q_THD, k_TGD, v_TGF, None, out_THF, lse_TH), selection, softmax_scale
+        )
+    return out_THF, lse_TH
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`..contract.Kernel`."""
-    if saved.selection.by_token:
-        from sparsebalance_megatron.attention.kernels.triton import token_key_kernel
+    from sparsebalance_megatron.attention.kernels.triton import (
+        device_functions,
+        key_block_kernel,
+        token_kernels,
+    )
 
-        gradients = token_key_kernel.backward_by_token
-    else:
-        from sparsebalance_megatron.attention.kernels.triton import key_block_kernel
-
-        gradients = key_block_kernel.backward_attention
-    return gradients(dout_THF, saved)
+    kernels = token_kernels if saved.selection.by_token else key_block_kernel
+    inputs = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF
+    q_THD, k_TGD, v_TGF, dout_THF = map(device_functions.with_dense_rows, inputs)
+    with torch.cuda.device_of(dout_THF):
+        return kernels.gradients(
+            dout_THF,
+            replace(
+                saved,
+                q_THD=q_THD,
+                k_TGD=k_TGD,
+                v_TGF=v_TGF,
+                out_THF=saved.out_THF.contiguous(),
+                lse_TH=saved.lse_TH.contiguous(),
+            ),
+        )
 
 
 def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:

@@ -104,19 +104,6 @@ def entry_at(entries, place, count):
 
 
 @triton.jit
-def query_step(q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, visible_YC, dq_YD, score_scale,
-               MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add what one tile of keys gives to dq / softmax_scale."""
-    s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION) * score_scale
-    p_YC = tl.exp2(s_YC - lse_Y[:, None])
-    if MASKED:
-        p_YC = tl.where(visible_YC, p_YC, 0.0)
-    dp_YC = tl.dot(dout_YF, tl.trans(v_CF), input_precision=PRECISION)
-    ds_YC = p_YC * (dp_YC - delta_Y[:, None])
-    return tl.dot(ds_YC.to(k_CD.dtype), k_CD, dq_YD, input_precision=PRECISION)
-
-
-@triton.jit
 def key_step(q_YD, dout_YF, lse_Y, delta_Y, k_CD, v_CF, slot_C, slot_Y, dk_CD, dv_CF, score_scale,
              MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of queries gives to dk / softmax_scale and dv; probabilities lie

@@ -147,13 +147,11 @@ class InverseLists:
     are int32.
 
     Attributes:
-        entries: the readers.
         item_list_I: an item's list; -1 past the last item.
         item_part_I: an item's place in its list.
         item_slot_I: where the result of an item of a cut list lies; -1 for a list of one item.
         parts_U: items of each list; at least 1.
         first_slot_U: where the results of a cut list begin.
-        entries_per_item: see above.
         cut_items: how many items of cut lists there can be at most.
     """
 
@@ -172,10 +170,9 @@ def inverse_lists(
 ) -> InverseLists:
     """Invert a selection.
 
-    Lists are cut into about ``wanted_items`` items to fill the device, and in any case at four
-    times the length that a full block's list has on average, so that a block that every query reads
-    does not keep one program busy long after all others have ended. Items of cut lists are
-    ``most_cut_items`` at most, and longer where that is what it takes.
+    Lists are cut into about ``wanted_items`` items, and in any case at four times the length that a
+    full block's list has on average, so that a block that every query reads does not keep one
+    program busy for long. Items of cut lists are ``most_cut_items`` at most, or longer.
     """
     entries = readers_of(selection, kv_heads)
     _, heads, width = selection.indices_QCK.shape

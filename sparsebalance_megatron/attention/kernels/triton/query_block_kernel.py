@@ -26,31 +26,21 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     block_extent,
     entry_at,
     load_rows,
-    query_step,
     row_strides,
     tile_constants,
-    with_dense_rows,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
-def forward_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """out_THF in the inputs' dtype and lse_TH in float32, without a gradient.
-
-    Lists need not hold their own block, so attention over parts of a list can be merged.
-    """
-    q_THD, k_TGD, v_TGF = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGF))
-    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
-    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    inputs = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None, None
-    with torch.cuda.device_of(q_THD):
-        _launch(
-            tiles_of(k_TGD, v_TGF).forward, selection, inputs, float(LOG2_E.value) * softmax_scale
-        )
-    return out_THF, lse_TH
+def launch_forward(
+    tensors: tuple[Tensor | None, ...], selection: Selection, softmax_scale: float
+) -> None:
+    """Launch the forward pass; ``tensors`` are the kernel's first arguments."""
+    _, k_TGD, v_TGF, *_ = tensors
+    assert k_TGD is not None and v_TGF is not None
+    tile, scale = tiles_of(k_TGD, v_TGF).forward, float(LOG2_E.value) * softmax_scale
+    _launch(tile, selection, (*tensors, None, None), scale)
 
 
 def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
@@ -62,7 +52,7 @@ def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
     tile = tiles_of(saved.k_TGD, saved.v_TGF).query_gradient
-    results = saved.out_THF.contiguous(), saved.lse_TH.contiguous(), dq_THD, statistics_2HZ
+    results = saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ
     inputs = q_THD, saved.k_TGD, saved.v_TGF, dout_THF, *results
     _launch(tile, saved.selection, inputs, saved.softmax_scale)
     return dq_THD, statistics_2HZ
@@ -101,11 +91,8 @@ def _launch(
     columns = listed_columns(selection)
     _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
         *tensors,
-        selection.indices_QCK.contiguous(),
-        selection.counts_QC.contiguous(),
-        selection.own_block_N,
-        layout.start_N,
-        layout.document_end_N,
+        *(selection.indices_QCK.contiguous(), selection.counts_QC.contiguous()),
+        *(selection.own_block_N, layout.start_N, layout.document_end_N),
         selection.kv_layout.start_N,
         *(
             (columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2])
@@ -114,9 +101,7 @@ def _launch(
         ),
         *row_strides(q_THD, k_TGD, v_TGF),
         *((None, None) if dout_THF is None else row_strides(dout_THF)),
-        scale,
-        layout.blocks,
-        selection.indices_QCK.shape[2],
+        *(scale, layout.blocks, selection.indices_QCK.shape[2]),
         KV_HEADS=kv_heads,
         GROUP=group,
         **tile_constants(k_TGD, v_TGF, layout.block_size, rows, tile),
@@ -134,11 +119,15 @@ def take_in(q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, s
              MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in: out and its peak and total so far, scores in units of log2; or,
     with dout, dq, of which peak is the LSE and total the delta."""
+    s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION)
     if dout_YF is not None:
-        result_YU = query_step(q_YD, dout_YF, peak_Y, total_Y, k_CD, v_CF, visible_YC, result_YU,
-                               score_scale, MASKED, PRECISION)  # fmt: skip
+        p_YC = tl.exp2(s_YC * score_scale - peak_Y[:, None])
+        if MASKED:
+            p_YC = tl.where(visible_YC, p_YC, 0.0)
+        dp_YC = tl.dot(dout_YF, tl.trans(v_CF), input_precision=PRECISION)
+        ds_YC = p_YC * (dp_YC - total_Y[:, None])
+        result_YU = tl.dot(ds_YC.to(k_CD.dtype), k_CD, result_YU, input_precision=PRECISION)
     else:
-        s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION)
         if MASKED:
             s_YC = tl.where(visible_YC, s_YC, float("-inf"))
         new_peak_Y = tl.maximum(peak_Y, tl.max(s_YC, 1) * score_scale)

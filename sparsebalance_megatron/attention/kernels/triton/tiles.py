@@ -8,8 +8,8 @@ on a clock would change the order of sums, hence the bits, from run to run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ SHARED_BYTES: dict[Capability, int] = {
 the GPUs that the table has shapes for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tile:
+class Tile(NamedTuple):
     """Shape of a kernel's inner product and how it is compiled.
 
     ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
@@ -46,8 +45,7 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """One tile shape per kernel."""
 
     forward: Tile
@@ -55,77 +53,33 @@ class Tiles:
     key_gradient: Tile
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shapes:
-    """Shapes for one GPU and the half types, by head dim."""
-
-    up_to_64: Tiles
-    up_to_128: Tiles
-    up_to_256: Tiles
-
-    def of(self, head_dim: int) -> Tiles:
-        if head_dim <= 64:
-            return self.up_to_64
-        return self.up_to_128 if head_dim <= 128 else self.up_to_256
-
-
 # Of the shapes that fit a GPU's shared memory and registers under all Tritons from 3.4 to 3.9,
 # those that keep copies of the next tiles in flight, hardly spill in the loop, and have the least
 # instructions per product: for Hopper, by ``benchmarks/kernel_resources.py --candidates``, which
 # lists them all; for GPUs of 99 KiB among a dozen. Elsewhere a shape is Hopper's where that fits.
-_HOPPER = _Shapes(
-    up_to_64=Tiles(
-        forward=Tile(rows=128, columns=128, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-    ),
-    up_to_128=Tiles(
-        forward=Tile(rows=128, columns=128, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
-        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-    ),
-    up_to_256=Tiles(
-        forward=Tile(rows=128, columns=32, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
-        key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
-    ),
-)
-_AMPERE = replace(
-    _HOPPER,
-    up_to_256=replace(
-        _HOPPER.up_to_256, query_gradient=Tile(rows=64, columns=32, warps=4, stages=3)
-    ),
-)
-_BLACKWELL = replace(
-    _HOPPER,
-    up_to_128=replace(_HOPPER.up_to_128, forward=Tile(rows=128, columns=64, warps=8, stages=3)),
-    up_to_256=replace(
-        _HOPPER.up_to_256, query_gradient=Tile(rows=128, columns=32, warps=8, stages=2)
-    ),
-)
-
-_IN_99_KIB = _Shapes(
-    up_to_64=Tiles(
-        forward=Tile(rows=128, columns=64, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
-        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-    ),
-    up_to_128=Tiles(
-        forward=Tile(rows=128, columns=32, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
-        key_gradient=Tile(rows=32, columns=128, warps=8, stages=3),
-    ),
-    up_to_256=Tiles(
-        forward=Tile(rows=32, columns=32, warps=4, stages=3),
-        query_gradient=Tile(rows=32, columns=32, warps=4, stages=3),
-        key_gradient=Tile(rows=16, columns=32, warps=4, stages=3),
-    ),
-)
-_SMALL = Tile(rows=32, columns=32, warps=4, stages=1)
-_SMALLEST = Tile(rows=16, columns=16, warps=4, stages=1)
-_FLOAT32 = Tiles(forward=_SMALL, query_gradient=_SMALL, key_gradient=_SMALL)
-_WIDE_FLOAT32_IN_99_KIB = Tiles(forward=_SMALL, query_gradient=_SMALLEST, key_gradient=_SMALLEST)
-_BY_QUERY_BLOCK = {
+# Each table is for the half types, by the largest head dim; rows, columns, warps and stages of the
+# forward pass, of dq, of dk and dv.
+_HOPPER = {
+    64: Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3)),
+    128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    256: Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 64, 8, 3)),
+}
+_AMPERE = _HOPPER | {
+    256: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3)),
+}
+_BLACKWELL = _HOPPER | {
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    256: Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3)),
+}
+_IN_99_KIB = {
+    64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    128: Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 128, 8, 3)),
+    256: Tiles(Tile(32, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3)),
+}
+_SMALL, _SMALLEST = Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)
+_FLOAT32 = Tiles(_SMALL, _SMALL, _SMALL)
+_WIDE_FLOAT32_IN_99_KIB = Tiles(_SMALL, _SMALLEST, _SMALLEST)
+_OF_HALF_TYPES = {
     AMPERE: _AMPERE,
     HOPPER: _HOPPER,
     BLACKWELL: _BLACKWELL,
@@ -149,5 +103,6 @@ def tiles_of(k_TGD: Tensor, v_TGF: Tensor) -> Tiles:
 def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The table's row for a head dim, a dtype's size and a GPU of ``SHARED_BYTES``."""
     if element_bytes <= 2:
-        return _BY_QUERY_BLOCK[capability].of(head_dim)
+        table = _OF_HALF_TYPES[capability]
+        return next(tiles for largest, tiles in table.items() if head_dim <= largest)
     return _WIDE_FLOAT32_IN_99_KIB if head_dim > 128 and capability in OF_99_KIB else _FLOAT32

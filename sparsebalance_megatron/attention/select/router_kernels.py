@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Lists and mass of all rows in two launches, by Triton kernels.
+"""The router by Triton kernels: means over blocks in one launch, lists and mass in two.
 
 A program takes a query block and some of its heads: all tokens of the block, or the block itself,
 which may read the same blocks. It writes the scores of a few rows into memory of its own, behind a
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 
 PROGRAMS = 528
 """Programs of the router, each of which takes one query block after the other: four for each of 132
@@ -34,6 +34,7 @@ _SCORE_ROWS = 64
 _SCORE_COLUMNS = 64
 _SUMMED_BLOCKS = 32
 _SUMMED_COLUMNS = 64
+_POOLED_TOKENS = 32
 _LARGEST_SCORE = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_KEY = tl.constexpr(-(1 << 63))
 _SIGN_AND_BITS = tl.constexpr(0x7FFFFFFF)
@@ -119,10 +120,8 @@ def rank_rows(
 
 
 def _products_of_halves(queries_QCED: Tensor, keys_NGD: Tensor) -> bool:
-    """Whether queries ask as they are, in a half type: a product of two is exact in float32.
-
-    Triton's interpreter takes no product of bfloat16.
-    """
+    """Whether queries ask as they are, in a half type: a product of two is exact in float32."""
+    # Triton's interpreter takes no product of bfloat16.
     dtypes = {torch.float16} if triton.knobs.runtime.interpret else {torch.float16, torch.bfloat16}
     return queries_QCED.shape[2] == 1 and queries_QCED.dtype == keys_NGD.dtype in dtypes
 
@@ -356,3 +355,50 @@ def _exchanged(
     is_first_J = (tl.arange(0, COLUMNS) & STRIDE) == 0
     less_YJ, more_YJ = tl.minimum(x_YJ, other_YJ), tl.maximum(x_YJ, other_YJ)
     return tl.where((is_first_J == falls_J)[None, :], more_YJ, less_YJ)
+
+
+def pooled_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
+    """See :func:`..summaries.block_means`, whose means these are to rounding."""
+    _, heads, head_dim = x_THD.shape
+    x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    mean_NHD = x_THD.new_empty(layout.blocks, heads, head_dim, dtype=wide)
+    with torch.cuda.device_of(x_THD):
+        _mean_kernel[layout.blocks, heads](
+            *(x_THD, mean_NHD, layout.start_N, layout.length_N, *x_THD.stride()[:2]),
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            TOKENS=_POOLED_TOKENS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return mean_NHD
+
+
+@triton.jit
+def _mean_kernel(
+    x_THD, mean_NHD, start_N, length_N, x_stride_T, x_stride_H,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Mean over the tokens of one block, of one head, in the dtype of the means."""
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, length = tl.load(start_N + block), tl.load(length_N + block).to(tl.int32)
+    place_D = tl.arange(0, BLOCK_D)
+    sum_D = tl.zeros([BLOCK_D], mean_NHD.dtype.element_ty)
+    for token in range(0, length, TOKENS):
+        place_T = token + tl.arange(0, TOKENS)
+        x_TD = tl.load(
+            x_THD + (begin + place_T)[:, None] * x_stride_T + head * x_stride_H + place_D[None, :],
+            mask=(place_T < length)[:, None] & (place_D < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        sum_D += tl.sum(x_TD.to(mean_NHD.dtype.element_ty), 0)
+    tokens_D = tl.zeros([BLOCK_D], mean_NHD.dtype.element_ty) + length
+    # Torch's division rounds to nearest; of float32, Triton's own does not.
+    if mean_NHD.dtype.element_ty == tl.float32:
+        mean_D = tl.div_rn(sum_D, tokens_D)
+    else:
+        mean_D = sum_D / tokens_D
+    row_D = mean_NHD + (block * HEADS + head) * HEAD_DIM + place_D
+    tl.store(row_D, mean_D, mask=place_D < HEAD_DIM)
