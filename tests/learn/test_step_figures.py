@@ -24,7 +24,7 @@ from step_cases import (
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.measurement import StepFigures
 from sparsebalance_megatron.plan.metrics import rank_busy_ms
-from sparsebalance_megatron.run.sinks import step_scalars, write_scalars
+from sparsebalance_megatron.run.sinks import StepSinks, step_scalars, write_scalars
 
 
 def scalars(planned: Any, measured: Any) -> dict[str, float]:
@@ -152,3 +152,11 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
         "tflops-per-rank-executed",
         "tflops-per-rank-dense-equivalent",
     }
+
+
+def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
+    wandb = Mock()
+    sinks = StepSinks.__new__(StepSinks)
+    sinks._writers = (None, wandb, 5)
+    sinks.write_mismatches(7, 2)
+    wandb.log.assert_called_once_with({"sparse-balance/digest-mismatches": 2}, 7)
