@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows read ahead are the rows that the plan asks for, whoever reads them when."""
+"""Packed sequences: what their ranks compute, and whoever reads them when gets those of the plan."""
 
 from __future__ import annotations
 
