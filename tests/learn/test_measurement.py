@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waiting leaves of measured times and what these teach; figures and scalars of a step by hand."""
+"""What waiting leaves of measured times, and what these teach; figures of a step by hand."""
 
 from __future__ import annotations
 

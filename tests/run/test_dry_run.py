@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs plan what training would plan, for ranks that do not exist, write nothing, print a table."""
+"""A dry run plans what training would plan, for ranks that do not exist, and prints it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: what their ranks compute, and whoever reads them when gets those of the plan."""
+"""Packed sequences: what their ranks compute, and that those read ahead are the plan's."""
 
 from __future__ import annotations
 
