@@ -23,6 +23,7 @@ from record_cases import step_line as record
 from step_cases import JOB, finished_step, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.cli.trace import trace_events
 from sparsebalance_megatron.log.files import LogWriter, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
@@ -34,7 +35,6 @@ from sparsebalance_megatron.log.records import LOG_FORMAT, encode
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
-from sparsebalance_megatron.view.report.trace import Tracer
 
 
 def write(directory: Path, *lines: Any) -> Path:
@@ -394,10 +394,8 @@ def read_everything(directory: Path) -> Evidence:
     log = read_run_log(directory)
     make_report(directory, directory, None)
     evidence = gather(log, {step.iteration for step in log.steps})
-    tracer = Tracer()
-    for step in log.steps:
-        if timelines := evidence.timelines(step.iteration):
-            json.dumps(list(tracer.add(step, timelines)), allow_nan=False)
+    steps = [(step, evidence.timelines(step.iteration)) for step in log.steps]
+    json.dumps(list(trace_events(each for each in steps if each[1])), allow_nan=False)
     return evidence
 
 
@@ -457,7 +455,7 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     (directory / "ranks" / "rank-00001.jsonl").unlink()
     evidence = read_everything(directory)
     assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in evidence.problems
-    measured = evidence.timeline("measured", 2)
+    measured = evidence.timelines(2).get("measured")
     assert measured is not None
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)
