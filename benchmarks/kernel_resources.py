@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +239,11 @@ def instructions(code: str) -> list[str]:
     return [found[1] for found in map(_INSTRUCTION.match, code.splitlines()) if found]
 
 
-def candidates(name: str, head_dim: int) -> Iterator[Tile]:
+def candidates(head_dim: int) -> Iterator[Tile]:
     """Tile shapes around the table's; most do not fit."""
-    own = tile_of(name, head_dim)
     sides = (64, 128) if head_dim <= 128 else (32, 64, 128)
     for rows, columns, warps, stages in itertools.product(sides, sides, (4, 8), (2, 3, 4)):
-        yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
+        yield Tile(rows=rows, columns=columns, warps=warps, stages=stages)
 
 
 def _pass(name: str) -> str:
@@ -308,7 +307,7 @@ def _tiles(name: str, head_dim: int, every: bool) -> Iterator[Tile]:
     own = tile_of(name, head_dim)
     yield own
     if every:
-        yield from (tile for tile in candidates(name, head_dim) if tile != own)
+        yield from (tile for tile in candidates(head_dim) if tile != own)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -325,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
-                | {"tile": asdict(tile)}
+                | {"tile": tile._asdict()}
                 | {"fits": found.shared_bytes <= SHARED_BYTES[HOPPER]}
                 | asdict(found)
                 | {"matrix_share": round(found.matrix_share, 3)}

@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -383,7 +383,7 @@ def _changes(
         for tile in tiles:
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
             version += f"{tile.stages} stages"
-            changed = replace(table, **{kernel: tile})
+            changed = table._replace(**{kernel: tile})
             yield version, [(module, "tiles_of", lambda *_, it=changed: it) for module in modules]
     if by_token:
         for size in PARTIAL_BYTES:

@@ -152,9 +152,12 @@ def prepare(data: Path, *, quick: bool) -> None:
     else:
         program = REPOSITORY / "examples" / "stdlib_documents.py"
         subprocess.run([sys.executable, str(program), str(source)], check=True)
+    trainer = REPOSITORY / "examples" / "train_tokenizer.py"
+    words = ("--input", str(source), "--vocab-size", "512" if quick else "2048")
+    tokenizer = f"{data}_tokenizer"
+    subprocess.run([sys.executable, str(trainer), *words, "--output", tokenizer], check=True)
     tool(
-        *("prepare-data", "--input", str(source)),
-        *("--tokenizer-train", "512" if quick else "2048"),
+        *("prepare-data", "--input", str(source), "--tokenizer", tokenizer),
         *("--output-prefix", str(data)),
         folder=data.parent,
     )

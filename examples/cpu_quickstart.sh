@@ -79,8 +79,11 @@ SPARSE_BALANCE_ARGS=(
 
 case "${1:-}" in
     prepare)
-        python "$(dirname "${BASH_SOURCE[0]}")/stdlib_documents.py" "${DATA}.jsonl"
-        sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer-train 2048 \
+        FOLDER="$(dirname "${BASH_SOURCE[0]}")"
+        python "${FOLDER}/stdlib_documents.py" "${DATA}.jsonl"
+        python "${FOLDER}/train_tokenizer.py" --input "${DATA}.jsonl" --vocab-size 2048 \
+            --output "${DATA}_tokenizer"
+        sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer "${DATA}_tokenizer" \
             --output-prefix "${DATA}"
         ;;
     *)

@@ -38,9 +38,9 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     texts = flags.help_texts()
-    for number, group in enumerate(flags.flag_groups()):
-        yield _TABLE.format(title=group.title.capitalize())
-        for field in group.fields:
+    for number, (title, group) in enumerate(flags.flag_groups().items()):
+        yield _TABLE.format(title=title.capitalize())
+        for field in group:
             default = {None: "-", False: "off"}.get(field.default) or f"`{field.default}`"
             values = flags.values_text(field)
             name = flag_name(field.name).removeprefix(f"{FILE_FLAG} ")

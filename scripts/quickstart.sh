@@ -103,7 +103,9 @@ prepare_data() {
     fi
     say "data: preparing the Python standard library's sources"
     python examples/stdlib_documents.py "${DATA}.jsonl"
-    sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer-train 2048 \
+    python examples/train_tokenizer.py --input "${DATA}.jsonl" --vocab-size 2048 \
+        --output "${DATA}_tokenizer"
+    sparse-balance prepare-data --input "${DATA}.jsonl" --tokenizer "${DATA}_tokenizer" \
         --output-prefix "${DATA}" --overwrite
 }
 

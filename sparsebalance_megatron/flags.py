@@ -14,7 +14,7 @@ import re
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -68,44 +68,26 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
 _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir", "dry_run")
 _SOMETIMES_NEEDED = (
     *("coverage_threshold", "dense_up_to", "layer_budgets", "sensitivity", "selection"),
-    *(
-        "first_blocks",
-        "eval_attention",
-        "max_tokens_per_micro_batch",
-        "max_context_parallel",
-        "max_segments",
-    ),
-    "overlong",
+    *("first_blocks", "eval_attention", "max_tokens_per_micro_batch", "max_context_parallel"),
+    *("max_segments", "overlong"),
 )
 _LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
 _NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
 _READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlagGroup:
-    """Fields of :class:`.SparseBalanceConfig` that are read, and shown, together."""
-
-    title: str
-    fields: tuple[Field[Any], ...]
-
-
-def flag_groups() -> tuple[FlagGroup, ...]:
-    """All flags: those that every run needs, some runs, and comparisons and experts; then the
-    options that have none."""
+def flag_groups() -> dict[str, tuple[Field[Any], ...]]:
+    """Title -> fields of :class:`.SparseBalanceConfig`: flags that every run needs, some runs, and
+    comparisons and experts; then the options that have none."""
     by_name = {each.name: each for each in fields(SparseBalanceConfig)}
     others = {*_FIRST_NEEDED, *_SOMETIMES_NEEDED, *ONLY_IN_FILE}
-    rest = tuple(name for name in by_name if name not in others)
-    titles = {
+    names_of = {
         "needed": _FIRST_NEEDED,
         "needed sometimes": _SOMETIMES_NEEDED,
-        "for comparisons and experts": rest,
+        "for comparisons and experts": tuple(name for name in by_name if name not in others),
         f"options of {FILE_FLAG}": tuple(name for name in by_name if name in ONLY_IN_FILE),
     }
-    return tuple(
-        FlagGroup(title=title, fields=tuple(by_name[name] for name in names))
-        for title, names in titles.items()
-    )
+    return {title: tuple(by_name[name] for name in names) for title, names in names_of.items()}
 
 
 def values_text(field: Field[Any]) -> str:

@@ -12,14 +12,14 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,6 +90,7 @@ class Launches(TorchDispatchMode):
     @contextlib.contextmanager
     def of_triton(self) -> Iterator[None]:
         """Kernels of Triton are counted, checked and not run."""
+        import triton
 
         def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
             name = kernel.fn.__name__
@@ -104,21 +105,26 @@ class Launches(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of storages on the device that live at once; ``most`` of them so far."""
+    """Bytes of storages on a device that live at once; ``most`` of them so far.
 
-    def __init__(self) -> None:
+    Args:
+        before: whose tensors do not count.
+    """
+
+    def __init__(self, device: str = "cuda", before: Iterable[Any] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._seen: set[int] = set()
+        self._device = device
+        self._seen = {x.untyped_storage()._cdata for x in before if isinstance(x, Tensor)}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         results = function(*arguments, **(keywords or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.device == CUDA:
+            if isinstance(result, Tensor) and result.device.type == self._device:
                 storage = result.untyped_storage()
-                if storage._cdata not in self._seen:
+                if storage._cdata not in self._seen and storage.nbytes():
                     self._seen.add(storage._cdata)
                     self.now += storage.nbytes()
                     self.most = max(self.most, self.now)
@@ -157,3 +163,76 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         patch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
         patch.setattr(Tensor, "pin_memory", lambda host: host)
         yield mode
+
+
+def run_backward(
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    accumulated: Mapping[Tensor, Callable[[], None]],
+) -> None:
+    """Accumulate gradients in leaves; ``accumulated`` has what is called when a leaf's has come."""
+    edges = [get_gradient_edge(tensor) for tensor in tensors]
+    awaited = _uses([edge.node for edge in edges])
+    found: dict[Node, dict[int, Tensor]] = {}
+    for edge, tensor, gradient in zip(edges, tensors, gradients, strict=True):
+        given = torch.ones_like(tensor) if gradient is None else gradient
+        _add(found, edge.node, edge.output_nr, given)
+    ready = [node for node in dict.fromkeys(edge.node for edge in edges) if not awaited[node]]
+    while ready:
+        node = ready.pop()
+        results = _applied(node, found.pop(node, {}))
+        if (leaf := getattr(node, "variable", None)) is not None and leaf in accumulated:
+            accumulated[leaf]()
+        for (following, place), gradient in zip(node.next_functions, results, strict=False):
+            if following is None:
+                continue
+            if gradient is not None:
+                _add(found, following, place, gradient)
+            awaited[following] -= 1
+            if not awaited[following]:
+                ready.append(following)
+
+
+def _uses(roots: Sequence[Node]) -> Counter[Node]:
+    """How many nodes hand a gradient to each node."""
+    uses: Counter[Node] = Counter()
+    seen, left = set(roots), list(roots)
+    while left:
+        for following, _ in left.pop().next_functions:
+            if following is not None:
+                uses[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+    return uses
+
+
+def _add(found: dict[Node, dict[int, Tensor]], node: Any, place: int, gradient: Tensor) -> None:
+    """Add a gradient, in the form that the node's output has."""
+    form = node._input_metadata[place]
+    assert gradient.device == form.device, f"{node.name()}: {gradient.device}, not {form.device}"
+    gradient = gradient.sum_to_size(form.shape).to(form.dtype)
+    inputs = found.setdefault(node, {})
+    inputs[place] = inputs[place] + gradient if place in inputs else gradient
+
+
+@torch.no_grad()
+def _applied(node: Any, inputs: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+    """What a node hands on, one for each of its next functions."""
+    forms = node._input_metadata
+    if not inputs:
+        return [None] * len(node.next_functions)
+    if callable(node):
+        results = node(*(inputs.get(place) for place in range(len(forms))))
+        return results if isinstance(results, tuple) else (results,)
+    # A function of Python, which takes zeros for what is not there, and results for all arguments.
+    given = [
+        inputs[place]
+        if place in inputs
+        else torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+        for place, form in enumerate(forms)
+    ]
+    results = node.apply(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    wanted = iter([x for x, need in zip(results, node.needs_input_grad, strict=False) if need])
+    return [None if following is None else next(wanted) for following, _ in node.next_functions]

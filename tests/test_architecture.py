@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which room may import what, read from the source; what `import` really loads; file sizes."""
+"""Rules that are read from the source: who may import what, where a step may wait for the device or
+copy, that nothing runs what it reads; and what `import` really loads."""
 
 from __future__ import annotations
 
@@ -250,3 +251,94 @@ def test_docstrings_begin_as_sentences() -> None:
         and begin.match(str(node.value.value).lstrip())
     ]
     assert not found
+
+
+SOURCE = REPOSITORY / PACKAGE
+WAITING = {"cpu", "cuda", "item", "nonzero", "pin_memory", "synchronize"}
+"""Methods that wait for the device, copy to the host, or copy to the device elsewhere than in
+``host_copy.copied_to``. ``torch.tensor`` with a device does too."""
+STEP = ("attention", "megatron", "run")
+"""Packages whose code runs in a step."""
+ALLOWED = {
+    "attention/host_copy.py": {"non_blocking", "pin_memory"},
+    # Rows of Megatron's own data loader, which pins them.
+    "megatron/plain_gpt.py": {"cuda", "non_blocking"},
+    # The copy of a step that the host waits for: the next plan but one is made of it.
+    "run/step_reducer.py": {"cpu"},
+    # The digest that all ranks compare once a step, and before the first.
+    "run/agreement.py": {"cpu", "tensor"},
+    # Before training.
+    "attention/self_check.py": {"cpu", "tensor"},
+}
+
+
+def waiting_calls(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every call of a method of ``WAITING``, of ``to(non_blocking=...)``, and of
+    ``tensor(device=...)``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in WAITING:
+                yield node.lineno, node.func.attr
+            keywords = {keyword.arg for keyword in node.keywords}
+            if "non_blocking" in keywords:
+                yield node.lineno, "non_blocking"
+            if node.func.attr in ("tensor", "as_tensor") and "device" in keywords:
+                yield node.lineno, "tensor"
+
+
+def step_files() -> list[str]:
+    found = (path for folder in STEP for path in (SOURCE / folder).rglob("*.py"))
+    return sorted(path.relative_to(SOURCE).as_posix() for path in found)
+
+
+@pytest.mark.parametrize("file", step_files())
+def test_the_host_waits_and_copies_in_the_named_places_alone(file: str) -> None:
+    allowed = ALLOWED.get(file, set())
+    found = list(waiting_calls((SOURCE / file).read_text("utf-8")))
+    assert [call for call in found if call[1] not in allowed] == []
+    assert allowed <= {name for _, name in found}, "an exception that nothing needs"
+
+
+CALLS = frozenset({"eval", "exec", "compile", "__import__"})
+MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
+ATTRIBUTES = frozenset({"os.system", "os.popen", "torch.load", "yaml.load"})
+
+
+def found_in(source: str) -> Iterator[str]:
+    """What a file should not do, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            modules = names if isinstance(node, ast.Import) else [node.module or ""]
+            for name in modules:
+                if name.partition(".")[0] in MODULES:
+                    yield f"line {node.lineno}: imports {name}"
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Name) and function.id in CALLS:
+            yield f"line {node.lineno}: calls {function.id}"
+        method = function.attr if isinstance(function, ast.Attribute) else None
+        called = ast.unparse(function)
+        if called in ATTRIBUTES:
+            yield f"line {node.lineno}: calls {called}"
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        for name in ("shell", "trust_remote_code", "allow_pickle"):
+            value = given.get(name)
+            if value is not None and not (isinstance(value, ast.Constant) and value.value is False):
+                yield f"line {node.lineno}: {name} is not False"
+        if method == "from_pretrained" and "trust_remote_code" not in given:
+            yield f"line {node.lineno}: from_pretrained without trust_remote_code=False"
+
+
+def test_the_package_runs_nothing_that_it_reads() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix(): lines
+        for path in sorted(SOURCE.rglob("*.py"))
+        if (lines := list(found_in(path.read_text("utf-8"))))
+    }
+    (only,) = found.pop("megatron/saved_model.py")
+    assert only.endswith("imports pickle")
+    assert found == {}
+    source = (SOURCE / "megatron/saved_model.py").read_text("utf-8")
+    assert set(re.findall(r"pickle\.(\w+)", source)) == {"Unpickler", "UnpicklingError"}

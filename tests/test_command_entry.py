@@ -18,7 +18,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.command_entry import ends_in_one_line
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
+from sparsebalance_megatron.data.documents import DatasetWriter
 from sparsebalance_megatron.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "sparsebalance_megatron.cli"]

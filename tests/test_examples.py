@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from data.tokenizers_of_tests import train_tokenizer
 from forked_ranks import run_ranks
 from harness import TIMEOUT_S, free_port
 from recorded_programs import record, recorded
@@ -155,15 +156,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents.append(json.dumps({"text": f"document {number} " * (1 + number * 7 % 30)}))
     (directory / "conversations.jsonl").write_text("\n".join(conversations))
     (directory / "documents.jsonl").write_text("\n".join(documents * 5))
-    assert (
-        cli.main(
-            [
-                *("prepare-data", "--input", str(directory / "documents.jsonl")),
-                *("--tokenizer-train", "300", "--output-prefix", str(directory / "small")),
-            ]
-        )
-        == 0
-    )
+    texts = (json.loads(document)["text"] for document in documents)
+    tokenizer = train_tokenizer(texts, 300, directory / "small_tokenizer")
+    words = ("--input", str(directory / "documents.jsonl"), "--tokenizer", tokenizer)
+    assert cli.main(["prepare-data", *words, "--output-prefix", str(directory / "small")]) == 0
     settings_path = directory / "small_tokenizer" / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text()) | {"chat_template": CHAT_TEMPLATE}
     settings_path.write_text(json.dumps(settings))

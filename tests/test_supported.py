@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from data.tokenizers_of_tests import save_tokenizer
 
 OLD = "__version__ = '0.15.0'\n"
 COMMANDS = {
@@ -45,8 +46,8 @@ def test_one_line_says_what_is_missing(
         ("examples", "msgspec"),
         ("plan --gpus 1 --model x -- --data-path y", "torch"),
         ("convert to-hf x --hf-config x -o y", "safetensors"),
-        ("prepare-data --input x --tokenizer-train 300 --output-prefix y", "tokenizers"),
-        ("prepare-data --input x.gz --tokenizer-train 300 --output-prefix y", "pyarrow"),
+        ("prepare-data --input x --tokenizer tokenizer --output-prefix y", "transformers"),
+        ("prepare-data --input x.gz --tokenizer tokenizer --output-prefix y", "pyarrow"),
     ],
 )
 def test_a_command_needs_no_package_to_say_which_is_missing(
@@ -54,6 +55,7 @@ def test_a_command_needs_no_package_to_say_which_is_missing(
 ) -> None:
     raises = f"raise ModuleNotFoundError('no {package}', name='{package}')"
     command = ("-m", "sparsebalance_megatron.cli", *words.split())
+    save_tokenizer(tmp_path / "tokenizer")
     for name in ("x", "x.gz"):
         (tmp_path / name).write_text('{"text": "a"}')
     check_one_line({f"{package}.py": raises}, f"the package {package} is not", command, tmp_path)

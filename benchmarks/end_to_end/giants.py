@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.data.data_set import epoch_permutation
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
-from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.documents import DatasetWriter, Documents
 
 SHORTEST, LONGEST = 64, 16
 """The other documents have a sequence length over these of tokens, evenly spread in between. With
@@ -70,7 +69,7 @@ def write_with_giants(source: Path, prefix: Path, lengths_tokens: tuple[int, ...
                 left = np.concatenate([left, next(stream)])
             writer.add(left[: length + 1], np.ones(length + 1, dtype=np.uint8))
             left = left[length + 1 :]
-        writer.commit({})
+        writer.commit("{}\n")
     return prefix
 
 

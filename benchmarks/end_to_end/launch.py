@@ -31,13 +31,22 @@ def prepared_data(prefix: Path) -> Path:
     if not Path(f"{prefix}.bin").exists():
         print("preparing the Python standard library's sources", flush=True)
         documents = f"{prefix}.jsonl"
-        program = Path(__file__).parents[2] / "examples" / "stdlib_documents.py"
-        subprocess.run([sys.executable, str(program), documents], check=True)
+        tokenizer = f"{prefix}_tokenizer"
+        _example("stdlib_documents.py", documents)
+        _example(
+            *("train_tokenizer.py", "--input", documents),
+            *("--vocab-size", VOCABULARY, "--output", tokenizer),
+        )
         _tool(
-            *("prepare-data", "--input", documents, "--tokenizer-train", VOCABULARY),
+            *("prepare-data", "--input", documents, "--tokenizer", tokenizer),
             *("--output-prefix", str(prefix), "--overwrite"),
         )
     return prefix
+
+
+def _example(program: str, *words: str) -> None:
+    path = Path(__file__).parents[2] / "examples" / program
+    subprocess.run([sys.executable, str(path), *words], check=True)
 
 
 def tokenizer_flags(prefix: Path, given: Sequence[str]) -> list[str]:
@@ -51,7 +60,7 @@ def tokenizer_flags(prefix: Path, given: Sequence[str]) -> list[str]:
         return []
     if not tokenizer.is_dir():
         raise BenchmarkError(
-            f"{tokenizer}: no such directory; prepare the data with --tokenizer-train, or give "
+            f"{tokenizer}: no such directory; train one with examples/train_tokenizer.py, or give "
             "--tokenizer-type after --"
         )
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]

@@ -70,7 +70,11 @@ def layer_budgets(
         pairs_K = pairs_by_budget(np.array([float(most)]), QUERY_BLOCK)[:, 0]
         least_share = int(name.split("-")[1]) / min(arm.blocks, most)
         found_L = budgets_by_sensitivity(
-            np.array(known), arm.blocks, pairs_K, least_share=least_share
+            np.array(known),
+            arm.blocks,
+            pairs_K,
+            least_share=least_share,
+            own_lists=arm.pair_cost > 1.0,
         )
         return tuple(found_L.tolist())
     if name != source:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
+from sparsebalance_megatron.data.documents import DatasetWriter
 from sparsebalance_megatron.data.packing import Sample
 
 
@@ -41,7 +41,7 @@ def write_documents(prefix: Path, documents: Iterable[Document], *, vocabulary: 
         for document in documents:
             # A mask has an entry for the first token too, which is never a label.
             writer.add(document.tokens, np.concatenate([[0], document.scored]).astype(np.uint8))
-        writer.commit({})
+        writer.commit("{}\n")
 
 
 def log_uniform_length(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from sparsebalance_megatron.attention.select import selector_named
-from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 

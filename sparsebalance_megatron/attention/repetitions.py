@@ -28,11 +28,7 @@ _READ_ANYWAY_BLOCKS = 3
 
 
 class Repetitions:
-    """Attention to far repetitions, by layer and head; that of ranks with other heads, documents or
-    layers adds up.
-
-    Args:
-        layers, heads: of the whole model.
+    """Attention to far repetitions, by layer and head of the whole model; that of ranks adds up.
 
     Attributes:
         tokens_T: of the packed sequence that runs next; who feeds the model sets it.
@@ -96,13 +92,8 @@ class Repetitions:
 
 
 def far_repetitions(tokens_T: Tensor, row_Y: Tensor, *, block_size: int) -> Tensor:
-    """bool [A, Y, T]: the far tokens of a document that some queries may match, and copy; none
-    where there are more than two.
-
-    Args:
-        tokens_T: of the document from its first token.
-        row_Y: int64, places of the queries in the document.
-    """
+    """bool [A, Y, T]: the far tokens of a document that its queries may match, and copy; none where
+    there are more than two."""
     place_T, own_Y1 = torch.arange(len(tokens_T), device=row_Y.device), row_Y[:, None]
     far_YT = (place_T >= block_size) & (place_T // block_size < own_Y1 // block_size - 1)
     next_T = torch.cat([tokens_T[1:], tokens_T.new_full((1,), -1)])

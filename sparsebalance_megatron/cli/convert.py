@@ -179,12 +179,12 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_attention import (
+    from sparsebalance_megatron.convert.megatron_model import (
+        check_trained,
         read_settings,
         trained_settings,
         write_settings,
     )
-    from sparsebalance_megatron.convert.megatron_model import check_trained
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -266,12 +266,13 @@ def _built(
 
 def _model_args(model: Decoder, args: argparse.Namespace, hf_dir: Path) -> str:
     """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
-    from sparsebalance_megatron.convert.megatron_attention import (
+    from sparsebalance_megatron.convert.megatron_model import (
+        bash_array,
+        model_flags,
         read_settings,
         set_arguments,
         training_flags,
     )
-    from sparsebalance_megatron.convert.megatron_model import bash_array, model_flags
 
     divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))

@@ -29,9 +29,9 @@ def run(arguments: Namespace) -> int:
 
 def _lines() -> Iterator[str]:
     texts = help_texts()
-    for number, group in enumerate(flag_groups()):
-        yield f"\n{group.title.capitalize()}:" if number else f"{group.title.capitalize()}:"
-        for field in group.fields:
+    for number, (title, group) in enumerate(flag_groups().items()):
+        yield f"\n{title.capitalize()}:" if number else f"{title.capitalize()}:"
+        for field in group:
             default = "" if field.default in (None, False) else f" (default: {field.default})"
             yield from _flag(flag_name(field.name), values_text(field) + default, texts[field.name])
         for flag, (values, text) in ({} if number else OTHER_FLAGS).items():

@@ -37,15 +37,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="files of JSON lines, plain, .gz or .zst, or .parquet, in order",
     )
-    tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument(
-        "--tokenizer", metavar="PATH", help="a HuggingFace tokenizer: directory or model name"
-    )
-    tokenizer.add_argument(
-        "--tokenizer-train",
-        type=int,
-        metavar="VOCAB_SIZE",
-        help="train a byte-level BPE on the documents and keep it in PREFIX_tokenizer",
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="PATH",
+        help="a HuggingFace tokenizer: directory or model name",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path to write to")
     parser.add_argument(
@@ -92,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
             RecordFiles(arguments.input),
             arguments.output_prefix,
             tokenizer_name=arguments.tokenizer,
-            train_vocab_size=arguments.tokenizer_train,
             append_eod=arguments.append_eod,
             prepend_bos=arguments.prepend_bos,
             template_arguments=arguments.chat_template_kwargs,

@@ -40,8 +40,6 @@ def received_bytes(tokens: float, cp_size: int, bytes_per_token: float) -> float
 class Exchange:
     """Costs of a micro-batch that several ranks share. Nothing of it is taken to overlap with work.
 
-    A forward gathers keys and values. A backward gathers them again and scatters their gradients.
-
     Attributes:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank;
             ``gradient_bytes_per_token`` likewise, of their gradients.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -100,11 +101,9 @@ class MemoryModel:
     def layer_bytes_per_token(self) -> float:
         """Bytes that backward needs of one layer, per token of one rank's share of a sequence.
 
-        The inputs of both norms and their outputs; query, key, value and attention output with its
-        log-sum-exp, not the latents of multi-latent attention; the lists of blocks; the MLP's input
-        of the activation and its output, likewise of shared and of balanced routed experts, and the
-        copies of tokens that routed experts read. Terms as in section 4 of arXiv:2205.05198, with
-        attention that stores no scores and without dropout masks.
+        Terms as in section 4 of arXiv:2205.05198, with attention that stores no scores but its
+        log-sum-exp and lists, without dropout masks and without the latents of multi-latent
+        attention. Routed experts are balanced, and read copies of their tokens.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
@@ -223,36 +222,29 @@ def stage_memory(
 def memory_lines(
     stages: Sequence[StageMemory], most: Sequence[StageMemory], source: str
 ) -> list[str]:
-    """Lines with the memory of every stage, for a user.
-
-    Args:
-        stages: in the steps that were planned.
-        most: with micro-batches as full as the token cap allows.
-        source: of the weights' count.
-    """
+    """Lines with the memory of every stage: in the steps that were planned, and at ``most``, with
+    micro-batches as full as the token cap allows."""
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"
     ]
+    texts = [_gibibytes(*both) for both in zip(stages, most, strict=True)]
     first = 0
-    numbers = [_gibibytes(*both) for both in zip(stages, most, strict=True)]
-    for stage, shown in enumerate(numbers):
-        if stage + 1 < len(stages) and numbers[stage + 1] == shown:
-            continue
-        places = f"stage {first}" if first == stage else f"stages {first}-{stage}"
-        total, weights, activations, lists, largest = shown
-        lines.append(
-            f"  {places}: {total} = weights, gradients and optimizer {weights} + activations "
-            f"{activations} (of which lists of blocks {lists}) in these steps; at most {largest}, "
-            "with every micro-batch at the token cap"
-        )
-        first = stage + 1
+    for text, alike in groupby(texts):
+        last = first + len(list(alike)) - 1
+        places = f"stage {first}" if first == last else f"stages {first}-{last}"
+        lines.append(f"  {places}: {text}, with every micro-batch at the token cap")
+        first = last + 1
     return lines
 
 
-def _gibibytes(memory: StageMemory, most: StageMemory) -> tuple[str, ...]:
-    parts = (
-        *(memory.total_bytes, memory.weights_bytes),
-        *(memory.activations_bytes, memory.lists_bytes, most.total_bytes),
+def _gibibytes(memory: StageMemory, most: StageMemory) -> str:
+    def gibibytes(size: float) -> str:
+        return f"{size / GIBIBYTE:.3g}"
+
+    return (
+        f"{gibibytes(memory.total_bytes)} = weights, gradients and optimizer "
+        f"{gibibytes(memory.weights_bytes)} + activations {gibibytes(memory.activations_bytes)} "
+        f"(of which lists of blocks {gibibytes(memory.lists_bytes)}) in these steps; at most "
+        f"{gibibytes(most.total_bytes)}"
     )
-    return tuple(f"{part / GIBIBYTE:.3g}" for part in parts)

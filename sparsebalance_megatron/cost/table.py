@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables: measured latencies of one model's parts on one device, kept as JSON."""
+"""Files of measurements, as JSON: cost tables, latencies of one model's parts on one device; and
+sensitivities of a model's layers."""
 
 from __future__ import annotations
 
@@ -207,10 +208,9 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table that was measured on one rank. ``segments``: what they cost
-    beside micro-batches in one piece; None leaves the defaults. ``versions``: package -> version,
-    ``date``: ISO 8601, ``threads``: host threads of the process. ``path`` is where the table was
-    read from; it is not part of the table.
+    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
+    ``versions``: package -> version. ``date``: ISO 8601. ``threads``: of the host. ``path``: where
+    the table was read from.
     """
 
     identity: RunIdentity
@@ -295,7 +295,7 @@ class CostTable:
         return "cost table" if self.path is None else f"cost table {self.path}"
 
 
-_REMEDY = "measure it with `sparse-balance sensitivity`"
+_MEASURE_IT = "measure it with `sparse-balance sensitivity`"
 
 
 class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,12 +334,12 @@ def read_sensitivities(path: Path, layers: int) -> np.ndarray:
     try:
         found: Sensitivities = read_json(path, Sensitivities)
     except UnreadableFileError as error:
-        raise ConfigError(f"{place}: {error}; {_REMEDY}") from error
+        raise ConfigError(f"{place}: {error}; {_MEASURE_IT}") from error
     sensitivity_L = np.array(found.sensitivities)
     if len(sensitivity_L) != layers:
         raise ConfigError(
-            f"{place}: is of {len(sensitivity_L)} layers, the model has {layers}; {_REMEDY}"
+            f"{place}: is of {len(sensitivity_L)} layers, the model has {layers}; {_MEASURE_IT}"
         )
     if not sensitivity_L.any():
-        raise ConfigError(f"{place}: all sensitivities are 0; {_REMEDY} on longer documents")
+        raise ConfigError(f"{place}: all sensitivities are 0; {_MEASURE_IT} on longer documents")
     return sensitivity_L

@@ -47,10 +47,7 @@ class WorkModel(Protocol):
     def list_entries_per_token(
         self, *, heads: int, groups: int, block_size: int, budget_blocks: int
     ) -> float:
-        """Entries that the lists of selected blocks have per token and layer, of all heads.
-
-        Single tokens that are read besides have an entry each.
-        """
+        """Entries of lists per token and layer, of all heads; single tokens have one each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +134,7 @@ VERTICAL_SLASH = VerticalSlash(per_token=False, per_query_head=False, probe_toke
 
 
 def work_model_named(name: str) -> WorkModel:
-    """The work model of a selection.
-
-    Raises:
-        ConfigError: there is none of that name, or its entry point is broken.
-    """
+    """The work model of a selection; a ConfigError where there is none of that name."""
     found: WorkModel = load_work_model(name)
     return found
 
@@ -154,8 +147,6 @@ def features(
     Args:
         lengths_tokens: [S], one length per document.
         budgets_blocks: [S] or one budget for all; infinity for dense attention.
-        block_size: tokens per block.
-        work: what the selection computes.
     """
     lengths_S = np.asarray(lengths_tokens, dtype=np.float64)
     blocks_S = lengths_S / block_size

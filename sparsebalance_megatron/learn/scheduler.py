@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -121,10 +121,11 @@ class SampleLengths(Protocol):
         """Tokens of every sample."""
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Plans training or evaluation steps and learns from them.
 
-    Args:
+    Attributes:
         planner: knows what steps have taught.
         job: how the largest step is cut up; a smaller one has fewer micro-batches.
         index: the samples and their lengths.
@@ -133,39 +134,29 @@ class Scheduler:
         uncapped: whether a step that cannot keep the token cap runs above it, with a warning.
     """
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        *,
-        job: Job,
-        index: SampleLengths,
-        batch_sizes: BatchSizes,
-        worker: Executor | None = None,
-        uncapped: bool = False,
-    ) -> None:
-        self.job = job
-        self._planner = planner
-        self._batch_sizes = batch_sizes
-        self._index = index
-        self._worker = worker
-        self._uncapped = uncapped
-        self._planned: dict[int, PlannedStep] = {}
-        self._ahead: dict[int, Future[PlannedStep]] = {}
-        self._followers: list[Callable[[PlannedStep], None]] = []
-        self._known_for_next: Knowledge | None = None
-        self._finished_step = -1
+    planner: StepPlanner
+    job: Job
+    index: SampleLengths
+    batch_sizes: BatchSizes
+    worker: Executor | None = None
+    uncapped: bool = False
+    _planned: dict[int, PlannedStep] = field(default_factory=dict, init=False)
+    _ahead: dict[int, Future[PlannedStep]] = field(default_factory=dict, init=False)
+    _followers: list[Callable[[PlannedStep], None]] = field(default_factory=list, init=False)
+    _known_for_next: Knowledge | None = field(default=None, init=False)
+    _finished_step: int = field(default=-1, init=False)
 
     @property
     def coverage(self) -> CoverageCurves:
         """The curves as learnt so far."""
-        return self._planner.coverage
+        return self.planner.coverage
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of a step."""
         if step not in self._planned:
-            started = self._planner.clock()
+            started = self.planner.clock()
             planned = self._next_plan(step)
-            wait_ms = (self._planner.clock() - started) * 1e3
+            wait_ms = (self.planner.clock() - started) * 1e3
             self._planned[step] = replace(planned, wait_ms=wait_ms)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
                 del self._planned[old]
@@ -179,7 +170,7 @@ class Scheduler:
         :meth:`planned` plans when asked, and makes the same plan.
         """
         known = self._known_for_next
-        if self._worker is None or known is None or step + 1 in self._ahead:
+        if self.worker is None or known is None or step + 1 in self._ahead:
             return
         if step not in self._planned:
             return
@@ -190,7 +181,7 @@ class Scheduler:
                 for then in followers:
                     then(made.result())
 
-        future = self._worker.submit(self._plan, step + 1, known)
+        future = self.worker.submit(self._plan, step + 1, known)
         self._ahead = {step + 1: future}
         future.add_done_callback(pass_on)
 
@@ -200,12 +191,12 @@ class Scheduler:
         It is never called without a worker, nor if planning fails, which :meth:`planned` will
         raise.
         """
-        if self._worker is not None:
+        if self.worker is not None:
             self._followers.append(then)
 
     def _next_plan(self, step: int) -> PlannedStep:
-        known = self._planner.knowledge()
-        if self._worker is None:
+        known = self.planner.knowledge()
+        if self.worker is None:
             return self._plan(step, known)
         future = self._ahead.pop(step, None)
         self._drop_plans_ahead()
@@ -221,21 +212,21 @@ class Scheduler:
         self._ahead.clear()
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
-        first, size = self._batch_sizes.first_sample(step), self._batch_sizes.size_of(step)
-        samples = self._index.global_batch(first, size)
-        lengths_tokens = self._index.lengths_of(samples).tolist()
-        plan = partial(self._planner.plan, step, lengths_tokens, self._job_of(step), known)
+        first, size = self.batch_sizes.first_sample(step), self.batch_sizes.size_of(step)
+        samples = self.index.global_batch(first, size)
+        lengths_tokens = self.index.lengths_of(samples).tolist()
+        plan = partial(self.planner.plan, step, lengths_tokens, self._job_of(step), known)
         try:
             return plan(samples=samples)
         except PlanError as error:
-            if not self._uncapped:
+            if not self.uncapped:
                 raise
             warnings.warn(
                 f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
                 stacklevel=2,
             )
         in_order = replace(
-            self._planner.plan_settings,
+            self.planner.plan_settings,
             batching="arrival",
             max_tokens_per_micro_batch=sum(lengths_tokens),
         )
@@ -243,7 +234,7 @@ class Scheduler:
 
     def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
-        size, largest = self._batch_sizes.size_of(step), self._batch_sizes.largest
+        size, largest = self.batch_sizes.size_of(step), self.batch_sizes.largest
         if size == largest:
             return self.job
         name = f"step {step}: --step-batch-size-schedule size"
@@ -254,12 +245,12 @@ class Scheduler:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
         if step > self._finished_step:
             self._finished_step = step
-            self._planner.learn(self._planned[step], measured)
+            self.planner.learn(self._planned[step], measured)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
-        return self._planner.state_dict() | {
-            "consumed_samples": self._batch_sizes.first_sample(self._finished_step + 1),
+        return self.planner.state_dict() | {
+            "consumed_samples": self.batch_sizes.first_sample(self._finished_step + 1),
             "next_plan": self._known_for_next and self._known_for_next.state_dict(),
         }
 
@@ -270,7 +261,7 @@ class Scheduler:
             StateError: if it was written by another version, or no step begins there.
         """
         check_version(state)
-        following = self._batch_sizes.step_at(int(state["consumed_samples"]))
+        following = self.batch_sizes.step_at(int(state["consumed_samples"]))
         if following is None:
             raise StateError(
                 f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
@@ -279,10 +270,10 @@ class Scheduler:
         self._finished_step = following - 1
         self._drop_plans_ahead()
         self._planned.clear()
-        afresh = self._planner.load_state_dict(state)
+        afresh = self.planner.load_state_dict(state)
         self._known_for_next = None
-        if self._worker is not None and not afresh and state["next_plan"] is not None:
-            self._known_for_next = self._planner.knowledge().restored(state["next_plan"])
+        if self.worker is not None and not afresh and state["next_plan"] is not None:
+            self._known_for_next = self.planner.knowledge().restored(state["next_plan"])
         return afresh
 
 
@@ -295,7 +286,6 @@ def evaluation_scheduler(
     index: SampleLengths,
     global_batch_size: int,
     dense: bool,
-    clock: Callable[[], float],
 ) -> Scheduler:
     """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
 
@@ -313,7 +303,6 @@ def evaluation_scheduler(
         cost=cost,
         coverage=coverage,
         calibrate="off",
-        clock=clock,
     )
     sizes = BatchSizes.constant(global_batch_size)
     return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)

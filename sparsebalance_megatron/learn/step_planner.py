@@ -9,6 +9,7 @@ the same calls make the same plans.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,36 +76,29 @@ class Knowledge:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class StepPlanner:
     """Plans steps, and learns from how they went.
 
-    Args:
+    Attributes:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
         calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
         clock: seconds, for the time that planning takes.
     """
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        plan_settings: PlanSettings,
-        cost: CostModel,
-        coverage: CoverageCurves,
-        calibrate: CalibrationChoice,
-        clock: Callable[[], float],
-        selection: str = DEFAULT_SELECTION,
-    ) -> None:
-        self.plan_settings = plan_settings
-        self.coverage = coverage
-        self.clock = clock
-        self._cost = cost
-        self._selection = selection
-        self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
-        self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
-        self._calibrate = calibrate
-        self._dense_L = plan_settings.dense_L(job.layers)
+    job: Job
+    plan_settings: PlanSettings
+    cost: CostModel
+    coverage: CoverageCurves
+    calibrate: CalibrationChoice
+    selection: str = DEFAULT_SELECTION
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._calibration = Calibration(self.job.pipeline_stages, self.job.virtual_stages)
+        self._device_speed = DeviceSlowness(self.job.data_parallel_size, self.job.pipeline_stages)
+        self._dense_L = self.plan_settings.dense_L(self.job.layers)
 
     def knowledge(self) -> Knowledge:
         """Snapshot of what has been learnt; later steps do not change it."""
@@ -142,7 +136,7 @@ class StepPlanner:
             lengths_tokens=tuple(lengths_tokens),
             job=job,
             plan_settings=plan_settings or self.plan_settings,
-            cost=self._cost,
+            cost=self.cost,
             scales=known.scales,
             coverage=known.coverage,
             placement=placement,
@@ -160,9 +154,9 @@ class StepPlanner:
         # Dense layers rank no blocks, so that they have no curves.
         counts_LU = np.where(self._dense_L[:, None], 0, measured.coverage.counts_LU)
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
-        if self._calibrate != "off":
+        if self.calibrate != "off":
             self._calibration.update(planned, measured)
-        if self._calibrate == "measured":
+        if self.calibrate == "measured":
             self._device_speed.update(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +166,7 @@ class StepPlanner:
         """
         return {
             "version": _STATE_VERSION,
-            "selection": self._selection,
+            "selection": self.selection,
             "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
             "coverage": self.coverage.state_dict(),
             "calibration": self._calibration.state_dict(),
@@ -193,9 +187,9 @@ class StepPlanner:
         afresh = []
         if "coverage_balance" in state:
             afresh.append("the account of coverage goes: budgets only rise above base budgets")
-        measured_with = state.get("selection", self._selection)
+        measured_with = state.get("selection", self.selection)
         for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
-            if name == "coverage" and measured_with != self._selection:
+            if name == "coverage" and measured_with != self.selection:
                 afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
                 continue
             try:

@@ -87,12 +87,12 @@ def add_sparse_balance_args(
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    *groups, only_in_file = flag_groups()
-    for number, group in enumerate(groups):
-        own = {each.name for each in group.fields}
+    *groups, (_, only_in_file) = flag_groups().items()
+    for number, (title, group) in enumerate(groups):
+        own = {each.name for each in group}
         others = [each.name for each in fields(SparseBalanceConfig) if each.name not in own]
         added = PrefixedGroupFactory(SparseBalanceConfig, exclude=others).build_group(
-            parser, title=f"sparse balance, {group.title}"
+            parser, title=f"sparse balance, {title}"
         )
         if number == 0:
             added.add_argument(MODE_FLAG, choices=tuple(MODES), help=OTHER_FLAGS[MODE_FLAG][1])
@@ -105,7 +105,7 @@ def add_sparse_balance_args(
             )
         else:
             added.description = None
-    given = {each.name: each.default for each in only_in_file.fields}
+    given = {each.name: each.default for each in only_in_file}
     given |= defaults_given_by(sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser

@@ -224,7 +224,7 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
     where the size is fixed.
     """
-    if getattr(args, "step_batch_size_schedule", None) is None:
+    if args.step_batch_size_schedule is None:
         return ()
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 

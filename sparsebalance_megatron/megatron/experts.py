@@ -14,7 +14,6 @@ Shape legend: T tokens that a rank computes, E experts.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
@@ -94,9 +93,7 @@ def leave_out_padding(model: Any) -> None:
         return
     for block in [each for each in model.modules() if isinstance(each, TransformerBlock)]:
         routers = [each for each in block.modules() if isinstance(each, TopKRouter)]
-        takes_mask = "padding_mask" in inspect.signature(block.forward).parameters
-        balances = {getattr(each, "routing_type", None) for each in routers}
-        if routers and takes_mask and "quantile_balancing" not in balances:
+        if routers and all(each.routing_type != "quantile_balancing" for each in routers):
             block.register_forward_pre_hook(_hand_over_mask, with_kwargs=True)
             for router in routers:
                 router._apply_expert_bias = _masking(router._apply_expert_bias)

@@ -19,8 +19,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.sequence.ring import RingExchange
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
 from sparsebalance_megatron.config import ConfigError, ExchangeName
 from sparsebalance_megatron.learn.measurement import RankPlace

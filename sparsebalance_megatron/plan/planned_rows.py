@@ -87,15 +87,14 @@ def _candidate_rows(problem: StepProblem) -> list[tuple[StepProblem, Rows]]:
 
 
 def _lower(rows: Rows, even: Rows | None) -> Rows:
-    """Of two packings, improved, the lower one; of equally low ones the even one. A group takes
-    part by part of a layer what its slowest member takes, so that bins as full as the fullest are
-    not free: one with many short samples is the slowest in other parts than one with a long one."""
+    """The packing, improved, or an even one where that is no higher. A group takes part by part of
+    a layer what its slowest member takes, so that bins as full as the fullest are not free: one
+    with many short samples is the slowest in other parts than one with a long one."""
     rows.improve()
-    if even is None:
+    if even is None or rounded_ms(even.heights_X.sum()) > rounded_ms(rows.heights_X.sum()):
         return rows
     even.improve()
-    lower = rounded_ms(even.heights_X.sum()) <= rounded_ms(rows.heights_X.sum())
-    return even if lower else rows
+    return even
 
 
 def _own_and_together(problem: StepProblem) -> tuple[np.ndarray, np.ndarray]:

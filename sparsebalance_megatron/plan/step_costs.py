@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class LayerCosts:
         pair_2L: ms of a block pair of sparse attention.
         pair_share_S: share of a sample's block pairs that each of its ranks computes.
         exchange_2SL: ms of receiving all of a sample's keys and values.
+        lists_2SL: ms that a shared sample takes more where a layer would attend to it densely.
         outside_2SC: ms of a sample in the embedding and the output head.
         outside_sequence_2C: of it, what a sequence costs whatever its length.
         together_2SC: ms of a sample in the experts, which the ranks of a lockstep group divide.
@@ -55,6 +56,7 @@ class LayerCosts:
     pair_2L: np.ndarray
     pair_share_S: np.ndarray
     exchange_2SL: np.ndarray
+    lists_2SL: np.ndarray
     outside_2SC: np.ndarray
     outside_sequence_2C: np.ndarray
     together_2SC: np.ndarray
@@ -68,6 +70,7 @@ class LayerCosts:
             fixed_2SL=self.fixed_2SL[:, samples],
             pair_share_S=self.pair_share_S[samples],
             exchange_2SL=self.exchange_2SL[:, samples],
+            lists_2SL=self.lists_2SL[:, samples],
             outside_2SC=self.outside_2SC[:, samples],
             together_2SC=self.together_2SC[:, samples],
         )
@@ -81,13 +84,16 @@ class LayerCosts:
         """
         share_S1, received_S1 = share_S[:, None], received_S[:, None]
         sequence_21L, outside_21C = self.sequence_2L[:, None], self.outside_sequence_2C[:, None]
+        # Who receives no keys is not shared.
+        fixed_2SL = self.fixed_2SL + (received_S1 > 0.0) * self.lists_2SL
         return replace(
             self,
             fixed_2SL=sequence_21L
-            + share_S1 * (self.fixed_2SL - sequence_21L)
+            + share_S1 * (fixed_2SL - sequence_21L)
             + received_S1 * self.exchange_2SL,
             pair_share_S=share_S * self.pair_share_S,
             exchange_2SL=np.zeros_like(self.exchange_2SL),
+            lists_2SL=np.zeros_like(self.lists_2SL),
             outside_2SC=outside_21C + share_S1 * (self.outside_2SC - outside_21C),
             together_2SC=share_S1 * self.together_2SC,
         )
@@ -107,7 +113,8 @@ _MICRO_BATCHES, SEQUENCES, TOKENS, PAIRS, VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    A layer attends to a sample densely, without a router, or sparsely, under its budget.
+    A layer attends to a sample densely, without a router, or sparsely, under its budget. Where
+    ranks share a sample, or it is cut in segments, lists of all blocks stand for dense attention.
 
     Attributes:
         work: how block pairs follow from budgets.
@@ -197,9 +204,18 @@ class StepCosts:
         share_S1 = self.share_W[cp_size_S][:, None]
         received_S1 = self.received_W[cp_size_S][:, None]
         whole_21C = self.sequence_2C[:, None]
-        shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
+        shared_2SC = whole_21C + (sample_2SC + self.lists_2SC - whole_21C) * share_S1
         on_each_2SC = shared_2SC + self.exchange_2SC * received_S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SC, sample_2SC)
+
+    @cached_property
+    def lists_2SC(self) -> np.ndarray:
+        """Ms that every sample takes more where it is shared, for layers that would attend to it
+        densely."""
+        more_2CF = as_lists(self.denser_2CF, self.pair_2C) - self.denser_2CF
+        dense_SC = dense_layers(self.dense_LS, self.chunk_of_layer_L, self.chunks)
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        return dense_SC * _fixed_2SX(more_2CF, self.lengths_tokens_S, visible_S)
 
     @property
     def sequence_2C(self) -> np.ndarray:
@@ -337,14 +353,7 @@ def step_costs(
     constant_2C = sparse_2CF[..., _MICRO_BATCHES]
     constant_2C = constant_2C + never_sparse_C * denser_2F[:, None, _MICRO_BATCHES]
     visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
-
-    def fixed_2SX(coefficients_2XF: np.ndarray) -> np.ndarray:
-        return np.asarray(
-            coefficients_2XF[:, None, :, SEQUENCES]
-            + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
-            + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
-        )
-
+    fixed_2SX = partial(_fixed_2SX, lengths_S=lengths_S, visible_S=visible_S)
     denser_2S1 = fixed_2SX(denser_2F[:, None])
     dense_SC = dense_layers(dense_LS, chunk_of_layer_L, chunks)
     fixed_2SC = fixed_2SX(sparse_2CF) + dense_SC * denser_2S1
@@ -362,12 +371,15 @@ def step_costs(
         columns_2XF = np.concatenate([layer_2LF, outside_2CF, experts_2CF], axis=1)
         columns_2XF *= np.concatenate([scale_2L, scale_2C, scale_2C], axis=1)[..., None]
         denser_2XF = np.zeros_like(columns_2XF)
-        denser_2XF[:, : job.layers] = scale_2L[..., None] * denser_2F[:, None]
+        denser_2LF = scale_2L[..., None] * denser_2F[:, None]
+        denser_2XF[:, : job.layers] = denser_2LF
+        pair_2L = scale_2L * layer_2LF[..., PAIRS]
         layers = LayerCosts(
             chunk_of_layer_L=chunk_of_layer_L,
             fixed_2SL=scale_2L[:, None] * (fixed_2SX(layer_2LF) + dense_LS.T * denser_2S1),
             sequence_2L=scale_2L * layer_2LF[..., SEQUENCES],
-            pair_2L=scale_2L * layer_2LF[..., PAIRS],
+            pair_2L=pair_2L,
+            lists_2SL=dense_LS.T * fixed_2SX(as_lists(denser_2LF, pair_2L) - denser_2LF),
             pair_share_S=np.ones(len(lengths_S)),
             exchange_2SL=np.tile(
                 per_token_2[:, None, None] * lengths_S[:, None], (1, 1, job.layers)
@@ -396,6 +408,25 @@ def step_costs(
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
         layers=layers,
+    )
+
+
+def as_lists(denser_2XF: np.ndarray, pair_2X: np.ndarray) -> np.ndarray:
+    """``denser_2XF`` of a sample that is shared or in segments: a layer reads lists of all blocks,
+    which are taken to be no faster than dense attention."""
+    lists_2XF = np.zeros_like(denser_2XF)
+    lists_2XF[..., VISIBLE] = pair_2X
+    return np.maximum(lists_2XF, denser_2XF)
+
+
+def _fixed_2SX(
+    coefficients_2XF: np.ndarray, lengths_S: np.ndarray, visible_S: np.ndarray
+) -> np.ndarray:
+    """Ms of samples whatever their budgets."""
+    return np.asarray(
+        coefficients_2XF[:, None, :, SEQUENCES]
+        + lengths_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
+        + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -96,17 +97,13 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
-                selection = self._select(q_THD, k_TGD, context)
-                return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
-            case Part.DENSE_ATTENTION:
-                inputs = self._queries_keys_values(tokens)
-                layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
+                qkv = self._queries_keys_values(tokens)
+                selection = self._select(qkv[0], qkv[1], context)
                 named = self._options.config.attention
-                if attends_densely(inputs[0], inputs[2], context.layout, named):
-                    # As layers attend to documents that are covered.
-                    return self._attention(inputs, None, context.layout)
-                return self._attention(inputs, lambda: Selection.of_everything(layouts, groups))
+                attend = partial(block_sparse_attention, selection=selection, implementation=named)
+                return self._attention(qkv, attend)
+            case Part.DENSE_ATTENTION:
+                return self._dense_attention(context.layout)
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -133,30 +130,32 @@ class ProfiledModel:
         )
 
     def _attention(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        selection: Callable[[], Selection] | None,
-        documents: PackedLayout | None = None,
+        self, qkv: tuple[Tensor, Tensor, Tensor], attend: Callable[..., tuple[Tensor, Tensor]]
     ) -> Timed:
-        """Attention over a selection, or of whole documents without one."""
-        q_THD, _, v_TGF = inputs
-
-        def attend() -> Tensor:
-            if selection is None:
-                assert documents is not None
-                scale = q_THD.shape[-1] ** -0.5
-                return dense_attention(*inputs, documents, softmax_scale=scale)[0]
-            out_THF, _ = block_sparse_attention(
-                *inputs,
-                selection(),
-                softmax_scale=q_THD.shape[-1] ** -0.5,
-                implementation=self._options.config.attention,
-            )
-            return out_THF
-
+        q_THD, _, v_TGF = qkv
         gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-        backward = backward_from(gradient_THF, inputs=inputs)
-        return Timed(forward=attend, backward=backward)
+        return Timed(
+            forward=lambda: attend(*qkv, softmax_scale=q_THD.shape[-1] ** -0.5)[0],
+            backward=backward_from(gradient_THF, inputs=qkv),
+        )
+
+    def _dense_attention(self, layout: PackedLayout) -> Timed:
+        """As layers attend to documents that are covered: without lists, where that serves."""
+        qkv, named = self._queries_keys_values(layout.tokens), self._options.config.attention
+        if attends_densely(qkv[0], qkv[2], layout, named):
+            return self._attention(qkv, partial(dense_attention, layout=layout))
+        layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
+
+        def attend(
+            q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *, softmax_scale: float
+        ) -> tuple[Tensor, Tensor]:
+            return block_sparse_attention(
+                *(q_THD, k_TGD, v_TGF, Selection.of_everything(layouts, groups)),
+                softmax_scale=softmax_scale,
+                implementation=named,
+            )
+
+        return self._attention(qkv, attend)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
@@ -356,11 +355,10 @@ def measured_exchanges(
     thoroughness: Thoroughness,
     clock: Clock,
 ) -> tuple[ExchangeRow, ...]:
-    """Time the exchange of a layer between 2, 4, ... ranks; collective over all of them.
+    """Time the exchange of a layer between 2, 4, ... ranks, in both directions; collective.
 
     The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
-    slow as its slowest member. Attention itself is left out. ``args`` are cut down to one rank's
-    share of heads; the rows are of both directions of every number of ranks and length.
+    slow as its slowest member. ``args`` are cut down to one rank's share of heads.
     """
     rows = []
     with data_parallel_world(device):

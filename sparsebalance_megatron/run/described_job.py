@@ -26,8 +26,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import memory_lines
-from sparsebalance_megatron.data.blend import read_blends
-from sparsebalance_megatron.data.samples import open_samples
+from sparsebalance_megatron.data.samples import open_samples, read_blends
 from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -16,9 +15,8 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples, read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
@@ -117,7 +115,6 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             calibrate=config.calibration,
             selection=config.selection_rule,
-            clock=time.perf_counter,
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
@@ -137,7 +134,6 @@ class Inputs:
             index=index,
             global_batch_size=batch_size,
             dense=self.config.eval_attention == "dense",
-            clock=time.perf_counter,
         )
 
     def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:

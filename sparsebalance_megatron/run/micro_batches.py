@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -165,68 +165,57 @@ class SequencePacking:
         return 1, max(0, micro_batch.cp_size - blocks)
 
 
+@dataclass(eq=False)
 class MicroBatchIterator:
     """Endless iterator over a rank's micro-batches, for Megatron's ``--dataloader-type external``.
 
     There is one per model chunk; all chunks of a rank walk through the same plans. Packed sequences
     are read ahead: at most those of the step that runs and of the one after it are in memory.
 
-    Args:
+    Attributes:
         scheduler: training's, or the fixed one of evaluation.
         index: where samples are read; None where the chunk neither embeds tokens nor computes the
             loss.
         chunk: virtual stage, 0 without virtual pipelines.
-        step: where to start.
+        step: that the next micro-batch is of.
         worker: reads; one thread keeps the order.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        index: SampleIndex | None,
-        packing: SequencePacking,
-        *,
-        device: torch.device,
-        data_parallel_rank: int,
-        chunk: int,
-        training: bool,
-        step: int,
-        batch_sizes: BatchSizes,
-        worker: Executor,
-    ) -> None:
-        self._scheduler = scheduler
-        self._index = index
-        self._packing = packing
-        self._device = device
-        self._data_parallel_rank = data_parallel_rank
-        self._chunk = chunk
-        self._training = training
-        self._batch_sizes = batch_sizes
-        self._worker = worker
-        self._step = step
-        self._position = 0
-        self._lock = Lock()
-        self._latest: StepPlan | None = None
-        self._packed: dict[tuple[int, int], Future[list[PackedSequence]]] = {}
-        self._segments: deque[LocalMicroBatch] = deque()
+    scheduler: Scheduler
+    index: SampleIndex | None
+    packing: SequencePacking
+    device: torch.device
+    data_parallel_rank: int
+    chunk: int
+    training: bool
+    step: int
+    batch_sizes: BatchSizes
+    worker: Executor
+    _position: int = field(default=0, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
+    _latest: StepPlan | None = field(default=None, init=False)
+    _packed: dict[tuple[int, int], Future[list[PackedSequence]]] = field(
+        default_factory=dict, init=False
+    )
+    _segments: deque[LocalMicroBatch] = field(default_factory=deque, init=False)
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def micro_batches(self) -> int:
         """See :meth:`.PlannedIterator.micro_batches`."""
-        return self._scheduler.planned(self._step).micro_batches
+        return self.scheduler.planned(self.step).micro_batches
 
     def segment_tokens(self) -> list[list[int]] | None:
         """See :meth:`.PlannedIterator.segment_tokens`."""
-        planned = self._scheduler.planned(self._step)
+        planned = self.scheduler.planned(self.step)
         if not planned.in_segments:
             return None
-        return [self._packing.computed_tokens(each) for each in self._micro_batches(planned)]
+        return [self.packing.computed_tokens(each) for each in self._micro_batches(planned)]
 
     def segment_schedule(self) -> SegmentedSchedule:
         """See :meth:`.PlannedIterator.segment_schedule`."""
-        return self._scheduler.planned(self._step).plan.schedule_of(self._data_parallel_rank)
+        return self.scheduler.planned(self.step).plan.schedule_of(self.data_parallel_rank)
 
     def __next__(self) -> LocalMicroBatch:
         if not self._segments:
@@ -234,24 +223,24 @@ class MicroBatchIterator:
         return self._segments.popleft()
 
     def _next_micro_batch(self) -> list[LocalMicroBatch]:
-        planned, step, position = self._scheduler.planned(self._step), self._step, self._position
+        planned, step, position = self.scheduler.planned(self.step), self.step, self._position
         micro_batches = self._micro_batches(planned)
-        if self._index is not None and position == 0:
+        if self.index is not None and position == 0:
             self.read_ahead(planned)
-            self._scheduler.follow(self.read_ahead)
+            self.scheduler.follow(self.read_ahead)
         self._position += 1
         if self._position == len(micro_batches):
-            self._step, self._position = self._step + 1, 0
-        packed = None if self._index is None else self.packed(planned, position)
+            self.step, self._position = self.step + 1, 0
+        packed = None if self.index is None else self.packed(planned, position)
         return local_micro_batches(
             micro_batches[position],
-            self._packing.cu_seqlens(micro_batches[position]),
-            self._packing.slices(micro_batches[position]),
-            block_size=self._packing.block_size,
-            observe=self._training,
-            device=self._device,
+            self.packing.cu_seqlens(micro_batches[position]),
+            self.packing.slices(micro_batches[position]),
+            block_size=self.packing.block_size,
+            observe=self.training,
+            device=self.device,
             step=step,
-            chunk=self._chunk,
+            chunk=self.chunk,
             inputs=None if packed is None else [vars(each) for each in packed],
         )
 
@@ -266,7 +255,7 @@ class MicroBatchIterator:
                 self._packed.pop(place).cancel()
             for position, micro_batch in enumerate(self._micro_batches(planned)):
                 try:
-                    packed = self._worker.submit(self._read, planned, micro_batch)
+                    packed = self.worker.submit(self._read, planned, micro_batch)
                 except RuntimeError:
                     # The process ends: executors take nothing more, and no plan will be needed.
                     return
@@ -285,13 +274,13 @@ class MicroBatchIterator:
         return self._read(planned, self._micro_batches(planned)[position])
 
     def _micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
-        return planned.plan.for_rank(self._data_parallel_rank).micro_batches
+        return planned.plan.for_rank(self.data_parallel_rank).micro_batches
 
     def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> list[PackedSequence]:
-        assert self._index is not None, "asked only for samples that the chunk reads"
-        samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
-        return self._packing.packed(micro_batch, samples)
+        assert self.index is not None, "asked only for samples that the chunk reads"
+        samples = [self.index.read(int(planned.samples[i])) for i in micro_batch.samples]
+        return self.packing.packed(micro_batch, samples)
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
-        return {"consumed_samples": self._batch_sizes.first_sample(self._step)}
+        return {"consumed_samples": self.batch_sizes.first_sample(self.step)}

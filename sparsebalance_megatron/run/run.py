@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.recording import FinishedStep
+from sparsebalance_megatron.log.records import FinishedStep
 from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -84,7 +83,6 @@ class Run:
         agreement: ProcessGroup | None = None,
         leaves_attention: bool = False,
         token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Where other ranks wait, too, say for shards of parameters, nothing hears of it.
         self._knows_collectives = check_lockstep_ranks(job.lockstep_ranks)
@@ -98,7 +96,7 @@ class Run:
         self._agreement = agreement
         self._token_counts = token_counts
         self._grid_budgets = len(coverage.grid) if leaves_attention else None
-        self._host_time = HostTime(clock)
+        self._host_time = HostTime()
         self._step_ended_s: float | None = None
         self._recorder = MicroBatchRecorder(
             HostClock() if device.type == "cpu" else CudaEventClock(),

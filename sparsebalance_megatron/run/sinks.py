@@ -18,14 +18,15 @@ from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
-from sparsebalance_megatron.log.recording import (
+from sparsebalance_megatron.log.records import (
+    LOG_FORMAT,
     FinishedStep,
+    RunHeader,
     coverage_record,
     rank_header,
     rank_step,
     step_record,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, RunHeader
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.run.inputs import Inputs
@@ -64,6 +65,11 @@ class StepSinks:
             header = run_header(inputs, device)
             self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
+
+    @property
+    def any(self) -> bool:
+        """Whether this rank writes anything."""
+        return self._rank_log is not None or self._writers is not None
 
     def write(self, step: FinishedStep) -> None:
         """Hand the step to everything that wants it."""

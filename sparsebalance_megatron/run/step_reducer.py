@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -100,6 +100,7 @@ def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
 
 
+@dataclass(eq=False)
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
@@ -109,23 +110,12 @@ class StepReducer:
     the last reduction waited for the slowest rank.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        place: RankPlace,
-        *,
-        buckets: int,
-        grid_size: int,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._job = job
-        self._place = place
-        self._device = device
-        self._clock = clock
-        self._buckets = buckets
-        self._columns = grid_size + _EXTRA_COLUMNS
-        self.waited_ms = 0.0
+    job: Job
+    place: RankPlace
+    buckets: int
+    grid_size: int
+    device: torch.device
+    waited_ms: float = field(default=0.0, init=False)
 
     def reduce(
         self,
@@ -150,9 +140,9 @@ class StepReducer:
         shapes = self._shapes(len(segments_M), most_segments)
         host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)
         part = _views(host, shapes)
-        part["digests"][self._place.world_rank] = digest_number(digest)
-        if self._place.reports:
-            here = self._place.data_parallel_rank, self._place.pipeline_rank
+        part["digests"][self.place.world_rank] = digest_number(digest)
+        if self.place.reports:
+            here = self.place.data_parallel_rank, self.place.pipeline_rank
             times_2VM = part["times"][(slice(None), *here)]
             times_2VM[:] = math.nan
             segments_ms = defaultdict(list)
@@ -169,11 +159,11 @@ class StepReducer:
             for inside in times.collectives or ():
                 inside_VMYXZ[inside.place] += inside.ms
             part["schedule"][here] = times.schedule_ms
-            flat = copied_to(host, self._device)
+            flat = copied_to(host, self.device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
         else:
-            flat = copied_to(host, self._device)
-        own_O = torch.empty(0, dtype=torch.float64, device=self._device)
+            flat = copied_to(host, self.device)
+        own_O = torch.empty(0, dtype=torch.float64, device=self.device)
         if observed.values_OC is not None:
             own_O = observed.values_OC[:, EXECUTED]
         summed, own_O = self._sum(flat, own_O)
@@ -181,18 +171,18 @@ class StepReducer:
 
     def _shapes(self, micro_batches: int, segments: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the parts of the buffer."""
-        job, stages = self._job, (self._job.data_parallel_size, self._job.pipeline_stages)
+        job, stages = self.job, (self.job.data_parallel_size, self.job.pipeline_stages)
         layers = max(len(chunk) for stage in job.stage_layers for chunk in stage)
         collectives = COLLECTIVES_PER_LAYER * layers if job.lockstep_ranks > 1 else 0
         chunks = (*stages, job.virtual_stages, micro_batches)
         return {
-            "digests": (self._place.world_size,),
+            "digests": (self.place.world_size,),
             "times": (2, *chunks),
             "inside": (*chunks, segments, collectives, PASSES),
             "schedule": stages,
             "minima": stages,
-            "counts": (job.layers, self._buckets),
-            "coverage": (job.layers, self._buckets, self._columns),
+            "counts": (job.layers, self.buckets),
+            "coverage": (job.layers, self.buckets, self.grid_size + _EXTRA_COLUMNS),
             "unobserved": (1,),
             "recompute": (3,),
             "loss": (2,),
@@ -216,8 +206,8 @@ class StepReducer:
             # A document that was not routed has no curve, and all else.
             routed_O = values_OC.isfinite().all(1)
             values_OC = values_OC.masked_fill(broken_O[:, None] | ~values_OC.isfinite(), 0.0)
-            group_O = copied_to(torch.from_numpy(observed.group_O(self._buckets)), self._device)
-            part["coverage"].view(-1, self._columns).index_add_(0, group_O, values_OC)
+            group_O = copied_to(torch.from_numpy(observed.group_O(self.buckets)), self.device)
+            part["coverage"].view(-1, values_OC.shape[1]).index_add_(0, group_O, values_OC)
             part["counts"].view(-1).index_add_(0, group_O, routed_O.double())
             part["unobserved"][:] = broken_O.sum()
             part["minima"][here] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
@@ -228,11 +218,11 @@ class StepReducer:
 
     def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer summed over ranks, and what is this rank's own, on the host."""
-        began = self._clock()
+        began_s = time.perf_counter()
         torch.distributed.all_reduce(flat)
         # The only copy of a step that the host waits for.
         summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
-        self.waited_ms = (self._clock() - began) * 1e3
+        self.waited_ms = (time.perf_counter() - began_s) * 1e3
         return summed, own
 
     def _measurement(self, summed: dict[str, torch.Tensor]) -> StepMeasurement:
@@ -242,8 +232,8 @@ class StepReducer:
         loss, tokens = part["loss"]
         return StepMeasurement(
             times_2RPVM=part["times"],
-            waiting_2RPVM=lockstep_waiting(part["inside"], self._job.lockstep_ranks)
-            if self._job.lockstep_ranks > 1
+            waiting_2RPVM=lockstep_waiting(part["inside"], self.job.lockstep_ranks)
+            if self.job.lockstep_ranks > 1
             else None,
             schedule_ms=part["schedule"],
             coverage=CoverageTotals(

@@ -163,11 +163,10 @@ class HostTime:
     - ``log``: what Megatron's log line gets, and handing over to the logs, that of the step before
       included.
 
-    Args:
-        clock: seconds.
+    ``clock`` gives seconds.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._ms = dict.fromkeys(PARTS, 0.0)
         self._forward_step_began_s: float | None = None

@@ -245,7 +245,8 @@ class TrainerRun:
             leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
-        run.sinks = StepSinks(inputs, run.place, scheduler.coverage, self.device)
+        sinks = StepSinks(inputs, run.place, scheduler.coverage, self.device)
+        run.sinks = sinks if sinks.any else None
         return run
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
@@ -479,6 +480,7 @@ class ForwardStep:
     ) -> None:
         self._inner = inner
         self._trainer = trainer
+        self._max_seqlen_tokens = trainer.inputs.settings.seq_length
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
@@ -496,8 +498,7 @@ class ForwardStep:
         if micro_batch.observe:
             planned = self._trainer.scheduler.planned(micro_batch.step)
             self._trainer.run.begin_micro_batch(micro_batch, planned)
-        max_seqlen_tokens = self._trainer.inputs.settings.seq_length
-        batch["packed_seq_params"] = micro_batch.params(max_seqlen_tokens)
+        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.observe:
             # The model's kernels are launched: time to plan the next step.

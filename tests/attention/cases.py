@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import random
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,14 +20,15 @@ from typing import Any
 import pytest
 import torch
 from oracles import attention as oracle
+from oracles import vertical_slash as column_oracle
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
+from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.kernels import blocks, tile_attention
-from sparsebalance_megatron.attention.kernels.contract import Saved, merge_partials
+from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 SCALE = 0.4
@@ -83,43 +85,52 @@ class Case:
     selection: Selection
     device: str = "cpu"
 
+    @property
+    def _has_columns(self) -> bool:
+        return self.granularity.startswith("vertical-slash")
+
     @functools.cached_property
     def mask_HTT(self) -> Tensor:
         """What the router's definition lets every query read."""
         layout = self.selection.query_layout
-        lists = oracle.moba_lists(
-            self.q_THD,
-            self.k_TGD,
-            list(layout.cu_seqlens),
-            layout.block_size,
-            self.budgets,
-            self.granularity,
+        inputs = self.q_THD, self.k_TGD, list(layout.cu_seqlens), layout.block_size
+        if not self._has_columns:
+            return self._mask(oracle.moba_lists(*inputs, self.budgets, self.granularity))
+        ranked = column_oracle.ranked(
+            *inputs, SCALE, looks_ahead=self.granularity == "vertical-slash-last-queries"
         )
-        return self._mask(lists)
+        return self._mask(
+            {
+                (row, head): column_oracle.cut(
+                    order, self.budgets[int(layout.document_N[row])], *inputs[2:]
+                )
+                for (row, head), order in ranked.items()
+            }
+        )
 
     @functools.cached_property
     def listed_HTT(self) -> Tensor:
         """What the selection's own lists let every query read."""
-        rows, heads, _ = self.selection.indices_QCK.shape
-        lists = {
-            (row, head): self.selection.indices_QCK[
-                row, head, : int(self.selection.counts_QC[row, head])
-            ].tolist()
-            for row in range(rows)
-            for head in range(heads)
-        }
-        return self._mask(lists)
+        selection, columns = self.selection, self.selection.columns
 
-    def _mask(self, lists: oracle.Lists) -> Tensor:
-        layout = self.selection.query_layout
-        return oracle.token_mask(
-            lists,
-            self.q_THD.shape[1],
-            self.selection.indices_QCK.shape[1],
-            list(layout.cu_seqlens),
-            layout.block_size,
-            self.granularity,
-        )
+        def listed(lists: Tensor, counts: Tensor, row: int, head: int) -> list[int]:
+            return lists[row, head, : int(counts[row, head])].tolist()
+
+        found: dict[tuple[int, int], Any] = {}
+        for place in itertools.product(*map(range, selection.counts_QC.shape)):
+            found[place] = listed(selection.indices_QCK, selection.counts_QC, *place)
+            if self._has_columns:
+                tokens = listed(columns.tokens_NGK, columns.counts_NG, *place) if columns else []
+                found[place] = column_oracle.Choice(blocks=found[place], columns=tokens)
+        return self._mask(found)
+
+    def _mask(self, lists: dict[tuple[int, int], Any]) -> Tensor:
+        layout, query_heads = self.selection.query_layout, self.q_THD.shape[1]
+        cut = list(layout.cu_seqlens), layout.block_size
+        if self._has_columns:
+            return column_oracle.mask(lists, query_heads, *cut)
+        heads = self.selection.indices_QCK.shape[1]
+        return oracle.token_mask(lists, query_heads, heads, *cut, self.granularity)
 
     def run(
         self, function: Callable[..., Any], dtype: torch.dtype, device: str = "cpu"
@@ -146,10 +157,10 @@ class Case:
         )
 
     def exact(self) -> tuple[Tensor, ...]:
-        """Compute by loops over single queries: for few tokens."""
-        return self.run(
-            lambda q, k, v: oracle.loop_attention(q, k, v, self.mask_HTT, SCALE), torch.float64
-        )
+        """Compute by loops over single queries, for few tokens; with columns by masked dense
+        attention under the mask of the definition."""
+        attend = oracle.plain_attention if self._has_columns else oracle.loop_attention
+        return self.run(lambda q, k, v: attend(q, k, v, self.mask_HTT, SCALE), torch.float64)
 
     def plain(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return self.run(
@@ -220,6 +231,32 @@ def with_lists(case: Case, indices_QCK: Tensor, counts_QC: Tensor) -> Case:
     return dataclasses.replace(case, selection=changed)
 
 
+def with_columns(case: Case, tokens_NGK: Tensor, counts_NG: Tensor) -> Case:
+    columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
+    selection = dataclasses.replace(case.selection, columns=columns)
+    return dataclasses.replace(case, selection=selection)
+
+
+def with_random_columns(case: Case, most: int) -> Case:
+    """Past tokens in any order: ``most`` and a third of that in turn, where there are so many; past
+    the end of a list no token's number."""
+    generator, lists = random.Random(most), case.selection
+    layout, (rows, heads, _) = lists.kv_layout, lists.indices_QCK.shape
+    tokens_NGK = torch.full((rows, heads, most), 1 << 30, dtype=torch.int32)
+    counts_NG = torch.zeros(rows, heads, dtype=torch.int32)
+    for row in range(rows):
+        first = layout.cu_seqlens[int(layout.document_N[row])]
+        past = range(first, int(layout.start_N[row]))
+        for head in range(heads):
+            read = set(lists.indices_QCK[row, head, : int(lists.counts_QC[row, head])].tolist())
+            left = [token for token in past if int(layout.block_T[token]) not in read]
+            length = most if (row + head) % 2 else most // 3
+            chosen = generator.sample(left, min(length, len(left)))
+            tokens_NGK[row, head, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            counts_NG[row, head] = len(chosen)
+    return with_columns(case, tokens_NGK, counts_NG)
+
+
 def selection_by_scores(
     scores_NGJ: Tensor, layout: PackedLayout, budgets: Sequence[int]
 ) -> Selection:
@@ -275,94 +312,6 @@ def with_heads_far_apart(x_THD: Tensor, file: Path) -> Tensor:
     far_THD = memory.as_strided(x_THD.shape, (head_dim, stride, 1))
     far_THD.copy_(x_THD)
     return far_THD
-
-
-def every_other_place(selection: Selection) -> list[Selection]:
-    """Every list's even places and its odd places."""
-    parts = []
-    for begin in (0, 1):
-        indices = torch.full_like(selection.indices_QCK, -1)
-        taken = selection.indices_QCK[..., begin::2]
-        indices[..., : taken.shape[-1]] = taken
-        counts = (selection.counts_QC + (1 - begin)) // 2
-        parts.append(dataclasses.replace(selection, indices_QCK=indices, counts_QC=counts))
-    return parts
-
-
-def tokens_of(layout: PackedLayout, blocks: Sequence[int]) -> Tensor:
-    """The tokens of blocks, one block after the other."""
-    begins, lengths = layout.start_N.tolist(), layout.length_N.tolist()
-    return torch.cat([torch.arange(begins[n], begins[n] + lengths[n]) for n in blocks])
-
-
-def sharded(
-    selection: Selection, query_blocks: Sequence[int], kv_blocks: Sequence[int]
-) -> Selection:
-    """The part of a selection that some query blocks read from some KV blocks.
-
-    Either kind lies in a sequence of its own, every block a document.
-    """
-    layout = selection.query_layout
-    query_layout, kv_layout = (
-        packed_layout(
-            [0, *itertools.accumulate(layout.length_N[list(blocks)].tolist())],
-            layout.block_size,
-            "cpu",
-        )
-        for blocks in (query_blocks, kv_blocks)
-    )
-    place_N = torch.full((layout.blocks + 1,), -1)
-    place_N[list(kv_blocks)] = torch.arange(len(kv_blocks))
-    rows = tokens_of(layout, query_blocks) if selection.by_token else list(query_blocks)
-    lists_QCK, counts_QC = selection.indices_QCK[rows].long(), selection.counts_QC[rows]
-    past_end_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC[..., None]
-    lists_QCK = place_N[lists_QCK.masked_fill(past_end_QCK, layout.blocks)]
-    # What is not there goes to the end, and the order of the others stays.
-    order_QCK = (lists_QCK < 0).int().argsort(stable=True)
-    return Selection(
-        indices_QCK=lists_QCK.gather(2, order_QCK).int(),
-        counts_QC=(lists_QCK >= 0).sum(2).int(),
-        by_token=selection.by_token,
-        query_layout=query_layout,
-        kv_layout=kv_layout,
-        own_block_N=place_N[list(query_blocks)],
-    )
-
-
-def in_shards(
-    case: Case,
-    implementation: str,
-    dtype: torch.dtype,
-    query_shards: Sequence[Sequence[int]],
-    kv_shards: Sequence[Sequence[int]],
-) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv put together from all pairs of shards of the blocks."""
-    kernel, layout = kernel_named(implementation), case.selection.query_layout
-    q, k, v, dout = (x.to(dtype) for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF))
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
-    lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(dtype, torch.float32))
-    for query_blocks in query_shards:
-        rows = tokens_of(layout, query_blocks)
-        parts = [
-            (tokens_of(layout, blocks), on_device(part, case.device))
-            for blocks in kv_shards
-            for part in every_other_place(sharded(case.selection, query_blocks, blocks))
-        ]
-        q_on, dout_on = q[rows].to(case.device), dout[rows].to(case.device)
-        inputs = [(k[keys].to(case.device), v[keys].to(case.device)) for keys, _ in parts]
-        merged = functools.reduce(
-            lambda a, b: merge_partials(*a, *b),
-            (
-                kernel.forward(q_on, *kv, part, softmax_scale=SCALE)
-                for kv, (_, part) in zip(inputs, parts, strict=True)
-            ),
-        )
-        out[rows], lse[rows] = (x.cpu() for x in merged)
-        for kv, (keys, part) in zip(inputs, parts, strict=True):
-            gradients = kernel.backward(dout_on, saved(q_on, *kv, *merged, part))
-            for whole, places, x in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
-                whole[places] += x.cpu()
-    return out, lse, dq, dk, dv
 
 
 def assert_as_good_as_plain(

@@ -62,7 +62,7 @@ def check_selector(
         )
         trial = _Trial(selector=selector, layout=layout, q_THD=q_THD, k_TGD=k_TGD)
         found = trial.run()
-        _check_lists(found, layout, by_token=selector.by_token)
+        check_lists(found, layout, by_token=selector.by_token)
         _check_coverage(found.curves_SK, layout)
         _check_determinism(trial, found)
         _check_documents(trial, found)
@@ -70,7 +70,7 @@ def check_selector(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
+class Found:
     """Lists and curves that a selector gave, on the host.
 
     ``blocks_QCK`` and ``columns_QCK`` are -1 past every list's end; without columns, the latter are
@@ -82,10 +82,10 @@ class _Found:
     columns_QCK: Tensor
     curves_SK: Tensor
 
-    def same_lists(self, other: _Found) -> bool:
+    def same_lists(self, other: Found) -> bool:
         return self.blocks_QCK.equal(other.blocks_QCK) and self.columns_QCK.equal(other.columns_QCK)
 
-    def first_moved(self, other: _Found, among_T: Tensor) -> int | None:
+    def first_moved(self, other: Found, among_T: Tensor) -> int | None:
         """The first token of a row whose lists differ, of rows whose first token is among some."""
         differs_Q = (self.blocks_QCK != other.blocks_QCK).flatten(1).any(1)
         differs_Q |= (self.columns_QCK != other.columns_QCK).flatten(1).any(1)
@@ -104,7 +104,7 @@ class _Trial:
     q_THD: Tensor
     k_TGD: Tensor
 
-    def run(self, *, observe: bool = True) -> _Found:
+    def run(self, *, observe: bool = True) -> Found:
         """Lists at the budgets above, and coverage where it is observed."""
         ranking = rank_sequence(
             self.selector,
@@ -115,18 +115,10 @@ class _Trial:
         )
         budgets_S = torch.tensor(_BUDGETS, device=self.q_THD.device)
         selection = self.selector.select(ranking, budgets_S)
-        blocks_QCK = _cut(selection.indices_QCK, selection.counts_QC)
-        columns = selection.columns
-        return _Found(
-            selection=selection,
-            blocks_QCK=blocks_QCK,
-            columns_QCK=blocks_QCK[..., :0]
-            if columns is None
-            else _cut(columns.tokens_NGK, columns.counts_NG),
-            curves_SK=(self.selector.coverage(ranking) if observe else torch.empty(0)).cpu(),
-        )
+        curves_SK = self.selector.coverage(ranking).cpu() if observe else torch.empty(0)
+        return each_list(selection, curves_SK)
 
-    def changed(self, begin: int, end: int) -> _Found:
+    def changed(self, begin: int, end: int) -> Found:
         """The run with other queries and keys at some tokens."""
         q_THD, k_TGD = self.q_THD.clone(), self.k_TGD.clone()
         for x in (q_THD, k_TGD):
@@ -134,12 +126,29 @@ class _Trial:
         return replace(self, q_THD=q_THD, k_TGD=k_TGD).run()
 
 
+def each_list(selection: Selection, curves_SK: Tensor | None = None) -> Found:
+    """A selection's lists."""
+    blocks_QCK, columns = _cut(selection.indices_QCK, selection.counts_QC), selection.columns
+    columns_QCK = blocks_QCK[..., :0]
+    if columns is not None:
+        columns_QCK = _cut(columns.tokens_NGK, columns.counts_NG)
+    return Found(
+        selection=selection,
+        blocks_QCK=blocks_QCK,
+        columns_QCK=columns_QCK,
+        curves_SK=torch.empty(0) if curves_SK is None else curves_SK,
+    )
+
+
 def _cut(lists_QCK: Tensor, counts_QC: Tensor) -> Tensor:
     past_end_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC.cpu()[..., None]
     return lists_QCK.cpu().masked_fill(past_end_QCK, -1)
 
 
-def _check_lists(found: _Found, layout: PackedLayout, *, by_token: bool) -> None:
+def check_lists(
+    found: Found, layout: PackedLayout, *, by_token: bool, budgets: Sequence[int] = _BUDGETS
+) -> None:
+    """Refuse lists that break the first rule of :func:`check_selector`."""
     selection = found.selection
     if selection.by_token != by_token:
         raise SelectorError(f"lists: by_token is {by_token}, the selection says otherwise")
@@ -154,7 +163,7 @@ def _check_lists(found: _Found, layout: PackedLayout, *, by_token: bool) -> None
         blocks = [block for block in found.blocks_QCK[row, head].tolist() if block >= 0]
         columns = [token for token in found.columns_QCK[row, head].tolist() if token >= 0]
         document = document_N[own]
-        allowed = min(_BUDGETS[document], index_N[own] + 1)
+        allowed = min(budgets[document], index_N[own] + 1)
         fits = (
             len(blocks) == int(selection.counts_QC[row, head]) <= allowed
             and blocks[:1] == [own]
@@ -190,7 +199,7 @@ def _check_coverage(curves_SK: Tensor, layout: PackedLayout) -> None:
         )
 
 
-def _check_determinism(trial: _Trial, expected: _Found) -> None:
+def _check_determinism(trial: _Trial, expected: Found) -> None:
     q_THD, k_TGD = (x.clone().requires_grad_() for x in (trial.q_THD, trial.k_TGD))
     again = replace(trial, q_THD=q_THD, k_TGD=k_TGD).run()
     if not again.same_lists(expected) or not again.curves_SK.equal(expected.curves_SK):
@@ -201,7 +210,7 @@ def _check_determinism(trial: _Trial, expected: _Found) -> None:
         raise SelectorError("determinism: results carry a gradient; use torch.no_grad")
 
 
-def _check_documents(trial: _Trial, expected: _Found) -> None:
+def _check_documents(trial: _Trial, expected: Found) -> None:
     for document, (begin, end) in enumerate(itertools.pairwise(trial.layout.cu_seqlens)):
         found = trial.changed(begin, end)
         token_T = torch.arange(trial.layout.tokens)
@@ -214,7 +223,7 @@ def _check_documents(trial: _Trial, expected: _Found) -> None:
             )
 
 
-def _check_causality(trial: _Trial, expected: _Found) -> None:
+def _check_causality(trial: _Trial, expected: Found) -> None:
     size = trial.layout.block_size
     begin, end = trial.layout.cu_seqlens[1:3]
     # Inside, at the beginning and at the end of blocks of the longest document.

@@ -26,9 +26,7 @@ from attention.cases import (
     assert_identical,
     compute_as_off_the_cpu,
     make_case,
-    with_lists,
 )
-from attention.column_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
@@ -63,7 +61,7 @@ def _case(
     cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
 ) -> Case:
     how = {"block": BLOCK, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM} | settings
-    return any_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
 def _attend(case: Case, *qkv: Tensor, implementation: str = "auto") -> tuple[Tensor, Tensor]:
@@ -139,15 +137,6 @@ def test_a_sink_of_other_heads_is_refused() -> None:
         block_sparse_attention(*qkv, case.selection, softmax_scale=SCALE, sink_H=torch.zeros(3))
 
 
-@serving
-def test_large_scores_stay_finite(granularity: str, implementation: str) -> None:
-    case = _case([0, 50], [3], granularity)
-    case = dataclasses.replace(case, q_THD=case.q_THD * 300)
-    ours = case.ours(implementation, torch.float32)
-    assert all(x.isfinite().all() for x in ours)
-    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
-
-
 @st.composite
 def _random_cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=3))
@@ -161,41 +150,6 @@ def _random_cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_all_equal_reference(granularity: str, case_inputs: tuple[list[int], list[int]]) -> None:
     case = _case(*case_inputs, granularity)
     assert_exact(*(case.ours(name, torch.float64) for name in ("auto", "reference")))
-
-
-@pytest.mark.parametrize(("implementation", "kept"), [("blocks", 1), ("reference", 0)])
-def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None:
-    """``blocks`` needs the own block first; ``reference`` needs nothing."""
-    case = _case([0, 61], [5])
-    indices_QCK = case.selection.indices_QCK.clone()
-    for row in range(indices_QCK.shape[0]):
-        count = int(case.selection.counts_QC[row, 0])
-        indices_QCK[row, :, kept:count] = indices_QCK[row, :, kept:count].flip(-1)
-    assert not torch.equal(indices_QCK, case.selection.indices_QCK)
-    flipped = with_lists(case, indices_QCK, case.selection.counts_QC)
-    assert_exact(*(one.ours(implementation, torch.float64) for one in (case, flipped)))
-
-
-@pytest.mark.parametrize("off_the_cpu", [False, True])
-@pytest.mark.parametrize(
-    ("granularity", "implementation"), [x for x in SERVING if not x[0].startswith("vertical-slash")]
-)
-def test_a_query_without_keys_gives_zero_and_finite_gradients(
-    granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if off_the_cpu:
-        compute_as_off_the_cpu(monkeypatch)
-    case = _case([0, 40], [3], granularity)
-    rows = slice(16, 24) if case.selection.by_token else slice(2, 3)
-    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
-    indices_QCK[rows], counts_QC[rows] = -1, 0
-    changed = with_lists(case, indices_QCK, counts_QC)
-    out, lse, *gradients = ours = changed.ours(implementation, torch.float32)
-    assert (out[16:24] == 0).all()
-    assert (lse[16:24] == -torch.inf).all()
-    assert (gradients[0][16:24] == 0).all()
-    for a, b in zip(ours, changed.ours("reference", torch.float64), strict=True):
-        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("granularity", BUILT_IN)
@@ -274,23 +228,6 @@ def test_without_gradients_the_values_are_the_same(granularity: str, implementat
     assert not found[0].requires_grad
     for a, b in zip(found, case.ours(implementation, torch.float32)[:2], strict=True):
         assert torch.equal(a, b)
-
-
-@serving
-def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str) -> None:
-    case = _case(*PACKINGS["many-blocks"], granularity)
-    selection, columns = case.selection, case.selection.columns
-
-    def spoilt(lists: Tensor, counts: Tensor) -> Tensor:
-        return lists.masked_fill(torch.arange(lists.shape[2]) >= counts[..., None], 17)
-
-    lists_QCK = spoilt(selection.indices_QCK, selection.counts_QC)
-    if columns is not None:
-        tokens_NGK = spoilt(columns.tokens_NGK, columns.counts_NG)
-        columns = dataclasses.replace(columns, tokens_NGK=tokens_NGK)
-    selection = dataclasses.replace(selection, indices_QCK=lists_QCK, columns=columns)
-    changed = dataclasses.replace(case, selection=selection)
-    assert_identical(*(one.ours(implementation, torch.float32) for one in (case, changed)))
 
 
 def test_wrong_arguments_are_named() -> None:

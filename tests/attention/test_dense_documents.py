@@ -8,15 +8,22 @@ heads that select, N blocks, K places of a list.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, make_case, sharded
+from attention.cases import SCALE, assert_exact, make_case
+from attention.sequence.slices import local_selection, slices_of
+from torch import Tensor
 
-from sparsebalance_megatron.attention.api import budgeted_attention
+from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
 from sparsebalance_megatron.attention.kernels import blocks as module
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.blocks import split_dense_documents
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 
 GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head"]
@@ -70,8 +77,9 @@ def test_one_missing_entry_makes_a_document_sparse() -> None:
 
 def test_keys_in_a_row_of_their_own_are_gathered() -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8)
-    blocks = range(case.selection.query_layout.blocks)
-    assert split_dense_documents(sharded(case.selection, blocks, blocks))[0] == []
+    owner_N = np.arange(case.selection.query_layout.blocks) % 2
+    held = slices_of(CU_SEQLENS, owner_N, 2, block=8)[0]
+    assert split_dense_documents(local_selection(case.selection, held))[0] == []
 
 
 def test_lists_that_reach_before_the_document_are_gathered() -> None:
@@ -104,3 +112,144 @@ def test_later_tokens_change_no_bit_of_long_documents(granularity: str, budget: 
 
     for token in (41, 200, 331, 459):
         assert all(map(torch.equal, before(token, True), before(token, False)))
+
+
+def _forward(
+    *, query: Tensor, key: Tensor, value: Tensor, return_debug_mask: bool, **given: Any
+) -> tuple[Tensor, ...]:
+    """``aten::_flash_attention_forward``."""
+    _check((query, key, value), given)
+    out, lse_HT = torch.full_like(query, torch.nan), query.new_full(query.shape[1::-1], torch.nan)
+    for tokens in _documents(given):
+        s, _, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
+        out[tokens], lse_HT[:, tokens] = (s.softmax(-1) @ v).transpose(0, 1), s.logsumexp(-1)
+    nothing = torch.empty(0)
+    return out, lse_HT, torch.empty(2, dtype=torch.uint64), nothing, nothing
+
+
+def _backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    rng_state: Tensor,
+    unused: Tensor,
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    """``aten::_flash_attention_backward``."""
+    _check((query, key, value, grad_out, out), given)
+    assert logsumexp.is_contiguous() and logsumexp.shape == (query.shape[1], len(query))
+    gradients = [torch.full_like(x, torch.nan) for x in (query, key, value)]
+    dq, dk, dv = gradients
+    for tokens in _documents(given):
+        s, k, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
+        q, dout, o = (x[tokens].double().transpose(0, 1) for x in (query, grad_out, out))
+        p = (s - logsumexp[:, tokens, None].double()).exp()
+        ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True)) * given["scale"]
+        dq[tokens] = (ds @ k).transpose(0, 1).to(dq.dtype)
+        for whole, dx in ((dk, ds.mT @ q), (dv, p.mT @ dout)):
+            by_kv_head = dx.unflatten(0, (key.shape[1], -1)).sum(1)
+            whole[tokens] = by_kv_head.transpose(0, 1).to(whole.dtype)
+    return tuple(gradients)
+
+
+def _documents(given: dict[str, Any]) -> Iterator[slice]:
+    return (slice(*each) for each in pairwise(given["cum_seq_q"].tolist()))
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled causal scores [H, T, T], and keys and values [H, T, D] of every query head."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+    s = q.double().transpose(0, 1) @ k.mT * scale
+    later = torch.ones(s.shape[1:], dtype=torch.bool).triu(1)
+    return s.masked_fill(later, -torch.inf), k, v
+
+
+def _check(xs: tuple[Tensor, ...], given: dict[str, Any]) -> None:
+    assert given["is_causal"] and given["dropout_p"] == 0.0
+    assert given["cum_seq_q"] is given["cum_seq_k"] and given["max_q"] == given["max_k"]
+    assert given["cum_seq_q"].dtype == torch.int32 and given["cum_seq_q"].is_contiguous()
+    assert int(given["cum_seq_q"].diff().max()) <= given["max_q"]
+    assert len({x.shape[2] for x in xs}) == 1 and xs[0].shape[2] % 8 == 0
+    for x in xs:
+        size = x.element_size()
+        assert x.stride(2) == 1
+        assert not any(place * size % 16 for place in (x.storage_offset(), *x.stride()[:2]))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU takes the way of CUDA, in any dtype: stand-ins for torch's operations are dense, in
+    float64 inside, and refuse what the kernels on CUDA do not take."""
+    with torch.library._scoped_library("aten", "IMPL") as operations:
+        for name, function in (("forward", _forward), ("backward", _backward)):
+            operations.impl(f"_flash_attention_{name}", _by_name(name, function), "CPU")
+        monkeypatch.setattr(dense, "obstacle", lambda *_: None)
+        monkeypatch.setattr(dense, "takes_flash", lambda _: False)
+        yield
+
+
+def _by_name(name: str, function: Any) -> Any:
+    """An operation gives arguments by place; the function takes them by name."""
+    operation = getattr(torch.ops.aten, f"_flash_attention_{name}").default
+    names = [argument.name for argument in operation._schema.arguments]
+    return lambda *given, **rest: function(**dict(zip(names, given, strict=False)), **rest)
+
+
+def _attended(layout: PackedLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return dense_attention(q, k, v, layout, softmax_scale=SCALE)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (8, 12), (20, 5)])
+def test_documents_by_torchs_kernels_are_those_of_the_reference(
+    head_dim: int, value_dim: int
+) -> None:
+    case = make_case([0, 30, 31, 100], [99] * 3, block=16, head_dim=head_dim, value_dim=value_dim)
+    layout = case.selection.query_layout
+    ours = case.run(lambda q, k, v: _attended(layout, q, k, v), torch.float64)
+    assert_exact(ours, case.ours("reference", torch.float64))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_view_that_begins_off_the_grid_is_copied() -> None:
+    """Kernels read 16 bytes at a time; a slice of a fused tensor may begin anywhere."""
+    case = make_case([0, 40], [9], block=8, head_dim=8)
+    layout, inputs = case.selection.query_layout, (case.q_THD, case.k_TGD, case.v_TGF)
+    expected = _attended(layout, *inputs)
+    moved = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in inputs]
+    for ours, each in zip(_attended(layout, *moved), expected, strict=True):
+        assert torch.equal(ours, each)
+
+
+def test_installed_torch_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are given by name; another torch is refused with what it lacks, and the remedy."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    missing = dense.missing_in_torch.__wrapped__
+    assert missing() is None
+    given = dense._ARGUMENTS["_flash_attention_backward"] | {"window"}
+    monkeypatch.setitem(dense._ARGUMENTS, "_flash_attention_backward", given)
+    assert "aten::_flash_attention_backward to take window" in missing()
+    assert "install torch 2.8 to 2.14" in missing()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert "needs a torch built with FlashAttention" in missing()
+
+
+@pytest.mark.gpu
+def test_documents_on_the_gpu_are_those_of_the_cpu() -> None:
+    case = make_case([0, 300, 301, 1000], [99] * 3, block=128, head_dim=64, dtype=torch.bfloat16)
+    layouts = [packed_layout([0, 300, 301, 1000], 128, device) for device in ("cuda", "cpu")]
+    ours, expected = (
+        case.run(
+            lambda q, k, v, layout=layout: _attended(layout, q, k, v),
+            torch.bfloat16,
+            str(layout.block_T.device),
+        )
+        for layout in layouts
+    )
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2 * float(b.abs().max()), rtol=2e-2)

@@ -1,100 +1,338 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation on parts of lists, and on queries and keys that lie in rows of their own."""
+"""What every implementation promises of every kind of list, Triton's kernels included.
+
+Triton's run where they are interpreted (see test_triton_interpreted.py), or on a GPU. The others
+compute in float64, and are exact.
+"""
 
 from __future__ import annotations
 
-import random
+import dataclasses
+import importlib.util
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import (
     SCALE,
+    SELECTORS,
+    SERVING,
     Case,
+    assert_as_good_as_plain,
     assert_exact,
+    assert_identical,
     compute_as_off_the_cpu,
-    in_shards,
+    example_selector,
     make_case,
-    sharded,
-    tokens_of,
+    reselected,
+    with_lists,
 )
+from attention.sequence.slices import in_parts, local_selection, random_owners, slices_of
+from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import budgeted_attention
+from sparsebalance_megatron.attention.kernels.contract import merge_partials
 
-SERVING = [
-    pytest.param("blocks", "previous-block", id="blocks"),
-    pytest.param("tokens", "token-kv-head", id="tokens-kv-head"),
-    pytest.param("tokens", "token-query-head", id="tokens-query-head"),
-    pytest.param("reference", "previous-block", id="reference-query-block"),
-    pytest.param("reference", "token-query-head", id="reference-token"),
-]
-CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
-ALL = [range(BLOCKS)]
+TRITON: list[Any] = []
+DEVICE = "cpu"
+if importlib.util.find_spec("triton") is not None:
+    # By another name: it marks what this module has under its own.
+    from attention.triton.where import DEVICE
+    from attention.triton.where import pytestmark as where_triton_runs
 
-
-def _case(granularity: str) -> Case:
-    case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8, granularity=granularity)
-    assert case.selection.query_layout.blocks == BLOCKS
-    return case
-
-
-def _random_halves(seed: int) -> list[list[int]]:
-    chosen = set(random.Random(seed).sample(range(BLOCKS), BLOCKS // 2))
-    return [[n for n in range(BLOCKS) if (n in chosen) == half] for half in (True, False)]
+    TRITON = [
+        pytest.param(kind, "triton", marks=where_triton_runs)
+        for kind in ("previous-block", "token-kv-head", "vertical-slash")
+    ]
 
 
-@pytest.mark.parametrize(("implementation", "granularity"), SERVING)
-@pytest.mark.parametrize(
-    ("query_shards", "kv_shards"),
-    [
-        pytest.param(ALL, ALL, id="lists-cut"),
-        pytest.param(_random_halves(0), ALL, id="queries-cut"),
-        pytest.param(ALL, _random_halves(1), id="keys-cut"),
-        pytest.param(_random_halves(2), _random_halves(3), id="both-cut"),
-        pytest.param([[0, 1], range(2, BLOCKS)], ALL, id="short-blocks-of-queries"),
-        pytest.param(ALL, [[0, 1], range(2, BLOCKS)], id="short-blocks-of-keys"),
-    ],
-)
-def test_parts_add_up_to_the_whole(
-    implementation: str, granularity: str, query_shards: list[list[int]], kv_shards: list[list[int]]
+def _every_kind_but(left_out: str) -> pytest.MarkDecorator:
+    pairs = [pytest.param(*pair) for pair in SERVING] + TRITON
+    kept = [pair for pair in pairs if not str(pair.values[0]).startswith(left_out)]
+    return pytest.mark.parametrize(("granularity", "implementation"), kept)
+
+
+every_kind = _every_kind_but("none")
+every_list_of_blocks = _every_kind_but("vertical-slash")
+CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 10
+
+
+def _case(
+    granularity: str,
+    implementation: str,
+    cu_seqlens: list[int] = CU_SEQLENS,
+    budgets: list[int] = BUDGETS,
+) -> Case:
+    how: dict[str, Any] = {"block": 16, "head_dim": 16, "value_dim": 8}
+    if implementation == "triton":
+        # Few heads, since the interpreter is slow.
+        how |= {"heads": 2, "kv_heads": 1, "device": DEVICE}
+    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
+
+
+def _dtype(implementation: str) -> torch.dtype:
+    return torch.float32 if implementation == "triton" else torch.float64
+
+
+def _assert_right(case: Case, implementation: str, found: tuple[Tensor, ...]) -> None:
+    """Float64 is exact, float32 as good as plain torch's."""
+    if implementation == "triton":
+        assert_as_good_as_plain(case, found, torch.float32, case.plain(torch.float64))
+    else:
+        assert_exact(found, case.plain(torch.float64))
+
+
+OWNERS = {
+    "short blocks": [0, 0, 1, 1, 2, 1, 2, 2, 1, 1],
+    "two in turn": [0, 1] * 5,
+    "random": random_owners(BLOCKS, 3, 1).tolist(),
+    "five": random_owners(BLOCKS, 5, 2).tolist(),
+}
+"""Which member of a context group holds each block: one holds only blocks of a token."""
+
+
+@pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
+@_every_kind_but("vertical-slash-last-queries")
+def test_parts_of_members_add_up_to_the_whole(
+    granularity: str, implementation: str, owners: list[int]
 ) -> None:
-    """Every list is also cut into its even and its odd places."""
-    case = _case(granularity)
-    parts = in_shards(case, implementation, torch.float64, query_shards, kv_shards)
-    assert_exact(parts, case.exact())
+    """Queries of one member, and keys and values of one after the other, in rows of their own."""
+    case, members = _case(granularity, implementation), 1 + max(owners)
+    slices = slices_of(CU_SEQLENS, np.array(owners), members, block=16)
+    assert slices[0].whole_layout.blocks == BLOCKS
+    found = in_parts(case, implementation, _dtype(implementation), slices, 0)
+    _assert_right(case, implementation, found)
 
 
-@pytest.mark.parametrize(("implementation", "granularity"), SERVING)
-@pytest.mark.parametrize("on_full_width", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
+    """Sums over parts are made in float32: the error is that of the inputs' dtype."""
+    how = {"block": 16, "head_dim": 8, "granularity": "token-kv-head", "dtype": dtype}
+    case = make_case(CU_SEQLENS, BUDGETS, **how)
+    slices = slices_of(CU_SEQLENS, np.array(OWNERS["five"]), 5, block=16)
+    found = in_parts(case, "tokens", dtype, slices, 1)
+    assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
+
+
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@_every_kind_but("vertical-slash-last-queries")
 def test_queries_of_some_blocks_get_their_rows_of_the_whole(
-    implementation: str, granularity: str, on_full_width: bool, monkeypatch: pytest.MonkeyPatch
+    granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients, through the public call; as computed on the CPU and elsewhere."""
-    if on_full_width:
+    if off_the_cpu:
         compute_as_off_the_cpu(monkeypatch)
-    case = _case(granularity)
-    some = _random_halves(4)[0]
-    rows = tokens_of(case.selection.query_layout, some)
-    case.dout_THF[torch.isin(torch.arange(CU_SEQLENS[-1]), rows, invert=True)] = 0.0
-    selection = sharded(case.selection, some, range(BLOCKS))
-    q, k, v = (x.double().requires_grad_() for x in (case.q_THD[rows], case.k_TGD, case.v_TGF))
-    out, lse = block_sparse_attention(
-        q, k, v, selection, softmax_scale=SCALE, implementation=implementation
+    case = _case(granularity, implementation)
+    held = slices_of(CU_SEQLENS, np.array(OWNERS["random"]), 3, block=16)[0]
+    rows = held.tokens_T
+    case.dout_THF[np.setdiff1d(np.arange(CU_SEQLENS[-1]), rows)] = 0.0
+    part = dataclasses.replace(
+        case,
+        q_THD=case.q_THD[rows],
+        dout_THF=case.dout_THF[rows],
+        selection=local_selection(case.selection, held),
     )
-    out.backward(case.dout_THF[rows].double())
-    whole = case.exact()
+    found = part.ours(implementation, _dtype(implementation))
+    whole = case.plain(torch.float64)
     expected = [*(x[rows] for x in whole[:3]), *whole[3:]]
-    assert_exact((out, lse, q.grad, k.grad, v.grad), expected)
+    if implementation == "triton":
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
+    else:
+        assert_exact(found, expected)
 
 
-@pytest.mark.parametrize(("implementation", "granularity"), SERVING)
-def test_a_document_of_nan_stays_alone(implementation: str, granularity: str) -> None:
-    """Also where queries and keys lie in different rows."""
-    case = _case(granularity)
-    clean = in_shards(case, implementation, torch.float64, _random_halves(0), ALL)
+@pytest.mark.parametrize("spoilt", ["nan", "inf", "-inf", "everything"])
+@every_kind
+def test_bad_numbers_of_a_document_stay_in_it(
+    granularity: str, implementation: str, spoilt: str
+) -> None:
+    """It lies between two others, and its last block is short, so that its own blocks must be
+    read as such: the list comes from the bad numbers."""
+    clean = _case(granularity, implementation, [0, 20, 86, 115], [2, 3, 2])
+    names = ("q_THD", "k_TGD", "v_TGF", "dout_THF")
+    copies = {name: getattr(clean, name).clone() for name in names}
+    if spoilt == "everything":
+        for x in copies.values():
+            x[20:86] = torch.nan
+    else:
+        for x in list(copies.values())[:3]:
+            x[[20, 85], 0, 3] = float(spoilt)
+    broken = reselected(dataclasses.replace(clean, **copies))
+    found, expected = (case.ours(implementation, torch.float32) for case in (broken, clean))
+    assert not found[0][20:86].isfinite().all()
+    elsewhere = torch.cat((torch.arange(20), torch.arange(86, 115)))
+    assert_identical(*(tuple(x[elsewhere] for x in results) for results in (found, expected)))
+
+
+@_every_kind_but("vertical-slash-last-queries")
+def test_a_document_of_nan_stays_alone_in_parts(granularity: str, implementation: str) -> None:
+    case = _case(granularity, implementation)
+    slices = slices_of(CU_SEQLENS, np.array(OWNERS["two in turn"]), 2, block=16)
+    clean = in_parts(case, implementation, torch.float32, slices, 0)
     for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF):
         x[CU_SEQLENS[2] : CU_SEQLENS[3]] = torch.nan
-    dirty = in_shards(case, implementation, torch.float64, _random_halves(0), ALL)
+    dirty = in_parts(case, implementation, torch.float32, slices, 0)
     for a, b in zip(dirty, clean, strict=True):
         assert a[: CU_SEQLENS[2]].equal(b[: CU_SEQLENS[2]])
         assert a[CU_SEQLENS[3] :].equal(b[CU_SEQLENS[3] :])
         assert a[CU_SEQLENS[2] : CU_SEQLENS[3]].isnan().any()
+
+
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@every_list_of_blocks
+def test_a_query_without_keys_gives_zero_and_finite_gradients(
+    granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
+    case = _case(granularity, implementation, [0, 80], [3])
+    counts_QC = case.selection.counts_QC.clone()
+    counts_QC[slice(32, 48) if case.selection.by_token else 2] = 0
+    changed = with_lists(case, case.selection.indices_QCK, counts_QC)
+    out, lse, *gradients = ours = changed.ours(implementation, torch.float32)
+    assert (out[32:48] == 0).all()
+    assert (lse[32:48] == -torch.inf).all()
+    assert (gradients[0][32:48] == 0).all()
+    for a, b in zip(ours, changed.ours("reference", torch.float64), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
+@every_kind
+def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str) -> None:
+    case = _case(granularity, implementation, [0, 1, 30, 190], [1, 2, 8])
+    selection, columns = case.selection, case.selection.columns
+
+    def spoilt(lists: Tensor, counts: Tensor) -> Tensor:
+        past_end = torch.arange(lists.shape[2]) >= counts[..., None]
+        return lists.masked_fill(past_end, torch.iinfo(lists.dtype).max)
+
+    lists_QCK = spoilt(selection.indices_QCK, selection.counts_QC)
+    assert not lists_QCK.equal(selection.indices_QCK)
+    if columns is not None:
+        tokens_NGK = spoilt(columns.tokens_NGK, columns.counts_NG)
+        columns = dataclasses.replace(columns, tokens_NGK=tokens_NGK)
+    selection = dataclasses.replace(selection, indices_QCK=lists_QCK, columns=columns)
+    changed = dataclasses.replace(case, selection=selection)
+    assert_identical(*(one.ours(implementation, torch.float32) for one in (case, changed)))
+
+
+@every_list_of_blocks
+def test_order_of_past_blocks_does_not_matter(granularity: str, implementation: str) -> None:
+    case = _case(granularity, implementation, [0, 85], [5])
+    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC
+    for row in range(indices_QCK.shape[0]):
+        count = int(counts_QC[row, 0])
+        indices_QCK[row, :, 1:count] = indices_QCK[row, :, 1:count].flip(-1)
+    assert not torch.equal(indices_QCK, case.selection.indices_QCK)
+    flipped = with_lists(case, indices_QCK, counts_QC)
+    _assert_right(case, implementation, flipped.ours(implementation, _dtype(implementation)))
+
+
+@every_kind
+def test_large_scores_stay_finite(granularity: str, implementation: str) -> None:
+    case = _case(granularity, implementation, [0, 50], [3])
+    case = dataclasses.replace(case, q_THD=case.q_THD * 100)
+    ours = case.ours(implementation, torch.float32)
+    assert all(x.isfinite().all() for x in ours)
+    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
+
+
+def _attend_whole(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+    logits_HTT = torch.einsum("qhd,khd->hqk", q_THD, k_THD)
+    out_THD = torch.einsum("hqk,khd->qhd", logits_HTT.softmax(-1), v_THD)
+    return out_THD, logits_HTT.logsumexp(-1).t()
+
+
+def _some_inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, 2, 4, generator=generator, dtype=torch.float64) for tokens in (6, 9, 9)
+    ]
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize("magnitude", [1.0, 1e3])
+def test_merge_is_the_union(split: int, magnitude: float) -> None:
+    q_THD, k_THD, v_THD = _some_inputs()
+    query = q_THD * magnitude
+    merged = merge_partials(
+        *_attend_whole(query, k_THD[:split], v_THD[:split]),
+        *_attend_whole(query, k_THD[split:], v_THD[split:]),
+    )
+    for a, b in zip(merged, _attend_whole(query, k_THD, v_THD), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_empty_parts_change_nothing() -> None:
+    out_THD, lse_TH = _attend_whole(*_some_inputs())
+    empty = torch.zeros_like(out_THD), torch.full_like(lse_TH, -torch.inf)
+    for parts, expected in (
+        ((out_THD, lse_TH, *empty), (out_THD, lse_TH)),
+        ((*empty, out_THD, lse_TH), (out_THD, lse_TH)),
+        ((*empty, *empty), empty),
+    ):
+        assert all(map(torch.equal, merge_partials(*parts), expected))
+
+
+def test_low_precision_outputs_keep_their_dtype() -> None:
+    out_THD, lse_TH = torch.ones(1, 1, 4, dtype=torch.bfloat16), torch.zeros(1, 1)
+    merged_out, merged_lse = merge_partials(out_THD, lse_TH, 3 * out_THD, lse_TH)
+    assert merged_out.dtype == torch.bfloat16
+    assert merged_lse.dtype == torch.float32
+    torch.testing.assert_close(merged_out, 2 * out_THD)
+
+
+BLOCK = 16
+EVERY_SELECTOR = SELECTORS | {"quest": example_selector()}
+LONGER_CU_SEQLENS = [0, 21, 160, 197]
+CHANGED = (1, 37, 52, 100, 101, 159, 190)
+"""Tokens inside, at the beginning and at the end of blocks; the long document begins at 21."""
+LOOKING_AHEAD = ("vertical-slash-last-queries",)
+EVERY_PAIR = [*SERVING, ("quest", "tokens"), ("quest", "reference")]
+
+
+def _qkv() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [2.0 * torch.randn(197, heads, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def _before(token: int, qkv: list[Tensor], selection: str, implementation: str) -> list[Tensor]:
+    """Outputs before a token, and gradients of a loss over them: out, lse, dq, dk, dv."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out_THD, lse_TH = budgeted_attention(
+        *leaves,
+        LONGER_CU_SEQLENS,
+        3,
+        block_size=BLOCK,
+        softmax_scale=SCALE,
+        selection=EVERY_SELECTOR[selection],
+        implementation=implementation,
+    )
+    out_THD[:token].square().sum().backward()
+    return [x.detach()[:token] for x in (out_THD, lse_TH, *(leaf.grad for leaf in leaves))]
+
+
+def _changes_before(token: int, selection: str, implementation: str) -> bool:
+    """Whether other numbers in a token are seen before it."""
+    expected = _before(token, _qkv(), selection, implementation)
+    qkv = _qkv()
+    for x in qkv:
+        x[token] = -30.0 * x[token] + 5.0
+    found = _before(token, qkv, selection, implementation)
+    return not all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("selection", "implementation"), [pair for pair in EVERY_PAIR if pair[0] not in LOOKING_AHEAD]
+)
+def test_later_tokens_change_no_bit(selection: str, implementation: str) -> None:
+    assert not any(_changes_before(token, selection, implementation) for token in CHANGED)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+@pytest.mark.parametrize("selection", LOOKING_AHEAD)
+def test_some_look_ahead_as_documented(selection: str, implementation: str) -> None:
+    """The help text of ``--sparse-balance-selection`` says so."""
+    assert any(_changes_before(token, selection, implementation) for token in CHANGED)

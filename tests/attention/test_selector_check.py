@@ -104,6 +104,8 @@ def _last_query(q_THD: Tensor, summaries: BlockSummaries, rows: Any, **how: Any)
             r"^causality: what token \d+ and those after it hold changes the list",
         ),
         (example_selector("query_block.py:LOOKAHEAD"), "^causality: "),
+        # All other rules hold.
+        *((SELECTORS[name], "^causality: ") for name in LOOKING_AHEAD),
     ],
 )
 def test_every_rule_can_be_broken(selector: Any, rule: str) -> None:

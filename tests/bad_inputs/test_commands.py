@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from bad_inputs.judge import check_command
 from bad_inputs.test_cost_tables import document
+from data.tokenizers_of_tests import save_tokenizer
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
@@ -25,7 +26,7 @@ TO_HF = "convert to-hf {folder}/nowhere --hf-config {folder}/nowhere --output {f
 
 COMMANDS = {
     "plan": PLAN,
-    "prepare-data": f"{PREPARE} --tokenizer-train 300",
+    "prepare-data": f"{PREPARE} --tokenizer {{folder}}/tokenizer",
     "report": REPORT,
     "summary": SUMMARY,
     "trace": TRACE,
@@ -49,7 +50,6 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
     },
     PREPARE: {
-        "--tokenizer-train": (*TOO_SMALL, "256", "10000000", "9" * 13),
         "--tokenizer": ("{folder}", "{folder}/nowhere", "{folder}/good.jsonl"),
     },
     REPORT: {
@@ -78,8 +78,10 @@ def mistyped() -> Iterator[tuple[str, str, str]]:
                     yield command, action.option_strings[-1], value
 
 
-READY = "--tokenizer-train 300 --output-prefix {folder}/o"
-PREPARE_INTO = "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix="
+READY = "--tokenizer {folder}/tokenizer --output-prefix {folder}/o"
+PREPARE_INTO = (
+    "prepare-data --input {folder}/good.jsonl --tokenizer {folder}/tokenizer --output-prefix="
+)
 FROM, PROFILE = "convert from-hf {folder}", "profile -o {folder}"
 BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there; train with"),
@@ -99,7 +101,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "no lengths": ("plan --gpus 4 --model {folder}/model", "--lengths FILE", "--data-path"),
     "no model": (f"plan --gpus 4 --lengths {{folder}}/lengths.txt -- {TRAINED}", "--model DIR"),
-    "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", "zero byte"),
+    "a zero byte in a path": (f"{PREPARE} --tokenizer {{folder}}/tokenizer\0", "zero byte"),
     "a newline in a file's name": ("prepare-data --input {folder}/a\nb " + READY, r"a\nb"),
     "a flag of many characters": (f"{PLAN} --vary=" + "x" * 4000 + "@1", "x" * 60),
     "a prefix that is empty": (PREPARE_INTO, "--output-prefix"),
@@ -107,7 +109,8 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "input that is a folder": ("prepare-data --input {folder} " + READY, "--input {folder}"),
     "output below a file": (f"{PREPARE_INTO}{{folder}}/good.jsonl/out", "good.jsonl"),
     "output that is the input": (
-        "prepare-data --input {folder}/in.bin --tokenizer-train 300 --output-prefix {folder}/in",
+        "prepare-data --input {folder}/in.bin --tokenizer {folder}/tokenizer "
+        "--output-prefix {folder}/in",
         "{folder}/in",
     ),
     "output that is there": (f"{PREPARE_INTO}{{folder}}/there", "there.bin", "--overwrite"),
@@ -138,6 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("in.bin", "there.bin", "there.idx"):
         (folder / name).write_bytes((folder / "good.jsonl").read_bytes())
     (folder / "empty").mkdir()
+    save_tokenizer(folder / "tokenizer")
     (folder / "dangling").symlink_to(folder / "nothing")
     (folder / "loop").symlink_to("loop")
     (folder / "table.json").write_text(json.dumps(document()))

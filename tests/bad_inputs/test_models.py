@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
-from sparsebalance_megatron.data.tokenizer import load_tokenizer
+from sparsebalance_megatron.data.prepare import load_tokenizer
 from sparsebalance_megatron.errors import ConvertError, DataError
 
 CONFIG: dict[str, Any] = {

@@ -145,8 +145,7 @@ def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path
 
 def test_stored_documents_are_planned_in_the_order_of_training(capsys: Captured) -> None:
     """A blend without .bin files, as a file with the lengths of its order."""
-    from sparsebalance_megatron.data.blend import parse_blend
-    from sparsebalance_megatron.data.samples import open_samples
+    from sparsebalance_megatron.data.samples import open_samples, parse_blend
 
     words = []
     for seed, (weight, name) in enumerate([("0.7", "web"), ("0.3", "books")]):

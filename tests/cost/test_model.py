@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs are affine and monotone; recomputation, frozen weights and counted operations by hand."""
+"""Costs are affine and monotone; recomputation, frozen weights, counted operations and block pairs
+against counts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import step_cases
 from cost.cost_cases import predict_ms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.model import DEVICES, CostModel, Efficiency
+from sparsebalance_megatron.cost.model import (
+    DEVICES,
+    CostModel,
+    Efficiency,
+    attended_token_pairs,
+    training_flops,
+)
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ExpertShape, RunIdentity
-from sparsebalance_megatron.cost.work_model import features, work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, features, work_model_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)
 same_planted_model = settings(
@@ -158,3 +168,125 @@ def test_dense_layers_that_were_not_measured_cost_as_much_as_their_block_pairs(
     for direction in Direction:
         sparse = predict_ms(model, Part.ATTENTION, direction, row)
         assert predict_ms(found, Part.DENSE_ATTENTION, direction, row) == pytest.approx(sparse)
+
+
+SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "head_dim": 5}
+SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)
+
+
+def naive_pairs(tokens: int, budget: int, block_size: int) -> int:
+    """Every query reads its own block up to itself, and whole blocks before it."""
+    pairs = 0
+    for query in range(tokens):
+        block = query // block_size
+        pairs += query % block_size + 1
+        pairs += min(budget - 1, block) * block_size
+    return pairs
+
+
+@given(st.integers(0, 70), st.integers(1, 12), st.sampled_from([1, 2, 8, 16]))
+def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_size: int) -> None:
+    assert attended_token_pairs(tokens, budget, block_size) == naive_pairs(
+        tokens, budget, block_size
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
+    shape = replace(SHAPE, gated_linear_unit=gated)
+    lengths, layers, block_size = [5, 33, 64], 2, 8
+    budgets_LS = np.array([[1, 3, 2], [4, 1, 8]])
+    forward = 0
+    for layer in range(layers):
+        for length, budget in zip(lengths, budgets_LS[layer], strict=True):
+            for rows, columns in (
+                *((24, 6 * 5), (24, 2 * 5), (24, 2 * 5), (6 * 5, 24)),
+                *((24, 40), (40, 24), *([(24, 40)] if gated else [])),
+            ):
+                forward += 2 * length * rows * columns
+            for _head in range(6):
+                # Scores, and the sum of values weighted by them.
+                forward += 2 * (2 * 5 * naive_pairs(length, int(budget), block_size))
+    forward += sum(2 * length * 24 * 77 for length in lengths)
+    counted = training_flops(
+        shape, layers=2, lengths_tokens_S=lengths, budgets_LS=budgets_LS, block_size=block_size
+    )
+    assert counted == 3 * forward
+
+
+def test_dense_flops_are_those_of_the_largest_budgets_on_any_tensor_parallel_size() -> None:
+    lengths = [7, 100, 1000]
+    all_blocks = np.full((4, 3), 1000)
+    dense = training_flops(
+        SHAPE, layers=4, lengths_tokens_S=lengths, budgets_LS=None, block_size=16
+    )
+    split = replace(SHAPE, tensor_parallel_size=2)
+    assert dense == training_flops(
+        split, layers=4, lengths_tokens_S=lengths, budgets_LS=all_blocks, block_size=16
+    )
+
+
+TOKENS = st.integers(0, 90)
+BUDGETS = st.integers(1, 12)
+BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
+WORK = work_model_named("previous-block")
+
+
+def attended_block_pairs(tokens, budget, block_size):
+    return WORK.attended_pairs(np.asarray(tokens) / block_size, budget)
+
+
+def visible_block_pairs(tokens, block_size):
+    return WORK.visible_pairs(tokens / block_size)
+
+
+@settings(max_examples=150)
+@given(tokens=TOKENS, budget=BUDGETS, block_size=BLOCK_SIZES)
+def test_pairs_equal_the_count(tokens: int, budget: int, block_size: int) -> None:
+    counted = oracle.attended_block_pairs(tokens, budget, block_size)
+    assert attended_block_pairs(tokens, budget, block_size) == pytest.approx(counted, rel=1e-12)
+
+
+@given(tokens=TOKENS, block_size=BLOCK_SIZES)
+def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
+    counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
+    assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
+
+
+@settings(max_examples=150)
+@given(tokens=st.integers(1, 90), block_size=BLOCK_SIZES, data=st.data())
+def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data) -> None:
+    """From one budget to another, both up to the document's blocks; the rest does not move."""
+    budgets = st.integers(1, -(-tokens // block_size))
+    low, high = data.draw(budgets), data.draw(budgets)
+    per_block, less = WORK.growth(np.array([low, high]))
+    predicted = np.diff(per_block) * tokens / block_size - np.diff(less)
+    counted = [oracle.attended_block_pairs(tokens, k, block_size) for k in (low, high)]
+    assert predicted == pytest.approx(np.diff(counted), abs=1e-9)
+
+
+def test_the_router_scores_what_selects() -> None:
+    sizes = {name: work_model_named(name).scores_per_visible_pair(8, 2, 64) for name in BUILT_IN}
+    # 16 probes of a block with 8 heads and 64 keys.
+    probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
+    assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
+
+
+@given(documents=st.lists(st.tuples(st.integers(1, 500), BUDGETS), min_size=2, max_size=6))
+def test_features_add_up_over_documents(documents: list[tuple[int, int]]) -> None:
+    lengths, budgets = zip(*documents, strict=True)
+    whole = features(lengths, budgets, 16, WORK)
+    parts = sum(features([tokens], budget, 16, WORK) for tokens, budget in documents)
+    one_micro_batch = np.array([len(documents) - 1, 0, 0, 0, 0])
+    np.testing.assert_allclose(whole, parts - one_micro_batch, rtol=1e-12)
+
+
+def test_feature_order() -> None:
+    row = dict(zip(FEATURES, features([256, 512], [1, 1], 256, WORK), strict=True))
+    assert row == {
+        "micro_batches": 1,
+        "sequences": 2,
+        "tokens": 768,
+        "block_pairs": 3,
+        "visible_block_pairs": 4,
+    }

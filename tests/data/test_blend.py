@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags for data, read as Megatron reads them, and refused where it would misread them."""
+"""Flags for data, read as Megatron reads them; mixed data sets against Megatron's own blend."""
 
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import data as oracle
 
-from sparsebalance_megatron.data.blend import parse_blend, read_blends
+from sparsebalance_megatron.data.samples import (
+    Blend,
+    BlendingOrder,
+    SampleIndex,
+    open_samples,
+    parse_blend,
+    read_blends,
+)
 from sparsebalance_megatron.errors import DataError
 
 NOTHING = {
@@ -78,15 +93,15 @@ def test_every_flag_gives_the_blends_that_megatron_gives(tmp_path: Path) -> None
     (tmp_path / "blend.txt").write_text("0.7 web\n0.3 books\n")
     per_split = {"train": "2 web 1 books", "valid": ["web"], "test": None}
     (tmp_path / "splits.json").write_text(json.dumps(per_split))
-    for given in (
+    for named in (
         {"data_path": ["0.7", "web", "0.3", "books"]},
         {"data_args_path": str(tmp_path / "blend.txt")},
         {"train_data_path": ["web", "books"], "valid_data_path": ["code"]},
         {"per_split_data_args_path": str(tmp_path / "splits.json")},
     ):
-        theirs = Namespace(**({name: None for name in NOTHING} | given))
+        theirs = Namespace(**({name: None for name in NOTHING} | named))
         shared, each = get_blend_and_blend_per_split(theirs)
-        blends = read_blends(flags(**given))
+        blends = read_blends(flags(**named))
         for number, blend in enumerate(blends.values()):
             expected = shared or each[number]
             if blend is None:
@@ -124,3 +139,203 @@ def test_flags_that_contradict_one_another_are_named() -> None:
         read_blends(flags())
     with pytest.raises(DataError, match="--data-args-path /nonexistent: cannot be read"):
         read_blends(flags(data_args_path="/nonexistent"))
+
+
+WriteDataset = Callable[..., Path]
+
+NAMES = ("web", "books", "code")
+DOCUMENTS = (17, 5, 11)
+"""Documents of every data set."""
+FIRST_TOKENS = (0, 100, 200)
+"""Tokens say which data set they come from."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
+    folder = tmp_path_factory.mktemp("blend")
+    for name, documents, first in zip(NAMES, DOCUMENTS, FIRST_TOKENS, strict=True):
+        rows = [[first + i] * (3 + i % 4) for i in range(documents)]
+        write_dataset(folder / name, rows)
+    masks = [[1] * (3 + i % 4) for i in range(DOCUMENTS[1])]
+    write_dataset(folder / "books_loss_mask", masks, dtype=np.uint8)
+    return folder
+
+
+def blend_of(folder: Path, *names: str, weights: tuple[float, ...] | None = None) -> Blend:
+    return Blend(
+        place="--data-path", prefixes=tuple(str(folder / name) for name in names), weights=weights
+    )
+
+
+def open_blend(
+    blend: Blend,
+    *,
+    split: str = "train",
+    split_weights: str = "100,0,0",
+    lengths_only: bool = False,
+) -> SampleIndex:
+    found = open_samples(
+        blend,
+        split,
+        max_tokens=64,
+        overlong="split",
+        seed=5,
+        split_weights=split_weights,
+        missing_loss_mask="train",
+        lengths_only=lengths_only,
+    )
+    assert found is not None
+    return found
+
+
+@given(weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6), places=st.integers(1, 200))
+@settings(max_examples=40, deadline=None)
+def test_the_order_equals_the_naive_one(weights: list[float], places: int) -> None:
+    sources, numbers = BlendingOrder(weights).places(0, places)
+    # Shares are divided the same way, so that ties are broken the same way.
+    shares = (np.asarray(weights) / np.sum(weights)).tolist()
+    expected = oracle.blended_sources([share / sum(shares) for share in shares], places)
+    if sum(shares) == 1.0:
+        assert sources.tolist() == expected
+    for source in range(len(weights)):
+        mine = numbers[sources == source]
+        assert mine.tolist() == list(range(len(mine)))
+
+
+@pytest.mark.parametrize("weights", [None, (0.6, 0.1, 0.3), (3.0, 3.0, 1.0)])
+def test_the_order_is_that_of_megatrons_own_blend(
+    folder: Path, weights: tuple[float, ...] | None
+) -> None:
+    """Megatron's builder, its blend and its data sets, of samples of one document each."""
+    index = open_blend(blend_of(folder, *NAMES, weights=weights))
+    theirs = megatron_blend([str(folder / name) for name in NAMES], weights, samples=30)
+    if weights is None:
+        # There, sizes count samples of a fixed length; the rule is the same for any sizes.
+        order = BlendingOrder([len(data_set) for data_set in theirs.datasets])
+    else:
+        order = index._order
+    sources, numbers = order.places(0, len(theirs.dataset_index))
+    assert sources.tolist() == theirs.dataset_index.tolist()
+    assert numbers.tolist() == theirs.dataset_sample_index.tolist()
+    ours = index.source_of(index.global_batch(0, 30))
+    assert ours.tolist() == index._order.places(0, 30)[0].tolist()
+
+
+def test_lengths_and_order_are_known_without_reading_tokens(folder: Path) -> None:
+    """As those of training, of the same split."""
+    blend = blend_of(folder, *NAMES, weights=(0.6, 0.1, 0.3))
+    opened, planned = (
+        open_blend(blend, split_weights="80,20,0", lengths_only=only) for only in (False, True)
+    )
+    samples = planned.global_batch(3, 40)
+    assert samples.tolist() == opened.global_batch(3, 40).tolist()
+    assert planned.lengths_of(samples).tolist() == opened.lengths_of(samples).tolist()
+
+
+def megatron_blend(
+    prefixes: list[str], weights: tuple[float, ...] | None, *, samples: int
+) -> object:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    class Tokenizer:
+        eod, pad, vocab_size, unique_identifiers = 0, 0, 1000, {}
+
+    config = GPTDatasetConfig(
+        random_seed=5,
+        sequence_length=4,
+        blend=(prefixes, None if weights is None else list(weights)),
+        split="100,0,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config)
+    return builder.build()[0]
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 5.0, 2.0)])
+def test_every_source_goes_through_epochs_of_its_own(
+    folder: Path, weights: tuple[float, ...] | None
+) -> None:
+    index = open_blend(blend_of(folder, *NAMES, weights=weights))
+    samples = index.global_batch(0, 200)
+    sources = index.source_of(samples)
+    for source, documents in enumerate(DOCUMENTS):
+        mine = samples[sources == source]
+        assert abs(len(mine) - 200 * index.sources[source].weight) < len(DOCUMENTS)
+        whole = len(mine) // documents * documents
+        epochs = mine[:whole].reshape(-1, documents)
+        assert all(len(set(epoch)) == documents for epoch in epochs.tolist())
+        assert len(epochs) == 1 or epochs[0].tolist() != epochs[1].tolist()
+
+
+@given(consumed=st.integers(0, 90), size=st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_resuming_in_the_middle_of_an_epoch_continues_the_same_order(
+    consumed: int, size: int, folder: Path
+) -> None:
+    blend = blend_of(folder, *NAMES, weights=(0.5, 0.2, 0.3))
+    never_stopped = open_blend(blend).global_batch(0, consumed + size)
+    assert np.array_equal(open_blend(blend).global_batch(consumed, size), never_stopped[consumed:])
+
+
+def test_samples_are_those_of_their_source(folder: Path) -> None:
+    index = open_blend(blend_of(folder, *NAMES, weights=(0.5, 0.2, 0.3)))
+    samples = index.global_batch(0, 60)
+    lengths, sources = index.lengths_of(samples), index.source_of(samples)
+    for sample, length, source in zip(samples, lengths, sources, strict=True):
+        read = index.read(int(sample))
+        assert read.length_tokens == length
+        assert read.tokens[0] // 100 == source
+        assert (read.loss_mask is not None) == (source == 1)
+
+
+def test_a_blend_of_one_is_the_data_set_itself(folder: Path) -> None:
+    arguments = {"max_tokens": 64, "overlong": "split", "seed": 5, "split_weights": "100,0,0"}
+    alone = open_samples(blend_of(folder, "web"), "train", **arguments)
+    weighted = open_samples(blend_of(folder, "web", weights=(0.3,)), "train", **arguments)
+    assert alone is not None and weighted is not None
+    assert alone.digest() == weighted.digest()
+    assert alone.sources == ()
+
+
+def test_a_source_without_a_mask_beside_masked_ones_is_refused(folder: Path) -> None:
+    arguments: dict[str, Any] = {"max_tokens": 64, "overlong": "split", "seed": 5}
+    message = f"--data-path: no loss mask beside {folder / 'web'}, {folder / 'code'}, as other"
+    with pytest.raises(DataError, match=re.escape(message)):
+        open_samples(blend_of(folder, *NAMES), "train", split_weights="100,0,0", **arguments)
+    for names in (("web", "code"), ("books",)):
+        found = open_samples(
+            blend_of(folder, *names), "train", split_weights="100,0,0", **arguments
+        )
+        assert found is not None
+
+
+def test_splits_cut_every_source(folder: Path) -> None:
+    blend = blend_of(folder, "web", "code")
+    parts = [
+        open_blend(blend, split=split, split_weights="60,30,10") for split in ("train", "valid")
+    ]
+    assert [part.counts.documents for part in parts] == [10 + 7, 5 + 3]
+    with pytest.raises(DataError, match="books has too few documents for a test part"):
+        open_blend(blend_of(folder, "web", "books"), split="test", split_weights="90,2,8")
+    whole = Blend(place="--valid-data-path", prefixes=blend.prefixes, whole=True)
+    assert open_blend(whole, split="valid").counts.documents == 28
+
+
+def test_digests_follow_weights_and_sources(folder: Path) -> None:
+    blends = [
+        blend_of(folder, "web", "code"),
+        blend_of(folder, "code", "web"),
+        blend_of(folder, "web", "code", weights=(1.0, 2.0)),
+        blend_of(folder, "web", "code", weights=(1.0, 3.0)),
+        blend_of(folder, "web", "books"),
+    ]
+    digests = Counter(open_blend(blend).digest() for blend in blends)
+    assert set(digests.values()) == {1}
+    percent = open_blend(blend_of(folder, "web", "code", weights=(25.0, 75.0)))
+    assert percent.digest() == open_blend(blends[3]).digest()

@@ -26,6 +26,7 @@ from sparsebalance_megatron.data.conversations import (
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
 
+Capsys = pytest.CaptureFixture[str]
 words = st.text(alphabet="ab \n", min_size=1, max_size=5)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
 
@@ -106,11 +107,10 @@ class Prepared:
         folder: Path,
         template: str | None,
         records: Sequence[dict[str, Any]],
-        capsys: pytest.CaptureFixture[str],
+        capsys: Capsys,
         *flags: str,
         eos: str = "<|endoftext|>",
         begins_texts: bool = False,
-        tokenizer: Sequence[str] = (),
     ) -> None:
         path, self._prefix = folder / "tokenizer", folder / "data"
         folder.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ class Prepared:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / "in.jsonl").write_text(lines)
         words = ("--input", str(folder / "in.jsonl"), "--output-prefix", str(self._prefix), *flags)
-        self.status = main(["prepare-data", *words, *(tokenizer or ("--tokenizer", str(path)))])
+        self.status = main(["prepare-data", *words, "--tokenizer", str(path)])
         self.out, self.err = capsys.readouterr()
 
     @property
@@ -162,11 +162,7 @@ ASKED = "<|im_start|>user\nis it?<|im_end|>\n<|im_start|>assistant\n"
     ],
 )
 def test_the_end_token_is_trained_once(
-    template: str,
-    eos: str,
-    expected: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    template: str, eos: str, expected: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, eos=eos)
     assert done.documents == [expected]
@@ -184,7 +180,7 @@ def test_the_end_token_is_trained_once(
     ],
 )
 def test_an_empty_think_block_is_trained_or_given(
-    flags: tuple[str, ...], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], trained: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     records = [{"messages": TALK}]
     done = Prepared(tmp_path, QWEN, records, capsys, "--no-append-eod", *flags)
@@ -194,7 +190,7 @@ def test_an_empty_think_block_is_trained_or_given(
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}, {"content": "wait"}])
 def test_tools_are_written_and_calls_trained(
-    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: dict[str, Any], tmp_path: Path, capsys: Capsys
 ) -> None:
     """Arguments that are JSON text are written as the object that they hold."""
     call = {key: value for key, value in CALL.items() if key != "content"} | content
@@ -214,7 +210,7 @@ def test_tools_are_written_and_calls_trained(
 @pytest.mark.parametrize("template", [CHATML, MARKS, None])
 @pytest.mark.parametrize("key", ["tools", "tool_calls"])
 def test_what_a_template_does_not_write_is_refused(
-    template: str | None, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    template: str | None, key: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     record = {"messages": [*TALK, TALK[0], CALL]} if key == "tool_calls" else {"messages": TALK}
     record |= {"tools": [TOOL]} if key == "tools" else {}
@@ -232,7 +228,7 @@ def test_what_a_template_does_not_write_is_refused(
     ],
 )
 def test_calls_that_are_none_are_named(
-    change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path, QWEN, [{"messages": [TALK[0], CALL | change]}], capsys)
     assert done.status == 2 and "in.jsonl:1: messages[1]" in done.err and named in done.err
@@ -247,7 +243,7 @@ def test_calls_that_are_none_are_named(
     ],
 )
 def test_a_tag_that_marks_nothing_is_an_error(
-    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    template: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path, template, [{"messages": TALK}] * 3, capsys)
     assert done.status == 2
@@ -255,9 +251,7 @@ def test_a_tag_that_marks_nothing_is_an_error(
     assert not list(tmp_path.glob("data*"))
 
 
-def test_documents_in_which_a_tag_marks_nothing_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_in_which_a_tag_marks_nothing_are_counted(tmp_path: Path, capsys: Capsys) -> None:
     template = MARKS.replace("== 'assistant'", "== 'assistant' and m.content != 'no'")
     unmarked = [TALK[0], {"role": "assistant", "content": "no"}]
     done = Prepared(tmp_path, template, [{"messages": TALK}, {"messages": unmarked}], capsys)
@@ -268,7 +262,7 @@ def test_documents_in_which_a_tag_marks_nothing_are_counted(
 
 
 def test_a_template_that_writes_the_time_is_noted_and_seconds_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path / "seconds", TIME, [{"messages": TALK}], capsys)
     assert done.status == 2 and "it writes another text each time" in done.err
@@ -282,7 +276,7 @@ def test_a_template_that_writes_the_time_is_noted_and_seconds_are_refused(
 
 @pytest.mark.parametrize("flags", [(), ("--prepend-bos",)])
 def test_texts_begin_with_a_token_if_asked_for(
-    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], tmp_path: Path, capsys: Capsys
 ) -> None:
     """Conversations have what their template writes."""
     records = [{"text": "it is"}, {"messages": TALK}]
@@ -294,27 +288,17 @@ def test_texts_begin_with_a_token_if_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("flags", "tokenizer", "named"),
+    ("template", "flags", "named"),
     [
-        (("--prepend-bos",), (), "--prepend-bos: the tokenizer "),
-        (("--chat-template-kwargs", '{"tokenize": true}'), (), "tokenize is set for every"),
-        (("--prepend-bos",), ("--tokenizer-train", "300"), "trained tokenizers have neither"),
-        (
-            ("--chat-template-kwargs", '{"a": 1}'),
-            ("--tokenizer-train", "300"),
-            "trained tokenizers have neither; drop the flag",
-        ),
+        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
+        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(
-    flags: tuple[str, ...],
-    tokenizer: tuple[str, ...],
-    named: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    records = [{"messages": TALK}]
-    done = Prepared(tmp_path, CHATML, records, capsys, *flags, tokenizer=tokenizer)
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
     assert done.status == 2 and named in done.err
 
 
@@ -327,16 +311,14 @@ def test_flags_that_mean_nothing_are_refused(
     ],
 )
 def test_a_template_that_opens_no_turn_is_noted(
-    template: str, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    template: str, noted: bool, tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
     assert done.status == 0
     assert ("note: the chat template ignores add_generation_prompt" in done.out) == noted
 
 
-def test_a_conversation_that_the_assistant_begins_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_that_the_assistant_begins_is_named(tmp_path: Path, capsys: Capsys) -> None:
     done = Prepared(tmp_path, CHATML, [{"messages": TALK[::-1] + TALK}], capsys)
     assert "in.jsonl:1: " in done.err and "begin with a user or system turn" in done.err
 

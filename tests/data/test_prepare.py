@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data.tokenizers_of_tests import save_tokenizer, train_tokenizer
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.dataset_writer import DatasetWriter
-from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.prepare import prepare
+from sparsebalance_megatron.data.conversations import render_plain
+from sparsebalance_megatron.data.documents import DatasetWriter, Documents
+from sparsebalance_megatron.data.prepare import DocumentTokenizer, load_tokenizer, prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
 from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
@@ -29,6 +30,11 @@ CONVERSATION = [
     {"role": "assistant", "content": "Yes, it is."},
 ]
 VOCABULARY = 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return train_tokenizer(TEXTS, VOCABULARY, tmp_path_factory.mktemp("trained"))
 
 
 def jsonl(path: Path, records: Sequence[Any]) -> RecordFiles:
@@ -48,29 +54,29 @@ def stored_documents(prefix: str) -> list[np.ndarray]:
     ]
 
 
-def decode(prefix: str, tokens: Sequence[int] | np.ndarray) -> str:
+def decode(tokenizer: str, tokens: Sequence[int] | np.ndarray) -> str:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(f"{prefix}_tokenizer/tokenizer.json")
-    return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+    loaded = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    return loaded.decode([int(token) for token in tokens], skip_special_tokens=False)
 
 
-def trained_text(prefix: str, document: int) -> str:
+def trained_text(tokenizer: str, prefix: str, document: int) -> str:
     documents = Documents.open(prefix)
     length = int(documents.lengths_tokens[document])
     mask = documents.read_loss_mask(document, 0, length)
     assert mask is not None
-    return decode(prefix, documents.read_tokens(document, 0, length)[mask == 1])
+    return decode(tokenizer, documents.read_tokens(document, 0, length)[mask == 1])
 
 
-def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
-    """The trained tokenizer, which transformers loads, gives the same data set again."""
+def test_stored_tokens_decode_to_the_texts(tokenizer: str, tmp_path: Path) -> None:
+    """As transformers encodes them with the same tokenizer."""
     from transformers import AutoTokenizer
 
     prefix = str(tmp_path / "out" / "data")
-    summary = prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    summary = prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer)
     stored = stored_documents(prefix)
-    assert [decode(prefix, tokens) for tokens in stored] == [f"{t}<|endoftext|>" for t in TEXTS]
+    assert [decode(tokenizer, tokens) for tokens in stored] == [f"{t}<|endoftext|>" for t in TEXTS]
     assert all(tokens.dtype == np.uint16 for tokens in stored)
     lengths = sorted(map(len, stored))
     assert summary["documents"] == len(TEXTS)
@@ -80,16 +86,12 @@ def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
     assert summary["skipped"] == {}
     assert json.loads(Path(f"{prefix}.json").read_text()) == summary
     names = sorted(path.name for path in Path(prefix).parent.iterdir())
-    assert names == ["data.bin", "data.idx", "data.json", "data_tokenizer"]
-
-    tokenizer = AutoTokenizer.from_pretrained(f"{prefix}_tokenizer")
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert load_tokenizer(f"{prefix}_tokenizer").vocab_size == len(tokenizer)
-    expected = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in TEXTS]
+    assert names == ["data.bin", "data.idx", "data.json"]
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    assert loaded.eos_token == "<|endoftext|>"
+    assert summary["tokenizer"] == {"path": tokenizer, "vocab_size": len(loaded)}
+    expected = [[*loaded.encode(text), loaded.eos_token_id] for text in TEXTS]
     assert [tokens.tolist() for tokens in stored] == expected
-    again = str(tmp_path / "again")
-    prepare(texts_source(tmp_path), again, tokenizer_name=f"{prefix}_tokenizer")
-    assert Path(f"{again}.bin").read_bytes() == Path(f"{prefix}.bin").read_bytes()
 
 
 def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
             stored = documents if vocab_size == 65_500 else documents[:1]
             for document in stored:
                 writer.add(document, np.zeros(len(document), dtype=np.uint8))
-            writer.commit({})
+            writer.commit("{}")
         read = IndexedDataset(prefix)
         assert [each.tolist() for each in read] == [each.tolist() for each in stored]
         assert read.document_indices.tolist() == list(range(len(stored) + 1))
@@ -111,65 +113,65 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
         assert not any(each.any() for each in masks)
 
 
-def test_a_tokenizer_that_cuts_or_pads_does_neither(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-    plain = load_tokenizer(f"{prefix}_tokenizer")
+def test_a_tokenizer_that_cuts_or_pads_does_neither(tokenizer: str, tmp_path: Path) -> None:
+    plain = load_tokenizer(tokenizer)
     expected = plain.backend.encode_batch(TEXTS)
     plain.backend.enable_truncation(5)
     plain.backend.enable_padding(length=7)
-    plain.backend.save(f"{prefix}_tokenizer/tokenizer.json")
-    loaded = load_tokenizer(f"{prefix}_tokenizer")
+    shutil.copytree(tokenizer, tmp_path / "cutting")
+    plain.backend.save(str(tmp_path / "cutting" / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path / "cutting"))
     assert [e.ids for e in loaded.backend.encode_batch(TEXTS)] == [e.ids for e in expected]
 
 
-def test_without_eod_nothing_is_appended(tmp_path: Path) -> None:
+def test_without_eod_nothing_is_appended(tokenizer: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, append_eod=False)
-    assert [decode(prefix, tokens) for tokens in stored_documents(prefix)] == TEXTS
+    prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer, append_eod=False)
+    assert [decode(tokenizer, tokens) for tokens in stored_documents(prefix)] == TEXTS
 
 
 def test_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "data")
+    prefix, text = str(tmp_path / "data"), render_plain(CONVERSATION, False)
+    tokenizer = train_tokenizer([text, text, "all of this counts"], VOCABULARY, tmp_path / "own")
     records = [
         {"messages": CONVERSATION},
         {"messages": CONVERSATION[:3]},
         {"text": "all of this counts"},
     ]
-    summary = prepare(jsonl(tmp_path / "in.jsonl", records), prefix, train_vocab_size=VOCABULARY)
-    assert trained_text(prefix, 0) == " It is 2.\n Yes, it is.\n<|endoftext|>"
-    assert trained_text(prefix, 1) == " It is 2.\n"
-    assert trained_text(prefix, 2) == "all of this counts<|endoftext|>"
+    summary = prepare(jsonl(tmp_path / "in.jsonl", records), prefix, tokenizer_name=tokenizer)
+    assert trained_text(tokenizer, prefix, 0) == " It is 2.\n Yes, it is.\n<|endoftext|>"
+    assert trained_text(tokenizer, prefix, 1) == " It is 2.\n"
+    assert trained_text(tokenizer, prefix, 2) == "all of this counts<|endoftext|>"
     assert summary["loss_mask"]
     assert 0 < summary["loss_tokens"] < summary["tokens"]
     index = SampleIndex.open(prefix, max_tokens=64, overlong="truncate", seed=1)
     assert index is not None
     sample = index.read(1)
     assert sample.loss_mask is not None
-    assert decode(prefix, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
+    assert decode(tokenizer, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
 
 
-def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
+def test_bad_records_stop_or_are_counted(tokenizer: str, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"text": "good"}, {"text": ""}, {"tex": "bad"}, 7])
     prefix = str(tmp_path / "data")
     with pytest.raises(DataError, match=r"in.jsonl:2: text "):
-        prepare(source, prefix, train_vocab_size=VOCABULARY)
+        prepare(source, prefix, tokenizer_name=tokenizer)
     assert not list(tmp_path.glob("data*"))
-    summary = prepare(source, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True)
+    summary = prepare(source, prefix, tokenizer_name=tokenizer, skip_bad_records=True)
     assert summary["documents"] == 1
     assert sorted(summary["skipped"].values()) == [1, 1, 1]
     empty = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
     with pytest.raises(DataError, match=r"no document to write; records left out: 1 text"):
-        prepare(empty, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True, overwrite=True)
+        prepare(empty, prefix, tokenizer_name=tokenizer, skip_bad_records=True, overwrite=True)
 
 
 @pytest.mark.parametrize("there_before", [False, True])
 def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
-    there_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there_before: bool, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, prefix = texts_source(tmp_path), str(tmp_path / "out" / "data")
     if there_before:
-        prepare(source, prefix, train_vocab_size=VOCABULARY)
+        prepare(source, prefix, tokenizer_name=tokenizer)
     folder = Path(prefix).parent
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
 
@@ -178,28 +180,28 @@ def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
 
     monkeypatch.setattr(DocumentTokenizer, "encode", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, prefix, train_vocab_size=VOCABULARY, overwrite=there_before)
+        prepare(source, prefix, tokenizer_name=tokenizer, overwrite=there_before)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
-def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
+def test_data_set_is_replaced_only_when_asked_for(tokenizer: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     conversations = jsonl(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
-    prepare(conversations, prefix, train_vocab_size=VOCABULARY)
+    prepare(conversations, prefix, tokenizer_name=tokenizer)
     assert Documents.open(prefix).loss_mask is not None
     with pytest.raises(DataError, match=r"data.idx.* exists; choose another prefix or pass"):
-        prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, overwrite=True)
+        prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer)
+    prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer, overwrite=True)
     assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
 
 
 def test_a_disk_that_is_full_is_named_by_the_prefix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A limit of the size of files stands for it: the error has no file's name either."""
     source, prefix = tmp_path / "in.jsonl", tmp_path / "data"
     source.write_text((json.dumps({"text": "x " * 5000}) + "\n") * 20)
-    flags = ("--input", str(source), "--tokenizer-train", "257", "--output-prefix", str(prefix))
+    flags = ("--input", str(source), "--tokenizer", tokenizer, "--output-prefix", str(prefix))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -209,3 +211,61 @@ def test_a_disk_that_is_full_is_named_by_the_prefix(
     assert status == 2
     assert f"error: --output-prefix {prefix}: File too large" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [source]
+
+
+TEXT = "In 2024 it's 12345 tokens, 3.14159. \n\n  two <|im_end|> \u00e9\u00e8 \u4f60\u597d"
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Unheard"])
+def test_classes_that_follow_the_file_give_its_tokens(name: str, tmp_path: Path) -> None:
+    reference = save_tokenizer(tmp_path, tokenizer_class=name)
+    (encoding,) = load_tokenizer(str(tmp_path)).encode([TEXT], with_offsets=True)
+    assert encoding.ids == reference.encode(TEXT).ids
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, r"\.\. otherwise") for name in ("GPT2Tokenizer", "BlenderbotTokenizer")),
+        ("Qwen2TokenizerFast", r"\.\. otherwise"),
+        *((name, r"tokenizer.json \(.*\);") for name in ("GemmaTokenizer", "BertTokenizer")),
+    ],
+)
+def test_classes_that_do_not_are_named(name: str, reason: str, tmp_path: Path) -> None:
+    """Some encode otherwise, some cannot encode at all, which is the reason given."""
+    save_tokenizer(tmp_path, tokenizer_class=name)
+    with pytest.raises(DataError, match=f"{reason}.*or to PreTrainedTokenizerFast$") as error:
+        load_tokenizer(str(tmp_path))
+    kind = name.removesuffix("Fast")
+    assert str(error.value).startswith(f"--tokenizer {tmp_path}: transformers, as {kind}, ")
+
+
+@pytest.mark.parametrize("template", [5, ["a"], {"default": 5}])
+def test_a_chat_template_that_is_no_text_is_refused(template: object, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: "):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_token_that_texts_begin_with(begins: bool, tmp_path: Path) -> None:
+    """A token may be there without beginning texts."""
+    reference = save_tokenizer(tmp_path, begins_texts=begins)
+    expected = reference.token_to_id("<s>") if begins else None
+    assert load_tokenizer(str(tmp_path)).bos == expected
+
+
+def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:
+    """Where neither reading of it encodes a probe."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [each.ids for each in loaded.encode(["a", "b"], with_offsets=False)] == [[0], [1]]
+    with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: it cannot encode a document"):
+        loaded.encode(["c"], with_offsets=True)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sample index against token-by-token construction, and its order against its contract."""
+"""Stored documents, the sample index and packed sequences against token-by-token construction."""
 
 from __future__ import annotations
 
+import os
+import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +18,8 @@ from hypothesis import strategies as st
 from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
-from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.documents import Documents, check_loss_mask, check_token_ids
+from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens, padding_tokens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
@@ -265,3 +268,132 @@ def test_no_sample_left_says_why(tmp_path: Path, write_dataset: WriteDataset) ->
     prefix = write_dataset(tmp_path / "data", [[1], [2] * 9])
     with pytest.raises(DataError, match=r"no sample left of 2 documents \(2 shorter"):
         open_index(prefix, max_tokens=4, overlong="drop")
+
+
+token_lists = st.lists(
+    st.lists(st.integers(0, 65_000), min_size=2, max_size=9), min_size=1, max_size=6
+)
+
+
+@given(
+    tokens=token_lists,
+    multiple=st.integers(1, 8),
+    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
+)
+@settings(max_examples=80)
+def test_packing_equals_naive_packing(
+    tokens: list[list[int]], multiple: int, dtype: type[np.number]
+) -> None:
+    samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
+    row = pack(samples, pad_to_multiple_of=multiple)
+    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, 0)
+    columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
+    lengths_tokens = [len(sample) - 1 for sample in tokens]
+    starts = [place for place, row in enumerate(expected) if row[2] == 0]
+    boundaries = packed_cu_seqlens(lengths_tokens, multiple)
+    assert [*boundaries] == [*starts, len(expected)]
+    assert len(expected) == sum(lengths_tokens) + padding_tokens(sum(lengths_tokens), multiple)
+
+
+def test_loss_masks_are_laid_beside_their_labels() -> None:
+    masked = Sample(tokens=np.array([1, 2, 3]), loss_mask=np.array([0.0, 1.0], dtype=np.float32))
+    row = pack([masked, Sample(tokens=np.array([4, 5]))], pad_to_multiple_of=4)
+    assert row.loss_mask.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert row.labels[row.loss_mask > 0].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sample(tokens=np.array([], dtype=np.int64)), "at least 2 tokens"),
+        (lambda: Sample(tokens=np.array([1])), "at least 2 tokens"),
+        (lambda: Sample(tokens=np.arange(3), loss_mask=np.ones(3)), r"expected \(2,\)"),
+        (lambda: pack([]), "at least 1 token"),
+        (lambda: packed_cu_seqlens([3], 0), "pad_to_multiple_of is 0"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+VOCABULARY = 100
+SMALL = 200_000
+"""Values of files that are looked at whole."""
+
+
+@pytest.mark.parametrize("place", [0, 777, SMALL - 1])
+def test_every_value_of_a_small_file_is_looked_at(place: int) -> None:
+    tokens = np.full(SMALL, VOCABULARY - 1, dtype=np.uint16)
+    check_token_ids("data", tokens, VOCABULARY)
+    tokens[place] = VOCABULARY
+    with pytest.raises(DataError, match=rf"data.bin: token {VOCABULARY} .* of {VOCABULARY}"):
+        check_token_ids("data", tokens, VOCABULARY)
+    mask = np.zeros(SMALL, dtype=np.uint8)
+    with pytest.raises(DataError, match=r"mask.bin: all zero"):
+        check_loss_mask(mask, "mask.bin")
+    mask[place] = 1
+    check_loss_mask(mask, "mask.bin")
+    mask[place] = 2
+    with pytest.raises(DataError, match=r"mask.bin: holds 2"):
+        check_loss_mask(mask, "mask.bin")
+
+
+def test_places_of_a_large_file_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ends among them. That a large mask holds a 1 somewhere cannot be said."""
+    monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACES", 4)
+    monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACE_BYTES", 1000)
+    mask = np.zeros(SMALL, dtype=np.uint8)
+    mask[5000:6000] = 3  # between two places
+    check_loss_mask(mask, "mask.bin")
+    for place in (0, 999, SMALL - 1000, SMALL - 1):
+        wrong = mask.copy()
+        wrong[place] = 2
+        with pytest.raises(DataError, match="holds 2"):
+            check_loss_mask(wrong, "mask.bin")
+
+
+@contextmanager
+def few_open_files(more: int) -> Iterator[int]:
+    """Inside, this process may open as many more files; the limit is given."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1 + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_data_sets_than_files_may_be_open(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    written = [write_dataset(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
+    with few_open_files(4):
+        opened = [Documents.open(prefix) for prefix in written]
+        found = [each.read_tokens(0, 0, 2).tolist() for each in opened]
+    assert found == [[i, i + 1] for i in range(20)]
+
+
+def test_the_limit_of_open_files_is_named(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1, 2]])
+    with few_open_files(0) as limit, ExitStack() as opened, pytest.raises(DataError) as error:
+        with suppress(OSError):
+            while True:
+                opened.enter_context(open(os.devnull))
+        Documents.open(prefix)
+    assert str(error.value) == (
+        f"{prefix}.idx: too many open files: this process may open {limit}; raise the limit with "
+        "ulimit -n"
+    )
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(
+    tmp_path: Path, write_dataset: WriteDataset
+) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1, 2, 3, 4]])
+    opened = Documents.open(prefix)
+    Path(f"{prefix}.bin").write_bytes(bytes(8))
+    assert opened.read_tokens(0, 0, 2).tolist() == [0, 0]
+    with pytest.raises(DataError, match=f"{prefix}.bin: cut short since it was opened"):
+        opened.read_tokens(0, 1, 3)

@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from data.tokenizers_of_tests import train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.conversations import Layout, Turn, characters
 
-from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.packing import PackedSequence, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
@@ -69,12 +69,10 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     directory = tmp_path_factory.mktemp("tokenizers")
     text = "user assistant system is 2\n\n... you help. xxxxxxxxx é 你好 [end]\n" * 20
-    (directory / "text.jsonl").write_text(json.dumps({"text": text}))
-    flags = ["--input", str(directory / "text.jsonl"), "--tokenizer-train", "330"]
-    assert main(["prepare-data", *flags, "--output-prefix", str(directory / "base")]) == 0
+    base = train_tokenizer([text], 330, directory / "base")
     paths = {}
     for number, (name, layout) in enumerate(LAYOUTS.items()):
-        tokenizer = AutoTokenizer.from_pretrained(directory / "base_tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(base)
         special = ["<|im_start|>", "<|im_end|>"]
         tokenizer.add_special_tokens({"additional_special_tokens": special})
         tokenizer.chat_template = layout.jinja()

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level BPE in a folder, as ``transformers`` saves one, with a chat template of choice."""
+"""Tokenizers in a folder: with a chat template of choice, or trained on texts."""
 
 from __future__ import annotations
 
 import json
+import runpy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from harness import REPOSITORY
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
@@ -58,3 +62,10 @@ def save_tokenizer(
         config["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> str:
+    """Train one as examples/train_tokenizer.py does; the folder's path."""
+    example = runpy.run_path(str(REPOSITORY / "examples" / "train_tokenizer.py"))
+    example["train"](texts, vocab_size, folder)
+    return str(folder)

@@ -21,7 +21,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError, LogWriter
+from sparsebalance_megatron.log.files import (
+    DEFAULT_MAX_BYTES,
+    LogDirectory,
+    LogDirectoryError,
+    LogWriter,
+)
 from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
@@ -46,9 +51,9 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write(path: Path, *lines: Line, header: Header = HEADER, **how: Any) -> None:
+def write(path: Path, *lines: Line, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
     """All that one process writes."""
-    log = LogWriter(path, header, **how)
+    log = LogWriter(path, HEADER, max_bytes=max_bytes)
     for line in lines:
         log.append(lambda line=line: line)
         log.flush()

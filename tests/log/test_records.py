@@ -15,12 +15,6 @@ from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, 
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.recording import (
-    coverage_record,
-    rank_header,
-    rank_step,
-    step_record,
-)
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     RANK_LOG,
@@ -29,8 +23,12 @@ from sparsebalance_megatron.log.records import (
     RankStep,
     Record,
     StepRecord,
+    coverage_record,
     decode,
     encode,
+    rank_header,
+    rank_step,
+    step_record,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
+from torch import Tensor
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
@@ -30,6 +31,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
     CoverageObservation,
+    LayoutCache,
 )
 from sparsebalance_megatron.megatron.unsupported import check_model
 
@@ -402,3 +404,58 @@ def test_a_model_whose_own_attention_takes_no_packed_sequences_has_no_windows() 
     )
     with pytest.raises(ConfigError, match="--window-size 128 0: the block selection replaces"):
         BudgetedCoreAttention(config, 1, AttnMaskType.causal, "self", options=options)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Tensors that were read from the host; once, though a mode of torch's may call it again."""
+    seen: list[Tensor] = []
+    read, within = Tensor.tolist, []
+
+    def tolist(self: Tensor) -> object:
+        if not within:
+            seen.append(self)
+        within.append(self)
+        try:
+            return read(self)
+        finally:
+            within.pop()
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    return seen
+
+
+def test_a_tensor_is_read_once(reads: list[Tensor]) -> None:
+    cache, cu_seqlens = LayoutCache(), torch.tensor([0, 20, 50])
+    assert [cache.boundaries_of(cu_seqlens) for _ in range(3)] == [(0, 20, 50)] * 3
+    assert len(reads) == 1
+
+
+def test_another_tensor_and_a_changed_one_are_read_anew(reads: list[Tensor]) -> None:
+    cache, cu_seqlens = LayoutCache(), torch.tensor([0, 20, 50])
+    cache.boundaries_of(cu_seqlens)
+    cu_seqlens[1] = 30
+    assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+    assert cache.boundaries_of(torch.tensor([0, 9])) == (0, 9)
+    assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+    assert len(reads) == 4
+
+
+def test_inference_tensors_are_read_each_time() -> None:
+    cache = LayoutCache()
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 20, 50])
+        assert cache.boundaries_of(cu_seqlens) == (0, 20, 50)
+        cu_seqlens[1] = 30
+        assert cache.boundaries_of(cu_seqlens) == (0, 30, 50)
+
+
+def test_layers_of_a_micro_batch_share_a_layout() -> None:
+    cache = LayoutCache()
+    layout = cache.layout((0, 20, 50), 16, CPU)
+    assert cache.layout((0, 20, 50), 16, CPU) is layout
+    assert cache.layout((0, 50), 16, CPU).cu_seqlens == (0, 50)
+    assert cache.layout((0, 50), 32, CPU).block_size == 32

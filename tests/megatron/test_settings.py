@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows of quantised models are padded to, and that padding is nobody's."""
+"""What a run reads of Megatron's config and arguments, and what a checkpoint decides."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.table import ExpertShape
-from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.megatron import training_arguments
 from sparsebalance_megatron.megatron.compat import quantized_token_multiple
+from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks
 from sparsebalance_megatron.megatron.settings import (
     expert_group_ranks,
     expert_shape,
     micro_batch_group_size,
     token_multiple,
+)
+from sparsebalance_megatron.megatron.training_arguments import (
+    changed_attention,
+    restore_steps,
+    settle_attention,
 )
 
 
@@ -120,3 +130,104 @@ def test_every_sequence_parallel_part_divides() -> None:
     assert token_multiple(config(**parallel | {"sequence_parallel": False})) == 1
     assert token_multiple(config(**parallel)) == 2
     assert token_multiple(config(**parallel, fp8="e4m3", fp8_recipe="mxfp8")) == 64
+
+
+def _arguments(dense_up_to: str, **others: Any) -> Namespace:
+    values = {"block_size": 256, "base_budget": 32, "selection": "previous-block"} | others
+    names = {f"sparse_balance_{name}": value for name, value in values.items()}
+    return Namespace(
+        sparse_balance=True,
+        sparse_balance_dense_up_to=dense_up_to,
+        sparse_balance_first_blocks=1,
+        **names,
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "trained", "found"),
+    [
+        pytest.param(_arguments("auto"), _arguments("4096"), "4096", id="kept"),
+        pytest.param(_arguments("0"), _arguments("4096"), "0", id="the-flag-wins"),
+        pytest.param(_arguments("auto"), None, "auto", id="no-checkpoint"),
+        pytest.param(_arguments("auto"), Namespace(), "auto", id="without-the-plugin"),
+        pytest.param(
+            _arguments("auto", base_budget=8), _arguments("4096"), "auto", id="another-budget"
+        ),
+    ],
+)
+def test_a_checkpoint_keeps_the_length_up_to_which_documents_are_dense(
+    now: Namespace, trained: Namespace | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda args: trained)
+    now = Namespace(**vars(now))
+    lines = settle_attention(now)
+    assert now.sparse_balance_dense_up_to == found
+    assert len(lines) == (found == "4096")
+
+
+def test_weights_of_another_length_are_named() -> None:
+    (line,) = changed_attention(_arguments("4096"), _arguments("0"))
+    assert line == "--sparse-balance-dense-up-to is 0; these weights were trained with 4096"
+    earlier = _arguments("")
+    del earlier.sparse_balance_dense_up_to
+    assert changed_attention(earlier, _arguments("0")) == []
+
+
+@pytest.mark.parametrize(
+    ("experts", "lockstep_ranks", "fits"),
+    [
+        ([0, 1], 2, True),
+        ([2, 3], 2, True),
+        ([0, 2], 2, False),
+        ([1, 2], 2, False),
+        ([0, 2], 4, True),
+        ([0], 1, True),
+        ([0, 1], 1, False),
+    ],
+)
+def test_an_expert_group_must_be_neighbouring_ranks(
+    experts: list[int], lockstep_ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """World rank 2 d + t is tensor-parallel rank t of data-parallel rank d of four."""
+
+    def expert_group() -> list[int]:
+        return [2 * place + tensor for place in experts for tensor in (0, 1)]
+
+    monkeypatch.setattr(parallel_state, "get_expert_tensor_and_model_parallel_group", expert_group)
+    monkeypatch.setattr(
+        parallel_state,
+        "get_data_parallel_group",
+        lambda with_context_parallel: [0, 2, 4, 6],
+    )
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: group)
+    if fits:
+        check_lockstep_ranks(lockstep_ranks)
+        return
+    with pytest.raises(ConfigError, match=f"no part of {lockstep_ranks} neighbouring ones"):
+        check_lockstep_ranks(lockstep_ranks)
+
+
+def chained(*optimizers: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer=each) for each in optimizers]
+    )
+
+
+def test_steps_come_back_by_parameter_or_by_group_and_are_not_shared() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    adam = torch.optim.Adam([first, second])
+    groups = [{"params": [0, 1]}]
+    restore_steps(
+        chained(adam), {"param_groups": groups, "state": {"common_step": torch.tensor(3.0)}}
+    )
+    steps = [adam.state[each]["step"] for each in (first, second)]
+    assert steps == [torch.tensor(3.0)] * 2
+    assert steps[0] is not steps[1]
+
+    fused = [torch.optim.SGD([each], lr=0.1) for each in (first, second)]
+    saved = {
+        index: {"optimizer": {"param_groups": [{"params": [0], "step": 5 + index}], "state": {}}}
+        for index in (0, 1)
+    }
+    restore_steps(chained(*fused), saved)
+    assert [each.param_groups[0]["step"] for each in fused] == [5, 6]

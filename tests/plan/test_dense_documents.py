@@ -21,6 +21,8 @@ from sparsebalance_megatron.cost.dense_length import crossing_tokens
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.layer_budgets import DENSE
+from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.step_costs import step_costs
 
 BLOCK = 64
 SHAPES = [(2, 4, 2, 1), (1, 4, 2, 2), (4, 3, 1, 1), (8, 2, 1, 1)]
@@ -83,6 +85,39 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
             for each in (ours, dense)
         )
         assert found <= 1.005 * exact, (seed, found / exact)
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_ranks):
+    """Where one rank does not hold a document as a whole, dense attention is not what runs."""
+    cost, lengths = counted(0.13), np.array([700, 3000, 5000, 900])
+    job = replace(job_shape(4, 1, 2, 1), lockstep_ranks=lockstep_ranks)
+    scales, layers = StageScales.ones(2), job.layers
+    dense_LS = np.broadcast_to(lengths <= 3000, (layers, 4))
+    blocks_LS = np.broadcast_to(-(-lengths // BLOCK), (layers, 4))
+    lists, dense = (
+        step_costs(lengths, job, cost, scales, dense_LS=chosen) for chosen in (None, dense_LS)
+    )
+    whole = dense.sample_ms(blocks_LS)
+    assert (whole[:, :2] < lists.sample_ms(blocks_LS)[:, :2]).all()
+    for cp_size in (1, 2, 4):
+        ours, theirs = (
+            each.ms_at_cp_size(each.sample_ms(blocks_LS), np.full(4, cp_size))
+            for each in (dense, lists)
+        )
+        np.testing.assert_allclose(ours, theirs if cp_size > 1 else whole, rtol=1e-12)
+        if lockstep_ranks > 1:
+            by_layer, all_listed = (
+                each.layers.shared(each.share_W[[cp_size] * 4], each.received_W[[cp_size] * 4])
+                for each in (dense, lists)
+            )
+            ours = by_layer.own_2SL(dense.sparse_pairs_LS(blocks_LS))
+            theirs = all_listed.own_2SL(lists.sparse_pairs_LS(blocks_LS))
+            assert np.allclose(ours, theirs, rtol=1e-12) == (cp_size > 1)
+    for starts in ((0,), (0, 20)):
+        ours, theirs = (cut_at(each, blocks_LS, [(1,)], [starts])[0] for each in (dense, lists))
+        same = np.allclose(ours.forward_UP, theirs.forward_UP, rtol=1e-12)
+        assert same == (len(starts) > 1)
 
 
 def test_dense_documents_are_fixed_and_others_rise():

@@ -34,9 +34,8 @@ from attention.sequence.slices import BLOCK, local_selection, random_owners, sli
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
-from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
-from sparsebalance_megatron.attention.sequence.ring import RingExchange
 from sparsebalance_megatron.attention.sequence.slice import (
     SequenceExchange,
     SequenceGroup,

@@ -37,8 +37,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import triton  # noqa: E402
 from drawn_segments import plan_with_drawn_segments  # noqa: E402
-from fake_backward import run_backward  # noqa: E402
-from fake_cuda import HOPPER, FakeCuda, check_launch  # noqa: E402
+from fake_cuda import (  # noqa: E402
+    HOPPER,
+    FakeCuda,
+    check_launch,
+    run_backward,
+)
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.distributed.distributed_data_parallel import (  # noqa: E402
     DistributedDataParallel,

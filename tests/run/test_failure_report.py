@@ -114,7 +114,7 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     # Megatron may be imported here for the first time, which prints lines of its own.
     lines = capfd.readouterr().err.splitlines()

@@ -90,7 +90,8 @@ def reported(loss: torch.Tensor, tokens: object) -> list[tuple[torch.Tensor, tor
     """What a run keeps of a training micro-batch whose loss function returns these."""
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     run = SimpleNamespace(add_loss=lambda loss, tokens, report: kept.append((loss, tokens)))
-    step = ForwardStep(None, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    inputs = SimpleNamespace(settings=SimpleNamespace(seq_length=256))
+    step = ForwardStep(None, SimpleNamespace(run=run, inputs=inputs))  # type: ignore[arg-type]
     step._loss(lambda output: (loss, tokens, {}), True, loss)
     return kept
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from data.tokenizers_of_tests import train_tokenizer
 from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
@@ -31,6 +32,7 @@ from harness import (
 )
 
 from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data.conversations import render_plain
 
 pytestmark = pytest.mark.distributed
 
@@ -360,7 +362,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = directory / "conversations.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    prepare = ("prepare-data", "--input", str(path), "--tokenizer-train", "300")
+    texts = (render_plain(record["messages"], False) for record in records)
+    tokenizer = train_tokenizer(texts, 300, directory / "tokenizer")
+    prepare = ("prepare-data", "--input", str(path), "--tokenizer", tokenizer)
     assert main([*prepare, "--output-prefix", str(directory / "conversations")]) == 0
     return directory
 

@@ -169,12 +169,12 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
         np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
         np.ones(run.coverage.observed_LU.shape),
     )
-    stages, calibration = run.job.pipeline_stages, run._planner._calibration
+    stages, calibration = run.job.pipeline_stages, run.planner._calibration
     times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
     measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
     for _ in range(3):
         calibration.update(Times(times, calibration.snapshot()), measured)
-    run._finished_step = run._batch_sizes.step_at(consumed_samples) - 1
+    run._finished_step = run.batch_sizes.step_at(consumed_samples) - 1
     return run.state_dict()
 
 
@@ -183,7 +183,7 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert state == learnt(index, 24, data_parallel_size=1)
     other = scheduler(index, data_parallel_size=4)
     assert other.load_state_dict(state) == ()
-    assert other._planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
+    assert other.planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
     assert other.state_dict() == state
 
 

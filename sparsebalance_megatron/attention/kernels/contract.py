@@ -148,13 +148,12 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint lists, from the parts' outputs and LSEs.
 
-    An empty list is out 0, lse -inf; so is the union of two empty lists. Differentiable in all
-    four, with finite gradients everywhere.
+    An empty list is out 0, lse -inf; so is the union of two empty lists.
 
     Returns:
         out_THF in the dtype of ``out_a_THF``, and lse_TH (natural log) in the dtype of the LSEs.
     """
-    peak_TH = torch.maximum(lse_a_TH, lse_b_TH).detach()
+    peak_TH = torch.maximum(lse_a_TH, lse_b_TH)
     peak_TH = peak_TH.masked_fill(peak_TH == -torch.inf, 0.0)
     weight_a_TH = torch.exp(lse_a_TH - peak_TH)
     weight_b_TH = torch.exp(lse_b_TH - peak_TH)

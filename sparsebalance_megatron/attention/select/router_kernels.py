@@ -120,10 +120,8 @@ def rank_rows(
 
 
 def _products_of_halves(queries_QCED: Tensor, keys_NGD: Tensor) -> bool:
-    """Whether queries ask as they are, in a half type: a product of two is exact in float32.
-
-    Triton's interpreter takes no product of bfloat16.
-    """
+    """Whether queries ask as they are, in a half type: a product of two is exact in float32."""
+    # Triton's interpreter takes no product of bfloat16.
     dtypes = {torch.float16} if triton.knobs.runtime.interpret else {torch.float16, torch.bfloat16}
     return queries_QCED.shape[2] == 1 and queries_QCED.dtype == keys_NGD.dtype in dtypes
 
@@ -367,12 +365,7 @@ def pooled_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
     mean_NHD = x_THD.new_empty(layout.blocks, heads, head_dim, dtype=wide)
     with torch.cuda.device_of(x_THD):
         _mean_kernel[layout.blocks, heads](
-            x_THD,
-            mean_NHD,
-            layout.start_N,
-            layout.length_N,
-            x_THD.stride(0),
-            x_THD.stride(1),
+            *(x_THD, mean_NHD, layout.start_N, layout.length_N, *x_THD.stride()[:2]),
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),

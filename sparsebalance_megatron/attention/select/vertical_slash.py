@@ -275,13 +275,17 @@ class _RowLists:
 
     def _probed(self, document: int, some: slice, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
         first = self._first_block_S[document]
-        probe_JU = self._probe_NU[first + some.start : first + some.stop]
+        blocks = slice(first + some.start, first + some.stop)
+        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
+        return self._seen_by(self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U)
+
+    def _seen_by(
+        self, q_JUGED: Tensor, position_JU: Tensor, k_YGD: Tensor, offset_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return probed_mass(
-            self._probes_NUGED[first + some.start : first + some.stop],
-            probe_JU - self._layout.cu_seqlens[document],
-            k_YGD,
+            *(q_JUGED, position_JU, k_YGD),
             block_size=self._size,
-            offset_U=self._offset_U,
+            offset_U=offset_U,
             sink_tokens=self._sinks,
             softmax_scale=self._softmax_scale,
         )
@@ -301,14 +305,9 @@ class _RowLists:
                 device=k_YGD.device,
             )
             k_some = k_YGD[: (block + 1) * size]
-            seen_1GY, following_1GW = probed_mass(
-                self._q_TGED[first_token + place_U][None],
-                place_U[None],
-                k_some,
-                block_size=size,
-                offset_U=place_U - block * size,
-                sink_tokens=self._sinks,
-                softmax_scale=self._softmax_scale,
+            q_1UGED = self._q_TGED[first_token + place_U][None]
+            seen_1GY, following_1GW = self._seen_by(
+                q_1UGED, place_U[None], k_some, place_U - block * size
             )
             share = len(place_U) / probes
             # The block after the probes' looks back by 1, 2, ...

@@ -129,13 +129,11 @@ class EarlierSegments:
                 f"backward of segment {sequence.segment} before that of segment "
                 f"{len(self._keys_and_values) - 1}: must run in reverse order"
             )
-        # Sums go on from segment to segment, and stay wide.
-        own = (
-            _OnePart()
-            if self._exchange is None
-            else self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
-        )
-        return _SegmentGradient(self, own, sequence)
+        between_ranks = None
+        if self._exchange is not None:
+            # Sums go on from segment to segment, and stay wide.
+            between_ranks = self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
+        return _SegmentGradient(self, between_ranks, sequence)
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
@@ -183,29 +181,23 @@ class MicroBatchSegments:
         return self.by_layer.setdefault(layer, EarlierSegments(self.exchange))
 
 
-class _OnePart:
-    """A ``GradientSum`` of one part."""
-
-    def add(self, dkv_TGE: Tensor) -> None:
-        self._own_TGE = dkv_TGE
-
-    def result(self) -> Tensor:
-        return self._own_TGE
-
-
 class _SegmentGradient:
-    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments."""
+    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments; of one
+    part where no other rank has any."""
 
     def __init__(
-        self, segments: EarlierSegments, own: GradientSum, sequence: SequenceSlice
+        self, segments: EarlierSegments, between_ranks: GradientSum | None, sequence: SequenceSlice
     ) -> None:
-        self._segments, self._own, self._sequence = segments, own, sequence
+        self._segments, self._between_ranks, self._sequence = segments, between_ranks, sequence
 
     def add(self, dkv_TGE: Tensor) -> None:
-        self._own.add(dkv_TGE)
+        self._part_TGE = dkv_TGE
+        if self._between_ranks is not None:
+            self._between_ranks.add(dkv_TGE)
 
     def result(self) -> Tensor:
-        return self._segments.hand_over(self._own.result(), self._sequence)
+        so_far = self._between_ranks.result() if self._between_ranks else self._part_TGE
+        return self._segments.hand_over(so_far, self._sequence)
 
 
 def _with_earlier(

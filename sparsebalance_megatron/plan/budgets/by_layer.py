@@ -10,6 +10,7 @@ Shape legend: K budgets that a layer may have, X lengths of samples, F features.
 from __future__ import annotations
 
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from sparsebalance_megatron.plan.job import Job
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
+_WHOLE_LAYERS = 0.1
+"""The share of the layers that read everything, where tokens have lists of their own."""
 _OWN_AND_FIRST = 2
 """Blocks that every query reads, whatever it selects."""
 
@@ -49,11 +52,18 @@ def with_layer_budgets(
         return config, ()
     sensitivity_L = read_sensitivities(Path(config.sensitivity), job.layers)
     ms_K, dense_ms = _layer_ms(config, lengths_tokens, cost)
+    entries = cost.work.list_entries_per_token(
+        heads=1, groups=1, block_size=config.block_size, budget_blocks=1
+    )
     base_L = np.empty(job.layers, dtype=np.int64)
     for stage in job.stage_layers:
         layers = [layer for chunk in stage for layer in chunk]
         base_L[layers] = budgets_by_sensitivity(
-            sensitivity_L[layers], config.base_budget, ms_K, dense_time=dense_ms
+            sensitivity_L[layers],
+            config.base_budget,
+            ms_K,
+            dense_time=dense_ms,
+            own_lists=entries >= 1.0,
         )
     text = layer_budgets_text({layer: int(budget) for layer, budget in enumerate(base_L)})
     line = (
@@ -103,21 +113,23 @@ def budgets_by_sensitivity(
     *,
     dense_time: float = np.inf,
     least_share: float = LEAST_SHARE,
+    own_lists: bool = False,
 ) -> np.ndarray:
     """Base budget of every layer, int64 [L], :data:`.DENSE` where lists would take as long.
 
     1. All layers get the least budget: a share of the base budget, rounded up, and at least the
        own and the first block.
     2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
-       as all layers together take no more time than at the base budget. Sensitivities name the
-       layers; by how much they differ says little (research/pretrained.md).
-    3. What does not suffice for one more block there is given to the other layers in the same
-       order, a block each, in rounds, until no layer can have one more.
+       as all layers together take no more time than at the base budget. What a shared list misses
+       falls in proportion to its length, so that whole layers pay best (research/pretrained.md).
+    3. Where tokens have lists of their own, that is for a tenth of the layers, rounded up. The
+       others get time in proportion to their squared sensitivities, as far as they can use it.
 
     Args:
         sensitivity_L: to any scale.
         time_K: of a layer, in any unit, at 0, 1, ... blocks, up to those of the longest sample.
         dense_time: of a dense layer; infinity where it is unknown.
+        own_lists: whether single tokens have lists.
     """
     base = min(base_budget, len(time_K) - 1)
     least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
@@ -130,21 +142,30 @@ def budgets_by_sensitivity(
         budget_K, time_K = np.append(budget_K, DENSE), np.append(time_K, dense_time)
     choice_L = np.zeros(len(sensitivity_L), dtype=np.int64)
     left -= len(choice_L) * time_K[0]
-    order = np.argsort(-sensitivity_L, kind="stable")
-    for layer in order:
-        affordable = int(np.searchsorted(time_K - time_K[0], left, side="right"))
-        choice_L[layer] = max(affordable - 1, 0)
-        left -= time_K[choice_L[layer]] - time_K[0]
-    while True:
-        raised = False
-        for layer in order[choice_L[order] < len(time_K) - 1]:
-            more = time_K[choice_L[layer] + 1] - time_K[choice_L[layer]]
-            if more <= left:
-                choice_L[layer] += 1
-                left -= more
-                raised = True
-        if not raised:
-            return budget_K[choice_L]
+    weight_L = (sensitivity_L / (sensitivity_L.max() or 1.0)) ** 2
+    place_L = np.argsort(np.argsort(-sensitivity_L, kind="stable"))
+    whole = len(place_L) * (_WHOLE_LAYERS if own_lists else 1.0)
+
+    def next_block(layer: int) -> tuple[float, int, int]:
+        """Sorts layers by who gets the next block; alike ones take turns."""
+        choice, place, weight = int(choice_L[layer]), int(place_L[layer]), float(weight_L[layer])
+        if weight == 0.0:
+            return np.inf, choice, layer
+        if place < whole:
+            return 0.0, place, layer
+        return float(time_K[choice + 1] - time_K[0]) / weight, choice, layer
+
+    rising = [next_block(layer) for layer in range(len(choice_L)) if len(time_K) > 1]
+    heapify(rising)
+    while rising:
+        layer = heappop(rising)[-1]
+        more = time_K[choice_L[layer] + 1] - time_K[choice_L[layer]]
+        if more <= left:
+            choice_L[layer] += 1
+            left -= more
+            if choice_L[layer] < len(time_K) - 1:
+                heappush(rising, next_block(layer))
+    return budget_K[choice_L]
 
 
 def _held_back(sensitivity_L: np.ndarray, base_L: np.ndarray) -> tuple[str, ...]:

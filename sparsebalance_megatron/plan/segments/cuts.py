@@ -25,6 +25,7 @@ from sparsebalance_megatron.plan.step_costs import (
     TOKENS,
     VISIBLE,
     StepCosts,
+    as_lists,
     dense_layers,
 )
 
@@ -126,8 +127,12 @@ def pieces(
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
     bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
+    # Where dense attention needs a whole micro-batch on one rank.
+    lists_M = (segments_M > 1) | (np.asarray(share_M) < 1.0)
+    lists_I = np.repeat(lists_M, np.fromiter(map(len, micro_batches), dtype=np.int64))
     tokens_2E, ms_22EX = _prefix(
-        costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]
+        *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]),
+        lists_E=lists_I[place_E],
     )
     piece_U = np.searchsorted(start_E, start_U)
     work_2UX = np.add.reduceat(ms_22EX[:, 1] - ms_22EX[:, 0], piece_U, axis=1)
@@ -145,10 +150,13 @@ def _prefix(
     budgets_LS: np.ndarray,
     sample_E: np.ndarray,
     blocks_YE: np.ndarray,
+    *,
+    lists_E: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [Y, E] and ms [2, Y, E, X] of the first blocks of samples, in one piece.
 
-    What a micro-batch and a sequence cost whatever their length is not in it.
+    What a micro-batch and a sequence cost whatever their length is not in it. ``lists_E``: lists of
+    all blocks stand for dense attention.
     """
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
@@ -166,9 +174,14 @@ def _prefix(
     visible_YE = costs.work.visible_pairs(length_YE)
     dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
 
+    lists_2XF = as_lists(columns.denser_2XF, columns.pair_2X)
+
     def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
-        sparse_2X, denser_2X = (x[..., feature] for x in (columns.sparse_2XF, columns.denser_2XF))
-        return np.asarray(sparse * sparse_2X[:, None] + dense_EX * denser_2X[:, None])
+        sparse_21X, denser_21X, lists_21X = (
+            x[:, None, :, feature] for x in (columns.sparse_2XF, columns.denser_2XF, lists_2XF)
+        )
+        denser_2EX = np.where(lists_E[:, None], lists_21X, denser_21X)
+        return np.asarray(sparse * sparse_21X + dense_EX * denser_2EX)
 
     return tokens_YE, (
         tokens_YE[..., None] * ms_2EX(TOKENS)[:, None]
@@ -204,6 +217,7 @@ class Places:
             budgets_LS,
             np.arange(len(costs.blocks_S)),
             blocks_XS,
+            lists_E=np.ones(len(costs.blocks_S), dtype=bool),
         )
         return cls(
             costs=costs,

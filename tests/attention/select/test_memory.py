@@ -8,14 +8,10 @@ list.
 from __future__ import annotations
 
 import gc
-import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from fake_cuda import PeakMemory
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
@@ -23,38 +19,6 @@ from sparsebalance_megatron.attention.select import summaries as summaries_of_bl
 
 BLOCK, HEAD_DIM = 256, 16
 LARGE_TOKENS, LARGE_HEADS, LARGE_HEAD_DIM, LARGE_BUDGET = 128 * 1024, 16, 128, 32
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators return, from their birth to their death."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or size == 0:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-        def died() -> None:
-            self._known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, died)
 
 
 def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
@@ -66,16 +30,13 @@ def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
     layout = packed_layout([0, tokens // 3, tokens], BLOCK, "cpu")
     selector = selector_named(selection)
     gc.collect()
-    with LiveBytes() as live:
-        for x in (q_THD, k_TGD, *vars(layout).values()):
-            if isinstance(x, Tensor):
-                live._known.add(x.untyped_storage()._cdata)
+    with PeakMemory("cpu", (q_THD, k_TGD, *vars(layout).values())) as live:
         ranking = rank_sequence(
             selector, q_THD, k_TGD, layout, softmax_scale=1.0, max_budget=budget, observe=True
         )
         selector.coverage(ranking)
         selector.select(ranking, torch.full((2,), budget))
-    return live.peak
+    return live.most
 
 
 def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget: int) -> int:

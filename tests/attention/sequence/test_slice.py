@@ -12,7 +12,7 @@ from attention.cases import make_case
 from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.context_parallel import tokens_of_members
+from oracles.attention import tokens_of_members
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.selection import Selection

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from attention.cases import assert_as_good_as_plain, make_case, selected
-from attention.column_cases import any_case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
@@ -102,7 +102,7 @@ def test_lists_in_16_bits_name_blocks_past_token_32767() -> None:
 def test_training_dtypes_at_full_tiles(
     block: int, head_dim: int, dtype: torch.dtype, granularity: str
 ) -> None:
-    case = any_case(
+    case = make_case(
         [0, 700, 701, 1500],
         [3, 1, 2],
         block=block,
@@ -118,7 +118,7 @@ def test_training_dtypes_at_full_tiles(
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_auto_takes_the_kernels(granularity: str) -> None:
-    case = any_case(
+    case = make_case(
         [0, 300],
         [3],
         block=64,
@@ -188,14 +188,22 @@ def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_neither_pass_waits_for_the_device(granularity: str) -> None:
-    inputs = _inputs(8192)
-    layout = packed_layout([0, 3000, 8192], 128, "cuda")
-    selection = _random_selection(layout, [4, 9], granularity)
-    _attend(inputs, selection)
+    """Ranking, coverage and the cut included."""
+    inputs, selector = _inputs(8192), selector_named(granularity)
+    layout, budgets_S = packed_layout([0, 3000, 8192], 128, "cuda"), torch.tensor([4, 9]).cuda()
+
+    def layer() -> None:
+        q_THD, k_TGD, _ = inputs
+        how = {"softmax_scale": HEAD_DIM**-0.5, "max_budget": 9, "observe": True}
+        ranking = rank_sequence(selector, q_THD, k_TGD, layout, **how)
+        selector.coverage(ranking)
+        _attend(inputs, selector.select(ranking, budgets_S))
+
+    layer()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _attend(inputs, selection)
+        layer()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

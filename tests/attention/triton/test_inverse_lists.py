@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import on_device, selection_by_scores, sharded
+from attention.cases import on_device, selection_by_scores
+from attention.sequence.slices import local_selection, slices_of
 from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from sparsebalance_megatron.attention.kernels.triton.index import (
 )
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.exchange import held_by
 
 PLENTY = 1 << 20
 
@@ -52,13 +55,14 @@ def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
 @given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
 @settings(max_examples=8)
 def test_lists_and_items_are_as_defined(
-    selection: Selection, wanted_items: int, other_rows: int
+    selection: Selection, wanted_items: int, member: int
 ) -> None:
-    """Where drawn, the sequence of the queries or of the keys holds every other block only."""
-    blocks = range(selection.kv_layout.blocks)
-    if other_rows:
-        query_blocks = blocks[:: 1 + other_rows % 2]
-        selection = sharded(selection, query_blocks, blocks[:: 1 + other_rows // 2])
+    """Where drawn, a member of a context group asks, and its own or another one's keys are read."""
+    blocks, layout = selection.kv_layout.blocks, selection.kv_layout
+    if member and blocks > 1:
+        slices = slices_of(layout.cu_seqlens, np.arange(blocks) % 2, 2, layout.block_size)
+        held = slices[member % 2]
+        selection = held_by(member // 2, local_selection(selection, held), held)
     kv_heads = selection.counts_QC.shape[1]
     lists = inverse_lists(
         on_device(selection, DEVICE), kv_heads, wanted_items=wanted_items, most_cut_items=PLENTY

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ BLOCK = 8
 
 SELECTIONS = ["token-query-head", "token-kv-head", "previous-block"]
 ROUTERS: tuple[Router, Router] = ("triton", "torch")
+LONG = [
+    ([0, 100, 2000, 2001, 8000], 20, 1, torch.bfloat16),
+    ([0, 1024 * BLOCK], 20, 1, torch.bfloat16),
+]
+"""Up to 1,024 blocks, of which four warps sort a row."""
 
 
 def _integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,6 +106,7 @@ def test_means_are_the_same(cu_seqlens: list[int], dtype: torch.dtype) -> None:
         ([0, 53], 3, 1, torch.float32),
         ([0, 21, 29, 70, 71], 17, 3, torch.bfloat16),
         ([0, 1], 1, 1, torch.float16),
+        *(LONG if DEVICE == "cuda" else ()),
     ],
 )
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -249,3 +256,37 @@ def test_programs_take_as_many_keys_as_their_threads_hold() -> None:
         assert shape["TAKEN"] <= shape["COLUMNS"] < 2 * max(columns, 16)
         assert shape["TAKEN"] >= (columns if observe else min(columns, places))
         assert shape["TILE_ROWS"] * shape["COLUMNS"] <= 8 * 32 * shape["num_warps"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="kernels are interpreted")
+def test_auto_takes_the_kernels_and_results_repeat() -> None:
+    layout = packed_layout([0, 5000], BLOCK, DEVICE)
+    how = {"max_budget": 20, "observe": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, *others = (
+            _ranked("token-query-head", router, _inputs(5000), layout, **how)
+            for router in ("auto", "auto", "triton")
+        )
+    for other in others:
+        assert torch.equal(first.indices_QCK, other.indices_QCK)
+        assert torch.equal(first.mass_SK, other.mass_SK)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="kernels are interpreted")
+def test_lengths_and_budgets_of_one_power_of_two_compile_nothing() -> None:
+    def compiled() -> int:
+        kernels = (router_kernels._mean_kernel, router_kernels._rank_kernel)
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    def rank(cu_seqlens: list[int], max_budget: int) -> None:
+        layout = packed_layout(cu_seqlens, BLOCK, DEVICE)
+        inputs = _inputs(layout.tokens)
+        _ranked("token-kv-head", "triton", inputs, layout, max_budget=max_budget, observe=True)
+
+    rank([0, 64 * BLOCK], 20)
+    before = compiled()
+    assert before > 0
+    for cu_seqlens, budget in (([0, 375], 3), ([0, 1, 263], 64), ([0, 33 * BLOCK - 5], 1)):
+        rank(cu_seqlens, budget)
+    assert compiled() == before

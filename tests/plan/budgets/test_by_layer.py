@@ -37,19 +37,24 @@ def pairs(lengths, budgets):
     )
 
 
-def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf):
+def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf, own_lists=False):
     time_K = pairs_by_budget(np.array(lengths, float), QUERY_BLOCK).sum(1)
-    return budgets_by_sensitivity(sensitivity_L, base, time_K, dense_time=dense_time)
+    return budgets_by_sensitivity(
+        sensitivity_L, base, time_K, dense_time=dense_time, own_lists=own_lists
+    )
 
 
 @given(
     st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any),
     st.integers(1, 20),
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    st.booleans(),
 )
-def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(sensitivities, base, lengths):
+def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(
+    sensitivities, base, lengths, own_lists
+):
     sensitivity_L = np.array(sensitivities)
-    found_L = by_pairs(sensitivity_L, base, lengths)
+    found_L = by_pairs(sensitivity_L, base, lengths, own_lists=own_lists)
     allowed = pairs(lengths, [base] * len(found_L))
     assert pairs(lengths, found_L) <= allowed
     longest = max(lengths)
@@ -69,11 +74,14 @@ def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(sensitivities
     st.integers(1, 20),
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
     st.floats(0.05, 1.5),
+    st.booleans(),
 )
-def test_dense_layers_stand_in_for_lists_that_take_as_long(sensitivities, base, lengths, share):
+def test_dense_layers_stand_in_for_lists_that_take_as_long(
+    sensitivities, base, lengths, share, own_lists
+):
     sensitivity_L = np.array(sensitivities)
     dense_time = share * pairs(lengths, [max(lengths)])
-    found_L = by_pairs(sensitivity_L, base, lengths, dense_time)
+    found_L = by_pairs(sensitivity_L, base, lengths, dense_time, own_lists)
     dense_L = found_L == DENSE
     sparse = [pairs(lengths, [budget]) for budget in found_L[~dense_L]]
     assert all(each < dense_time for each in sparse)
@@ -92,6 +100,25 @@ def test_the_most_sensitive_layers_are_whole():
     found_L = by_pairs(sensitivity_L, 8, [64] * 5)
     assert (found_L[[17, 18]] == 64).all() and 5 < found_L[8] < 64
     assert set(np.delete(found_L, [8, 17, 18])) <= {5, 6}
+
+
+def test_where_tokens_have_lists_a_tenth_is_whole_and_the_others_follow_squares():
+    sensitivity_L = np.linspace(0.2, 0.3, 30)
+    sensitivity_L[[7, 8, 17, 18]] = 0.5, 0.6, 0.8, 0.7
+    found_L = by_pairs(sensitivity_L, 8, [32] * 5, own_lists=True)
+    assert (found_L[[8, 17, 18]] == 32).all() and 12 < found_L[7] < 16
+    assert set(np.delete(found_L, [7, 8, 17, 18])) == {6, 7}
+
+
+def test_time_is_in_proportion_to_squares():
+    """12 blocks beyond the least of 5: 5 fill the first layer; the squares of the others are as
+    4 to 4 to 1."""
+    sensitivity_L = np.array([0.6, 1.0, 0.3, 0.6])
+    found_L = budgets_by_sensitivity(sensitivity_L, 8, np.arange(11.0), own_lists=True)
+    assert found_L.tolist() == [8, 10, 6, 8]
+    for own_lists in (False, True):
+        alike_L = budgets_by_sensitivity(np.zeros(4), 8, np.arange(11.0), own_lists=own_lists)
+        assert alike_L.tolist() == [8] * 4
 
 
 def config_with(tmp_path, sensitivities, **choices):
@@ -123,6 +150,14 @@ def test_a_file_becomes_budgets_of_layers(tmp_path):
     assert found.layer_budgets in line
     without = replace(config, sensitivity=None)
     assert resolved(without, 3, [64]) == (without, ())
+
+
+@pytest.mark.parametrize(("selection", "whole"), [("token-kv-head", 2), ("previous-block", 4)])
+def test_fewer_layers_are_whole_where_tokens_have_lists(selection, whole, tmp_path):
+    sensitivities = [1.0 / (1 + layer) for layer in range(20)]
+    config = config_with(tmp_path, sensitivities, selection=selection, attention="tokens")
+    budgets = base_budgets(8, resolved(config, 20, [64 * 32])[0].layer_budgets, 20)
+    assert budgets.count(32) == whole
 
 
 def test_where_dense_attention_is_as_fast_as_the_base_budget_no_layer_has_lists(tmp_path):

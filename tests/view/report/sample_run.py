@@ -21,19 +21,17 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.log.recording import (
-    FinishedStep,
-    coverage_record,
-    rank_header,
-    rank_step,
-    step_record,
-)
 from sparsebalance_megatron.log.records import (
     CoverageRecord,
+    FinishedStep,
     RankStep,
     Record,
     RunHeader,
+    coverage_record,
     encode,
+    rank_header,
+    rank_step,
+    step_record,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job

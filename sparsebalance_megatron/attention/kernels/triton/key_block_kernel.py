@@ -76,30 +76,14 @@ def _key_gradient(
     dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
     parts_IBX = parts_of(lists, k_TGD, v_TGF, layout)
     _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
-        q_THD,
-        k_TGD,
-        v_TGF,
-        dout_THF,
-        statistics_2HZ,
-        dk_TGD,
-        dv_TGF,
-        parts_IBX,
-        lists.entries.bounds_J,
-        lists.entries.readers_E,
-        lists.item_list_I,
-        lists.item_part_I,
-        lists.item_slot_I,
-        selection.own_block_N,
-        query_layout.start_N,
-        query_layout.document_end_N,
-        layout.start_N,
-        layout.document_end_N,
+        *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, dk_TGD, dv_TGF, parts_IBX),
+        *(lists.entries.bounds_J, lists.entries.readers_E),
+        *(lists.item_list_I, lists.item_part_I, lists.item_slot_I, selection.own_block_N),
+        *(query_layout.start_N, query_layout.document_end_N),
+        *(layout.start_N, layout.document_end_N),
         *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
-        saved.softmax_scale,
-        query_layout.blocks,
-        layout.blocks,
-        lists.entries_per_item,
-        lists.entries.tiles,
+        *(saved.softmax_scale, query_layout.blocks, layout.blocks),
+        *(lists.entries_per_item, lists.entries.tiles),
         KV_HEADS=kv_heads,
         GROUP=q_THD.shape[1] // kv_heads,
         **constants,
@@ -198,13 +182,10 @@ def add_column_gradients(
     dv_TGF: Tensor,
     columns: ColumnLists,
 ) -> None:
-    """Add what the readers of columns give to dk and dv.
+    """Add what the readers of columns give to dk and dv, which are float32 and contiguous.
 
-    Args:
-        dout_THF: with dense rows, as q, k and v of ``saved``.
-        statistics_2HZ: LSE and delta by query block, as the kernel for dq writes them.
-        dk_TGD, dv_TGF: float32 and contiguous.
-        columns: contiguous lists with at least one place.
+    ``statistics_2HZ`` are LSE and delta by query block, as the kernel for dq writes them; lists of
+    columns are contiguous and have a place.
     """
     q_THD, k_TGD, v_TGF = saved.q_THD, saved.k_TGD, saved.v_TGF
     query_layout = saved.selection.query_layout
@@ -224,34 +205,18 @@ def add_column_gradients(
         chunk = slice(first_block, first_block + chunk_blocks)
         tokens_JGK, counts_JG = columns.tokens_NGK[chunk], columns.counts_NG[chunk]
         _column_gradient_kernel[(counts_JG.numel() * column_tiles,)](
-            q_THD,
-            k_TGD,
-            v_TGF,
-            dout_THF,
-            statistics_2HZ,
-            parts_EX,
-            columns.tokens_NGK,
-            columns.counts_NG,
-            query_layout.start_N,
-            query_layout.document_end_N,
+            *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, parts_EX),
+            *(columns.tokens_NGK, columns.counts_NG),
+            *(query_layout.start_N, query_layout.document_end_N),
             *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
-            saved.softmax_scale,
-            first_block,
-            query_layout.blocks,
-            width,
+            *(saved.softmax_scale, first_block, query_layout.blocks, width),
             KV_HEADS=kv_heads,
             GROUP=q_THD.shape[1] // kv_heads,
             **constants,
         )
         source_E, length_E, row_E = _readers_by_row(tokens_JGK, counts_JG, k_TGD.shape[0])
         _column_sum_kernel[(triton.cdiv(len(source_E), _SUM_ROWS),)](
-            parts_EX,
-            dk_TGD,
-            dv_TGF,
-            source_E,
-            length_E,
-            row_E,
-            len(source_E),
+            *(parts_EX, dk_TGD, dv_TGF, source_E, length_E, row_E, len(source_E)),
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
             VALUE_DIM=value_dim,

@@ -91,11 +91,8 @@ def _launch(
     columns = listed_columns(selection)
     _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
         *tensors,
-        selection.indices_QCK.contiguous(),
-        selection.counts_QC.contiguous(),
-        selection.own_block_N,
-        layout.start_N,
-        layout.document_end_N,
+        *(selection.indices_QCK.contiguous(), selection.counts_QC.contiguous()),
+        *(selection.own_block_N, layout.start_N, layout.document_end_N),
         selection.kv_layout.start_N,
         *(
             (columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2])
@@ -104,9 +101,7 @@ def _launch(
         ),
         *row_strides(q_THD, k_TGD, v_TGF),
         *((None, None) if dout_THF is None else row_strides(dout_THF)),
-        scale,
-        layout.blocks,
-        selection.indices_QCK.shape[2],
+        *(scale, layout.blocks, selection.indices_QCK.shape[2]),
         KV_HEADS=kv_heads,
         GROUP=group,
         **tile_constants(k_TGD, v_TGF, layout.block_size, rows, tile),
