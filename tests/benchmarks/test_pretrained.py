@@ -104,7 +104,7 @@ def document_of(kind: str, labels: int, answers: tuple[int, ...] = ()) -> Docume
 
 
 def test_figures_of_look_ups() -> None:
-    """Of all labels, or of a tail's."""
+    """All labels, and those of a tail."""
     document = document_of(KEY_VALUE, 4, (0, 0, 1, 1))
     found = scores([0.0, 1.0, 2.0, 3.0], [True, True, True, False])
     figures = measures.figures(document, found, found, None)
