@@ -17,6 +17,7 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.flags import in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
+    DENSE,
     EXACT,
     ROWS,
     Comparison,
@@ -240,6 +241,12 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
             if not workload.is_dense and dense_words not in dense_rows:
                 exact = ROWS[EXACT].of(workload)
                 rows.append(TableRow(names=(*names, EXACT), workload=exact))
+                if workload.job.context_parallel_size > 1:
+                    # Megatron's own dense attention, which ours stands for by lists where ranks
+                    # share micro-batches.
+                    dense = ROWS[DENSE].of(workload)
+                    rows.append(TableRow(names=(*names, DENSE), workload=dense))
+                    words_of[*names, DENSE] = words
                 dense_rows.add(dense_words)
         bar.update()
     bar.close()
@@ -251,6 +258,8 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     dense_flags = [*job.flags, *dense]
     if found.dense.names[-1] == EXACT:
         dense_flags = in_mode("exact", dense_flags)
+    elif found.dense.names[-1] == DENSE:
+        dense_flags = [word for word in dense_flags if word != flag_name("enabled")]
     dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
     without = f" (without {' '.join(dropped)})" if dropped else ""
     reasons: dict[str, list[str]] = {}
@@ -268,7 +277,7 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
         job.order,
         terminal_columns(),
         keys=[*(flag[2:] for flag, _ in choices), ""],
-        meanings={EXACT: ROWS[EXACT].meaning},
+        meanings={name: ROWS[name].meaning for name in (DENSE, EXACT)},
         verdict=verdict,
     )
     flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}

@@ -110,6 +110,9 @@ class CostModel:
     computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
     the pipeline in segments. Parts of a layer are per layer. ``efficiency``: at which operations
     were counted; None where they were measured. ``device``: whose times these are.
+    ``covered_pair_share``: what a block pair takes in lists of all blocks, over one in a list of
+    the selection. Such lists stand for dense attention where ranks share a document or it is cut;
+    0 where dense attention itself does.
     """
 
     block_size: int
@@ -121,6 +124,7 @@ class CostModel:
     segments: SegmentCost = field(default=SegmentCost())
     efficiency: Efficiency | None = None
     device: str = "an unknown device"
+    covered_pair_share: float = 1.0
 
     def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
@@ -270,6 +274,8 @@ class CostModel:
             source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
             device=device.upper(),
+            # The queries of a block share a list of all blocks, whatever the selection.
+            covered_pair_share=min(1.0, efficiency.sparse / OF_BLOCK_LISTS.sparse),
         ).with_bandwidth(gigabytes_per_second)
 
 

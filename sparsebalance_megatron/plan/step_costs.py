@@ -146,6 +146,7 @@ class StepCosts:
         exchange_2SC: ms of receiving all of a sample's keys and values.
         exchange: how ranks share.
         segments: what passing the pipeline in segments costs.
+        covered_pair_share: see :class:`.CostModel`.
         dense_LS: which layers attend to which samples densely.
         slowness_RP: factors on all times of a rank in a stage.
         layers: costs layer by layer, where ranks wait for one another in every layer.
@@ -164,6 +165,7 @@ class StepCosts:
     exchange_2SC: np.ndarray
     exchange: Exchange
     segments: SegmentCost
+    covered_pair_share: float
     chunk_of_layer_L: np.ndarray
     dense_LS: np.ndarray
     slowness_RP: np.ndarray
@@ -218,7 +220,8 @@ class StepCosts:
     def lists_2SC(self) -> np.ndarray:
         """Ms that every sample takes more where it is shared, for layers that would attend to it
         densely."""
-        more_2CF = as_lists(self.denser_2CF, self.pair_2C) - self.denser_2CF
+        covered_pair_2C = self.covered_pair_share * self.pair_2C
+        more_2CF = as_lists(self.denser_2CF, covered_pair_2C) - self.denser_2CF
         dense_SC = dense_layers(self.dense_LS, self.chunk_of_layer_L, self.chunks)
         visible_S = self.work.visible_pairs(self.length_blocks_S)
         return dense_SC * _fixed_2SX(more_2CF, self.lengths_tokens_S, visible_S)
@@ -406,7 +409,8 @@ def step_costs(
         exchange_2SX = np.zeros((2, len(lengths_S), len(chunk_of_X)))
         exchange_2SX[..., : job.layers] = (per_token_2[:, None] * lengths_S)[..., None]
         scale_2X = scale_2C[:, chunk_of_X]
-        more_2XF = as_lists(denser_2XF, columns_2XF[..., PAIRS]) - denser_2XF
+        covered_pair_2X = cost.covered_pair_share * columns_2XF[..., PAIRS]
+        more_2XF = as_lists(denser_2XF, covered_pair_2X) - denser_2XF
         layers = LayerCosts(
             chunk_of_X=chunk_of_X,
             columns_2XF=scale_2X[..., None] * columns_2XF,
@@ -430,6 +434,7 @@ def step_costs(
         exchange_2SC=exchange_2SC,
         exchange=cost.exchange,
         segments=cost.segments,
+        covered_pair_share=cost.covered_pair_share,
         chunk_of_layer_L=chunk_of_layer_L,
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
@@ -437,11 +442,15 @@ def step_costs(
     )
 
 
-def as_lists(denser_2XF: np.ndarray, pair_2X: np.ndarray) -> np.ndarray:
+def as_lists(denser_2XF: np.ndarray, covered_pair_2X: np.ndarray) -> np.ndarray:
     """``denser_2XF`` of a sample that is shared or in segments: a layer reads lists of all blocks,
-    which are taken to be no faster than dense attention."""
+    which are taken to be no faster than dense attention.
+
+    Args:
+        covered_pair_2X: ms of a block pair in them.
+    """
     lists_2XF = np.zeros_like(denser_2XF)
-    lists_2XF[..., VISIBLE] = pair_2X
+    lists_2XF[..., VISIBLE] = covered_pair_2X
     return np.maximum(lists_2XF, denser_2XF)
 
 

@@ -39,10 +39,12 @@ _CHOSEN = ("batching", "tuning")
 
 class Row(NamedTuple):
     """A way to plan: fields of :class:`.PlanSettings`, of which batching and tuning are the default
-    where it does not name them; and what it is, in words."""
+    where it does not name them; what it is, in words; and whether the attention is Megatron's,
+    which is dense where ranks share a micro-batch, too."""
 
     changes: Mapping[str, Any]
     meaning: str
+    of_megatron: bool = False
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way: on the same ranks, which share what they did."""
@@ -51,6 +53,8 @@ class Row(NamedTuple):
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = workload.job.context_parallel_size
+        if self.of_megatron:
+            workload = replace(workload, cost=replace(workload.cost, covered_pair_share=0.0))
         return replace(workload, plan_settings=replace(workload.plan_settings, **changes))
 
 
@@ -59,6 +63,7 @@ ROWS: Mapping[str, Row] = {
     DENSE: Row(
         {**MODES["exact"], **_AS_MEGATRON},
         "dense attention in order of arrival, as without the plugin",
+        of_megatron=True,
     ),
     EXACT: Row(MODES["exact"], "dense attention, placed by the plan (--sparse-balance-mode exact)"),
     "fixed budgets": Row({"tuning": "off"}, "base budgets for all, placed by the plan"),

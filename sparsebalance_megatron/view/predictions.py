@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
+    DENSE,
     Comparison,
     TableRow,
     compare_ways,
@@ -108,7 +109,10 @@ def over_dense(comparison: Comparison, dense_name: str) -> str:
     """How the given row compares with the fastest dense one."""
     over = comparison.dense.ms / comparison.given.ms
     text = f"{over:.2f} times as fast as {dense_name}"
-    return f"{text}: train in mode exact" if over < 1.0 else text
+    if over >= 1.0:
+        return text
+    mode = "without the plugin" if comparison.dense.names[-1] == DENSE else "in mode exact"
+    return f"{text}: train {mode}"
 
 
 def _header(workload: Workload, order: str) -> str:

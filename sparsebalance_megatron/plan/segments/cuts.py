@@ -182,7 +182,7 @@ def _prefix(
     visible_YE = costs.work.visible_pairs(length_YE)
     dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
 
-    lists_2XF = as_lists(columns.denser_2XF, columns.pair_2X)
+    lists_2XF = as_lists(columns.denser_2XF, costs.covered_pair_share * columns.pair_2X)
 
     def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X, lists_21X = (
