@@ -233,12 +233,16 @@ def _score(ms_IW: np.ndarray) -> np.ndarray:
 
 
 def first_orders(ms_GM: np.ndarray) -> np.ndarray:
-    """[G, I, M] orders of micro-batches: all where they are few; else rising, falling, small at
-    both ends and large at both ends."""
+    """[G, I, M] orders of micro-batches: all where they are few, else :func:`shaped_orders`."""
     groups, positions = ms_GM.shape
-    if positions <= _ALL_ORDERS_UNTIL:
-        every_IM = np.array(list(itertools.permutations(range(positions))))
-        return np.broadcast_to(every_IM, (groups, *every_IM.shape))
+    if positions > _ALL_ORDERS_UNTIL:
+        return shaped_orders(ms_GM)
+    every_IM = np.array(list(itertools.permutations(range(positions))))
+    return np.broadcast_to(every_IM, (groups, *every_IM.shape))
+
+
+def shaped_orders(ms_GM: np.ndarray) -> np.ndarray:
+    """[G, 4, M] orders: rising, falling, small at both ends and large at both ends."""
     rising_GM = np.argsort(ms_GM, axis=1, kind="stable")
     falling_GM = rising_GM[:, ::-1]
     ends = [
