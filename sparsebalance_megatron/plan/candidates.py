@@ -104,7 +104,7 @@ class Candidate:
 
 
 def _makespan_ms(candidate: Candidate) -> tuple[float, float]:
-    """Of the step, then of all ranks; the first of equals is the shortest."""
+    """What the shortest step has least of, the step's before the sum of its ranks'."""
     return candidate.makespan_ms, candidate.sum_ms
 
 

@@ -305,14 +305,10 @@ class StepCosts:
         for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
             np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)
         micro_batch_2JC = micro_batch_2JC[:, first_places(cp_sizes_RM)]
-        return self.times_of(micro_batch_2JC, np.arange(self.job.data_parallel_size), cp_sizes_RM)
-
-    def times_of(
-        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, cp_sizes_IM: np.ndarray
-    ) -> OperationTimes:
-        """Times of the micro-batches of whole ranks, from what an average device would take."""
-        ms_2IMC = ms_2JC.reshape(2, *cp_sizes_IM.shape, -1)
-        return self.flat(self.on_devices(ms_2IMC, ranks_I, cp_sizes_IM), cp_sizes_IM)
+        ms_2RMC = micro_batch_2JC.reshape(2, *cp_sizes_RM.shape, -1)
+        return self.flat(
+            self.on_devices(ms_2RMC, np.arange(len(cp_sizes_RM)), cp_sizes_RM), cp_sizes_RM
+        )
 
     def on_devices(
         self, ms_2IMC: np.ndarray, ranks_I: np.ndarray, cp_sizes_IM: np.ndarray

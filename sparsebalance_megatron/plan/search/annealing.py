@@ -24,7 +24,7 @@ It *stops* where the effort is spent, where no round of many has found a shorter
 step is short enough. The shortest step of all rounds is returned, so none is ever longer than the
 first.
 
-Shape legend: F forward, then backward of every chunk, G rank groups, E pairs of them, I moves or
+Shape legend: F forward, then backward of every chunk, B rank groups, E pairs of them, I moves or
 orders, W ranks of a group or pair, Y micro-batches that a move makes.
 """
 
@@ -147,24 +147,24 @@ class _Annealing:
     def _order(self) -> None:
         """Give every rank group the best of its first orders."""
         state, groups = self.state, self.groups
-        ms_GWMF = state.ms_RMF.reshape(groups, -1, *state.ms_RMF.shape[1:])
-        cp_sizes_GWM = state.cp_sizes_RM.reshape(ms_GWMF.shape[:3])
-        order_GIM = first_orders(ms_GWMF.max(axis=1).sum(axis=2))
-        ms_GIWMF = np.take_along_axis(ms_GWMF[:, None], order_GIM[:, :, None, :, None], axis=3)
-        cp_sizes_GIWM = np.take_along_axis(cp_sizes_GWM[:, None], order_GIM[:, :, None], axis=3)
-        ms_GIW = self._simulate(
-            ms_GIWMF.reshape(-1, *ms_GIWMF.shape[2:]),
-            cp_sizes_GIWM.reshape(-1, *cp_sizes_GIWM.shape[2:]),
-        ).reshape(ms_GIWMF.shape[:3])
-        best_G = ms_GIW.max(axis=2).argmin(axis=1)
-        every_G = np.arange(groups)
-        ms_GW = self.ms_R.reshape(groups, -1)
-        better_G = ms_GIW[every_G, best_G].max(axis=1) < ms_GW.max(axis=1) * (1 - _GAIN)
-        order_GM = np.where(
-            better_G[:, None], order_GIM[every_G, best_G], np.arange(state.positions)
+        ms_BWMF = state.ms_RMF.reshape(groups, -1, *state.ms_RMF.shape[1:])
+        cp_sizes_BWM = state.cp_sizes_RM.reshape(ms_BWMF.shape[:3])
+        order_BIM = first_orders(ms_BWMF.max(axis=1).sum(axis=2))
+        ms_BIWMF = np.take_along_axis(ms_BWMF[:, None], order_BIM[:, :, None, :, None], axis=3)
+        cp_sizes_BIWM = np.take_along_axis(cp_sizes_BWM[:, None], order_BIM[:, :, None], axis=3)
+        ms_BIW = self._simulate(
+            ms_BIWMF.reshape(-1, *ms_BIWMF.shape[2:]),
+            cp_sizes_BIWM.reshape(-1, *cp_sizes_BIWM.shape[2:]),
+        ).reshape(ms_BIWMF.shape[:3])
+        best_B = ms_BIW.max(axis=2).argmin(axis=1)
+        every_B = np.arange(groups)
+        ms_BW = self.ms_R.reshape(groups, -1)
+        better_B = ms_BIW[every_B, best_B].max(axis=1) < ms_BW.max(axis=1) * (1 - _GAIN)
+        order_BM = np.where(
+            better_B[:, None], order_BIM[every_B, best_B], np.arange(state.positions)
         )
-        state.reorder(np.repeat(order_GM, self.rules.group_ranks, axis=0))
-        self.ms_R = np.where(better_G[:, None], ms_GIW[every_G, best_G], ms_GW).reshape(-1)
+        state.reorder(np.repeat(order_BM, self.rules.group_ranks, axis=0))
+        self.ms_R = np.where(better_B[:, None], ms_BIW[every_B, best_B], ms_BW).reshape(-1)
 
     def _round(self) -> None:
         """Take the best of the moves drawn in every pair, where it is good enough."""
@@ -232,17 +232,21 @@ def _score(ms_IW: np.ndarray) -> np.ndarray:
     return np.asarray(ms_IW.max(axis=1) + _WEIGHT_OF_MEAN * ms_IW.mean(axis=1))
 
 
-def first_orders(ms_GM: np.ndarray) -> np.ndarray:
-    """[G, I, M] orders of micro-batches: all where they are few; else rising, falling, small at
-    both ends and large at both ends."""
-    groups, positions = ms_GM.shape
-    if positions <= _ALL_ORDERS_UNTIL:
-        every_IM = np.array(list(itertools.permutations(range(positions))))
-        return np.broadcast_to(every_IM, (groups, *every_IM.shape))
-    rising_GM = np.argsort(ms_GM, axis=1, kind="stable")
-    falling_GM = rising_GM[:, ::-1]
+def first_orders(ms_BM: np.ndarray) -> np.ndarray:
+    """[B, I, M] orders of micro-batches: all where they are few, else :func:`shaped_orders`."""
+    groups, positions = ms_BM.shape
+    if positions > _ALL_ORDERS_UNTIL:
+        return shaped_orders(ms_BM)
+    every_IM = np.array(list(itertools.permutations(range(positions))))
+    return np.broadcast_to(every_IM, (groups, *every_IM.shape))
+
+
+def shaped_orders(ms_BM: np.ndarray) -> np.ndarray:
+    """[B, 4, M] orders: rising, falling, small at both ends and large at both ends."""
+    rising_BM = np.argsort(ms_BM, axis=1, kind="stable")
+    falling_BM = rising_BM[:, ::-1]
     ends = [
-        np.concatenate([order_GM[:, ::2], order_GM[:, 1::2][:, ::-1]], axis=1)
-        for order_GM in (rising_GM, falling_GM)
+        np.concatenate([order_BM[:, ::2], order_BM[:, 1::2][:, ::-1]], axis=1)
+        for order_BM in (rising_BM, falling_BM)
     ]
-    return np.stack([rising_GM, falling_GM, *ends], axis=1)
+    return np.stack([rising_BM, falling_BM, *ends], axis=1)

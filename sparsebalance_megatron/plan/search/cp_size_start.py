@@ -5,7 +5,7 @@ The cp_sizes are powers of two. Taken from the widest to the narrowest they fill
 every rank group, as many neighbouring ranks as the widest micro-batch may have, without
 gaps and each at a multiple of its cp_size.
 
-Shape legend: J micro-batches, G rank groups.
+Shape legend: J micro-batches, B rank groups.
 """
 
 from __future__ import annotations
@@ -129,16 +129,16 @@ def _arranged(
     nothing: tuple[int, ...] = ()
     samples = [[nothing] * job.micro_batches for _ in range(job.data_parallel_size)]
     cp_sizes_RM = np.ones((job.data_parallel_size, job.micro_batches), dtype=np.int64)
-    used_GM = np.zeros((job.data_parallel_size // widest, job.micro_batches), dtype=np.int64)
-    load_G = np.zeros(len(used_GM))
+    used_BM = np.zeros((job.data_parallel_size // widest, job.micro_batches), dtype=np.int64)
+    load_B = np.zeros(len(used_BM))
     for micro_batch in np.lexsort((-weight_J, -cp_size_J)).tolist():
         cp_size = int(cp_size_J[micro_batch])
-        has_room_G = used_GM.min(axis=1) + cp_size <= widest
-        group = int(np.where(has_room_G, load_G, np.inf).argmin())
-        position = int(used_GM[group].argmin())
-        rank = group * widest + int(used_GM[group, position])
+        has_room_B = used_BM.min(axis=1) + cp_size <= widest
+        group = int(np.where(has_room_B, load_B, np.inf).argmin())
+        position = int(used_BM[group].argmin())
+        rank = group * widest + int(used_BM[group, position])
         samples[rank][position] = tuple(sorted(members[micro_batch]))
         cp_sizes_RM[rank : rank + cp_size, position] = cp_size
-        used_GM[group, position] += cp_size
-        load_G[group] += weight_J[micro_batch]
+        used_BM[group, position] += cp_size
+        load_B[group] += weight_J[micro_batch]
     return Arrangement(samples=tuple(map(tuple, samples)), cp_sizes_RM=cp_sizes_RM)

@@ -34,6 +34,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places, meeting_groups
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.search.annealing import shaped_orders
 from sparsebalance_megatron.plan.search_effort import (
     SEGMENT_COST,
     SHARE_OF_STEP_FOR_SEGMENTS,
@@ -191,9 +192,9 @@ class SegmentSearch:
         return [self._starts_of(rows)[:most] for rows in rows_of_groups]
 
     def _starts_of(self, rows: Sequence[Row]) -> list[_Order]:
-        up = sorted(rows, key=lambda row: (self._work_ms(row), row))
-        down = up[::-1]
-        ends = up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]
+        by_row = sorted(rows)
+        ms_1M = np.array([[self._work_ms(row) for row in by_row]])
+        up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
         starts = dict.fromkeys(
             self._in_segments(order, segments)
             for order in (*ends, rows, down, up)

@@ -172,7 +172,7 @@ def least_heights(weights_S, tokens_S, rows, members, cap_tokens):
 
 
 def heights(rows, weights_S):
-    """Of every row; the first bin is the fullest."""
+    """The weight of every row's first bin, which is the fullest."""
     loads = [[weights_S[list(samples)].sum() for samples in row] for row in rows]
     assert all(row == sorted(row, reverse=True) for row in loads)
     return [row[0] for row in loads]
