@@ -85,3 +85,10 @@ def test_samples_that_a_cap_keeps_apart_are_apart():
     packing.improve()
     assert sorted(map(sorted, packing.samples[0])) == [[0, 3], [1, 2]]
     assert packed_rows(weights_S, tokens_S, 1, 2, 99) is None
+
+
+@pytest.mark.parametrize(("evenly", "loads"), [(False, [9, 5, 1]), (True, [9, 3, 3])])
+def test_bins_below_the_height_of_their_row_are_filled_or_even(evenly, loads):
+    weights_S = np.array([9.0, 1, 1, 1, 1, 1, 1])
+    packing = packed_rows(weights_S, np.ones(7, dtype=int), 1, 3, 9, evenly=evenly)
+    assert packing.load_J.tolist() == loads
