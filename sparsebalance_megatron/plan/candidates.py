@@ -288,9 +288,9 @@ def _rows(problem: StepProblem) -> list[Candidate]:
 def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     """The best of planned cp_sizes and of equal ones, if there are any.
 
-    No others are searched where equal ones are near the lower bound of all cp_sizes. Where steps may
-    have fewer positions than the job, so do starts, by halves: a place for every micro-batch of the
-    job makes all ranks share every sample where there are no more samples than positions.
+    No others are searched where equal ones are near the lower bound of all cp_sizes. Where steps
+    may have fewer positions than the job, so do starts, by halves: a place for every micro-batch of
+    the job makes all ranks share every sample where there are no more samples than positions.
 
     Raises:
         PlanError: no placement of the samples exists.
