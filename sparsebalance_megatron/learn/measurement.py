@@ -106,11 +106,6 @@ class RankPlace:
     world_rank: int
     world_size: int
 
-    @property
-    def reports(self) -> bool:
-        """Whether it is the first of its tensor-parallel ranks, which all measure the same."""
-        return self.tensor_parallel_rank == 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageTotals:

@@ -43,7 +43,12 @@ from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
+from sparsebalance_megatron.layer_budgets import (
+    DENSE,
+    MAX_BLOCKS,
+    base_budgets,
+    dense_up_to_blocks,
+)
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,
@@ -320,7 +325,11 @@ class BudgetedCoreAttention(MegatronModule):
             return 0
         documents = context.layout.documents
         if self._base_budget != DENSE:
-            documents = context.dense_documents(self._layer_index, self._dense_blocks)
+            chosen, dense_blocks = self._options.config, self._dense_blocks
+            if chosen.tuning == "raise" and chosen.dense_up_to_tokens:
+                # Plans raise a budget to all blocks where dense attention takes less.
+                dense_blocks = MAX_BLOCKS
+            documents = context.dense_documents(self._layer_index, dense_blocks)
         implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents

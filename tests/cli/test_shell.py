@@ -83,13 +83,17 @@ def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch
     assert seen[1].passed_on == []
 
 
-def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_traceback_and_interruption_has_the_shells_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        raise ValueError("a bug")
+        raise errors.pop()
 
+    errors: list[BaseException] = [KeyboardInterrupt(), ValueError("a bug")]
     fake_command(monkeypatch, run)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["profile"])
+    assert cli.main(["profile"]) == 130
 
 
 def test_a_reader_that_has_read_enough_ends_the_command_quietly() -> None:
@@ -106,11 +110,3 @@ def test_a_reader_that_has_read_enough_ends_the_command_quietly() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
-
-
-def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    fake_command(monkeypatch, run)
-    assert cli.main(["profile"]) == 130

@@ -62,20 +62,24 @@ def test_unmeasured_is_none_and_not_zero() -> None:
     assert {run.figures[name] for name in unknown} == {None}
 
 
-def test_speedup_of_all_steps() -> None:
-    slow = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 100.0, 200.0, 300.0))]
-    fast = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 50.0, 160.0, 100.0))]
-    found = compare(log("slow", *slow), log("fast", *fast))
-    assert found.speedup == pytest.approx(600.0 / 310.0)
-    assert found.problems == ()
-
-
-def test_pairs_are_of_the_same_iteration() -> None:
-    slow = [step(1), step(2, iteration_ms=100.0), step(3, iteration_ms=900.0)]
-    fast = [step(1), step(3, iteration_ms=300.0)]
-    found = compare(log("slow", *slow), log("fast", *fast))
-    assert found.speedup == pytest.approx(3.0)
-    assert "3 steps in slow, 2 in fast" in found.problems[0]
+@pytest.mark.parametrize(
+    ("slow", "fast", "speedup", "problem"),
+    [
+        ({1: None, 2: 100, 3: 200, 4: 300}, {1: None, 2: 50, 3: 160, 4: 100}, 600 / 310, ""),
+        # Pairs are of the same iteration.
+        ({1: 100, 2: 100, 3: 900}, {1: 100, 3: 300}, 1000 / 400, "3 steps in slow, 2 in fast"),
+    ],
+)
+def test_speedup_of_all_steps(
+    slow: dict[int, float], fast: dict[int, float], speedup: float, problem: str
+) -> None:
+    logs = [
+        log(name, *(step(iteration, iteration_ms=ms) for iteration, ms in times.items()))
+        for name, times in (("slow", slow), ("fast", fast))
+    ]
+    found = compare(*logs)
+    assert found.speedup == pytest.approx(speedup)
+    assert problem in "".join(found.problems) and bool(problem) == bool(found.problems)
 
 
 def test_other_samples_are_not_compared_step_by_step() -> None:
@@ -120,68 +124,33 @@ def test_command_writes_json_and_an_80_column_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    write_log(tmp_path / "baseline", 10450.0)
-    write_log(tmp_path / "balanced", 9500.0)
-    output = tmp_path / "new" / "summary.json"
-    flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
-    assert summary.run(parse(*flags, "-o", str(output))) == 0
-
-    written = json.loads(output.read_text())
-    assert set(written) == {
-        "baseline",
-        "sparse_balance",
-        "speedup",
-        "problems",
-        "explanation",
-        "differences",
-    }
-    required = {
-        "iteration_ms_median",
-        "loss_first",
-        "loss_last",
-        "figures",
-    }
-    assert required <= set(written["baseline"])
-    assert set(written["baseline"]) == set(written["sparse_balance"])
-    assert written["speedup"] == pytest.approx(1.1)
-    assert written["baseline"]["loss_last"] == pytest.approx(6.0)
-
-    printed = capsys.readouterr().out
-    table = [line for line in printed.splitlines() if not line.startswith("written to")]
-    assert max(map(len, table)) <= 80
-    assert "…" not in printed
-    for text in (
-        "10,450",
-        "9,500",
-        "1.125",
-        "98.0%",
-        "0.9876",
-        "8.9000",
-        "6.0000",
-        "1.10 times as fast",
-    ):
-        assert text in printed
-
-
-def test_runs_beside_have_a_speedup_and_a_column_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
     times_ms = {"baseline": 10450.0, "dense": 19000.0, "by_tokens": 9900.0, "balanced": 9500.0}
     for name, iteration_ms in times_ms.items():
         write_log(tmp_path / name, iteration_ms)
-    output = tmp_path / "summary.json"
+    output = tmp_path / "new" / "summary.json"
     flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
-    flags += ("--beside", str(tmp_path / "dense"), str(tmp_path / "by_tokens"))
-    assert summary.run(parse(*flags, "-o", str(output))) == 0
-    beside = json.loads(output.read_text())["beside"]
-    assert {name: other["speedup"] for name, other in beside.items()} == {
-        "dense": pytest.approx(2.0),
-        "by_tokens": pytest.approx(9900.0 / 9500.0),
-    }
+    flags += ("-o", str(output))
+    assert summary.run(parse(*flags)) == 0
+    written = json.loads(output.read_text())
+    compared = {"baseline", "sparse_balance", "speedup", "problems", "explanation", "differences"}
+    assert set(written) == compared
+    required = {"iteration_ms_median", "loss_first", "loss_last", "figures"}
+    assert required <= set(written["baseline"]) == set(written["sparse_balance"])
+    assert written["speedup"] == pytest.approx(1.1)
+    assert written["baseline"]["loss_last"] == pytest.approx(6.0)
     printed = capsys.readouterr().out
-    assert "2.00 times as fast as dense" in printed
-    assert "1.04 times as fast as by_tokens" in printed
-    head = next(line for line in printed.splitlines() if "sparse balance" in line)
-    assert "dense" in head
-    assert "by_tokens" in head
+    table = [line for line in printed.splitlines() if not line.startswith("written to")]
+    assert max(map(len, table)) <= 80 and "…" not in printed
+    numbers = ("10,450", "9,500", "1.125", "98.0%", "0.9876", "8.9000", "6.0000")
+    assert all(text in printed for text in (*numbers, "1.10 times as fast"))
+
+    assert (
+        summary.run(parse(*flags, "--beside", str(tmp_path / "dense"), str(tmp_path / "by_tokens")))
+        == 0
+    )
+    beside = json.loads(output.read_text())["beside"]
+    speedups = {name: other["speedup"] for name, other in beside.items()}
+    assert speedups == pytest.approx({"dense": 2.0, "by_tokens": 9900.0 / 9500.0})
+    printed = capsys.readouterr().out
+    assert "2.00 times as fast as dense" in printed and "1.04 times as fast as by_tokens" in printed
+    assert "by_tokens" in next(line for line in printed.splitlines() if line.startswith("   "))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
 def test_without_measured_times_the_predicted_ones_are_traced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = replace(RUN, steps=2, with_ranks=False).write(tmp_path / "run")
+    directory = replace(RUN, steps=2).write(tmp_path / "run")
+    shutil.rmtree(directory / "ranks")
     log = directory / "steps.jsonl"
     header, *steps = log.read_text().splitlines()
     records = [json.loads(line) for line in steps]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration drills: slow stages show up, odd measurements do not, state survives exactly."""
+"""Slow stages and slow devices show up, odd measurements do not, state survives exactly."""
 
 from __future__ import annotations
 

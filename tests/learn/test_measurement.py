@@ -1,21 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waiting inside shared micro-batches leaves of measured times, and what these teach."""
+"""What waiting leaves of measured times, and what these teach; figures of a step by hand."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import step_measurement
+from step_cases import (
+    BLOCK_SIZE,
+    JOB,
+    LENGTHS_TOKENS,
+    SHAPE,
+    finished_step,
+    measured_as_planned,
+    planned_step,
+    slowed_down,
+    step_measurement,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.measurement import PASSES, lockstep_waiting
+from sparsebalance_megatron.learn.measurement import PASSES, StepFigures, lockstep_waiting
 from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
+from sparsebalance_megatron.plan.metrics import rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.run.sinks import StepSinks, step_scalars, write_scalars
 
 SHAPE_RPVM = (4, 2, 1, 6)
 
@@ -151,3 +166,138 @@ def test_a_slow_device_of_a_lockstep_group_is_found_by_own_times(factor: float) 
         calibration.update(planned, measured)
     assert slowness.snapshot()[2, 1] == pytest.approx(factor, rel=0.05)
     assert calibration.snapshot().scales_2PV == pytest.approx(1.3, rel=0.1)
+
+
+def scalars(planned: Any, measured: Any) -> dict[str, float]:
+    return StepFigures.of(planned, measured).scalars()
+
+
+def test_a_step_as_predicted_measures_what_it_predicted() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    values = scalars(planned, measured)
+    for what in ("micro-batches", "rank-sums", "makespans"):
+        predicted = values[f"imbalance-{what}-predicted"]
+        assert predicted > 1.01, "a case that balances by chance tests nothing"
+        assert values[f"imbalance-{what}-measured"] == pytest.approx(predicted)
+    assert values["makespan-ms-measured"] == pytest.approx(values["makespan-ms-predicted"])
+    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
+    for stage in range(JOB.pipeline_stages):
+        assert values[f"relative-time-stage-{stage}"] == pytest.approx(1.0)
+        busy_D = (measured.times_2RPVM[0] + measured.times_2RPVM[1])[:, stage].sum(axis=(1, 2))
+        idle_D = 1.0 - busy_D / np.array(planned.plan.expectation.rank_makespan_ms)
+        assert values[f"bubble-fraction-stage-{stage}"] == pytest.approx(idle_D.mean())
+    assert values["relative-time-max"] == pytest.approx(1.0)
+    busy_ms = float((measured.times_2RPVM[0] + measured.times_2RPVM[1]).sum())
+    stages = JOB.data_parallel_size * JOB.pipeline_stages
+    available_ms = stages * planned.plan.expectation.makespan_ms
+    assert values["waiting-share"] == pytest.approx(1.0 - busy_ms / available_ms)
+
+
+def test_a_slow_device_shows_although_its_samples_are_short() -> None:
+    planned = planned_step()
+    work_D = np.sum(planned.plan.expectation.times_2RPVM[0], axis=(1, 2, 3))
+    light = int(work_D.argmin())
+    measured = slowed_down(measured_as_planned(planned), light, 1, 1.2)
+    values = scalars(planned, measured)
+    # Three ratios of 1 and one of 1.2.
+    assert values["relative-time-max"] == pytest.approx(1.2 / 1.05)
+    assert values["relative-time-stage-0"] == pytest.approx(1.0 / 1.05)
+    assert values["relative-time-stage-1"] == pytest.approx(1.1 / 1.05)
+
+
+def test_a_stage_that_calibration_knows_to_be_slow_still_shows() -> None:
+    scales = StageScales.of(np.array([[[1.0, 1.0], [1.5, 1.5]], [[1.0, 1.0], [1.5, 1.5]]]))
+    planned = planned_step(scales)
+    values = scalars(planned, measured_as_planned(planned))
+    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
+    assert values["relative-time-stage-0"] == pytest.approx(1.0 / 1.25)
+    assert values["relative-time-stage-1"] == pytest.approx(1.5 / 1.25)
+
+
+def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
+    slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    slowness_RP[0, 1] = 1.2
+    planned = planned_step(
+        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_RP=slowness_RP)
+    )
+    values = scalars(planned, measured_as_planned(planned))
+    assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
+    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_RP.size))
+    assert values["slowness-planned-max"] == pytest.approx(1.2)
+
+
+def test_the_log_line_has_counts_where_they_are_not_zero() -> None:
+    planned = planned_step()
+    measured = slowed_down(measured_as_planned(planned), 0, 0, 3.0)
+    busy_R, expected_R = map(
+        rank_busy_ms, (measured.times_2RPVM, planned.plan.expectation.times_2RPVM)
+    )
+    expected = {
+        "imbalance": pytest.approx(max(busy_R) * 2 / sum(busy_R)),
+        "predicted-to-measured": pytest.approx(max(expected_R) / max(busy_R)),
+        "coverage": pytest.approx(0.45),
+        "tuned-samples": 0.0,
+    }
+    figures = StepFigures.of(planned, measured)
+    assert figures.log_line() == expected
+    assert replace(figures, unobserved=2).log_line() == expected | {"unobserved": 2.0}
+    assert not figures.log_line().keys() & figures.scalars().keys()
+
+
+def scalars_of(planned: Any, measured: Any, iteration_ms: float | None = 500.0) -> dict[str, float]:
+    step = finished_step(
+        planned, measured, iteration_ms=iteration_ms, host_ms={"plan": 1.0, "hooks": 0.5}
+    )
+    return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
+
+
+def test_coverage_by_depth_budgets_and_speed() -> None:
+    planned = planned_step()
+    values = scalars_of(planned, measured_as_planned(planned))
+    # Eight layers of coverage 0.1 to 0.8, in quarters of two.
+    for quarter in range(1, 5):
+        assert values[f"coverage-depth-quarter-{quarter}"] == pytest.approx(0.2 * quarter - 0.05)
+    assert values["coverage-base"] == pytest.approx(0.45)
+    assert values["coverage-min"] == 0.1
+    assert {values[f"budget-blocks-{what}"] for what in ("mean", "min", "max")} == {4.0}
+    assert (values["plan-ms"], values["host-ms"]) == (3.0, 1.5)
+    assert values["tokens-per-second"] == pytest.approx(sum(LENGTHS_TOKENS) / 0.5)
+    executed, dense = (
+        values[f"tflops-per-rank-{kind}"] for kind in ("executed", "dense-equivalent")
+    )
+    assert 0.0 < executed < dense
+    slower = scalars_of(planned, measured_as_planned(planned), iteration_ms=1000.0)
+    assert slower["tflops-per-rank-executed"] == pytest.approx(executed / 2)
+
+
+def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    unmeasured = replace(measured, schedule_ms=np.full_like(measured.schedule_ms, math.nan))
+    values = scalars_of(planned, unmeasured, iteration_ms=None)
+    wandb = Mock()
+    write_scalars((None, wandb, 5), 10, values)
+    ((logged, step),) = (call.args for call in wandb.log.call_args_list)
+    assert step == 10
+    assert all(math.isfinite(value) for value in logged.values())
+    missing = scalars_of(planned, measured).keys() - values.keys()
+    assert {f"sparse-balance/{name}" for name in values} == logged.keys()
+    assert missing == {
+        "imbalance-makespans-measured",
+        "makespan-ms-measured",
+        "bubble-fraction-stage-0",
+        "bubble-fraction-stage-1",
+        "waiting-share",
+        "tokens-per-second",
+        "tflops-per-rank-executed",
+        "tflops-per-rank-dense-equivalent",
+    }
+
+
+def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
+    wandb = Mock()
+    sinks = StepSinks.__new__(StepSinks)
+    sinks._writers = (None, wandb, 5)
+    sinks.write_mismatches(7, 2)
+    wandb.log.assert_called_once_with({"sparse-balance/digest-mismatches": 2}, 7)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans follow what was known when they were made: on demand, ahead, and after a resume."""
+"""Plans follow what was known when they were made, on demand, ahead and after a resume; evaluation
+is placed as training is; batches may grow."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learn.scheduler_cases import GLOBAL_BATCH, JOB, scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+from learn.scheduler_cases import GLOBAL_BATCH, JOB, make_scheduler, scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
 from step_cases import step_measurement
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
-from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 STEPS = 6
@@ -240,3 +245,76 @@ def test_samples_that_arrive_unevenly_keep_the_cap() -> None:
     """Two samples of a micro-batch in order of arrival are above it."""
     lengths = [100, 100] * 8 + [600, 600, 100, 100] * 4
     assert planned(lengths, max_tokens_per_micro_batch=800).rank_tokens_RM().max() <= 800
+
+
+schedules = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=4).map(
+    lambda pairs: tuple(sorted({0: 5, **dict(pairs)}.items()))
+)
+
+
+def megatrons(schedule: tuple[tuple[int, int], ...]) -> Any:
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    return StepBatchsizeNumMicroBatchesCalculator(
+        micro_batch_size=1,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+        rank=1,
+        schedule=" ".join(f"{threshold}:{size}" for threshold, size in schedule),
+    )
+
+
+@given(schedule=schedules)
+def test_steps_are_those_that_megatron_walks_through(schedule: tuple[tuple[int, int], ...]) -> None:
+    calculator, sizes = megatrons(schedule), BatchSizes(schedule=schedule)
+    consumed, begins = 0, {}
+    for step in range(40):
+        calculator.update(consumed, consistency_check=False)
+        size = calculator.get_current_global_batch_size()
+        assert (sizes.first_sample(step), sizes.size_of(step)) == (consumed, size)
+        begins[consumed] = step
+        consumed += size
+    for samples in range(consumed):
+        assert sizes.step_at(samples) == begins.get(samples)
+    walked = [sizes.size_of(step) for step in range(3, 40)]
+    assert sizes.sizes_from(3)[: len(set(walked))] == tuple(dict.fromkeys(walked))
+
+
+def test_a_fixed_size_has_one_phase() -> None:
+    sizes = BatchSizes.constant(8)
+    assert [sizes.first_sample(step) for step in (0, 1, 10**9)] == [0, 8, 8 * 10**9]
+    assert (sizes.step_at(24), sizes.step_at(25)) == (3, None)
+
+
+@pytest.mark.parametrize("schedule", [(), ((4, 8),), ((0, 8), (0, 4)), ((0, 0),)])
+def test_what_is_no_schedule_is_refused(schedule: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(PlanError, match="thresholds must rise from 0"):
+        BatchSizes(schedule=schedule)
+
+
+def scheduled(index: SampleIndex, *schedule: tuple[int, int]) -> Scheduler:
+    job = job_shape(2, max(size for _, size in schedule) // 2, stages=2)
+    return make_scheduler(index, job=job, batch_sizes=schedule)
+
+
+def test_every_step_plans_the_samples_that_megatron_counts(index: SampleIndex) -> None:
+    schedule = scheduled(index, (0, 2), (4, 6), (13, 8))
+    consumed = 0
+    for step, size in enumerate([2, 2, 6, 6, 8, 8]):
+        planned = schedule.planned(step)
+        assert planned.samples.tolist() == index.global_batch(consumed, size).tolist()
+        assert planned.micro_batches == size // 2
+        consumed += size
+    schedule._finished_step = 2
+    state = schedule.state_dict()
+    assert state["consumed_samples"] == 10
+    resumed = scheduled(index, (0, 2), (4, 6), (13, 8))
+    assert resumed.load_state_dict(state) == ()
+    assert resumed._finished_step == 2
+    with pytest.raises(StateError, match="after which no step begins"):
+        scheduled(index, (0, 4)).load_state_dict(state)
+
+
+def test_a_size_that_does_not_fill_its_micro_batches_is_named(index: SampleIndex) -> None:
+    with pytest.raises(ConfigError, match=r"step 0: .*size 3 must be a multiple of .* 2"):
+        scheduled(index, (0, 3), (6, 8)).planned(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log files: whole lines, bounded size, a disk that is full for a while."""
+"""Log files and their directory: whole lines, bounded size, a full disk, one run at a time."""
 
 from __future__ import annotations
 

@@ -101,6 +101,26 @@ def random_lengths(count, seed, *, longest=2**17, kind="spread"):
     return generator.permutation(lengths).tolist()
 
 
+def step_inputs(
+    job, lengths, seed=0, *, cost=None, slowness_RP=None, max_blocks=2048, observed=1.0, **changes
+):
+    """Inputs of a plan, by name; the changes are of settings."""
+    ones_2PV = np.ones((2, job.pipeline_stages, job.virtual_stages))
+    return {
+        "lengths_tokens": (*lengths,),
+        "job": job,
+        "plan_settings": plan_settings(**changes),
+        "cost": cost or cost_model(),
+        "scales": StageScales.of(ones_2PV, slowness_RP),
+        "coverage": coverage_curves(job.layers, max_blocks, seed=seed, observed=observed),
+    }
+
+
+def changed(inputs, **changes):
+    """Inputs of a plan with other settings."""
+    return inputs | {"plan_settings": replace(inputs["plan_settings"], **changes)}
+
+
 def planned(step=0, **inputs):
     """A plan; the lengths may be a list."""
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))
@@ -113,6 +133,13 @@ def costs_without_constants(job, samples):
     nothing_2C = np.zeros((2, costs.chunks))
     nothing_2CF = np.zeros_like(costs.sparse_2CF)
     return replace(costs, constant_2C=nothing_2C, sparse_2CF=nothing_2CF)
+
+
+def with_experts(costs, together_2SC):
+    """Costs of ranks in lockstep whose experts take these ms."""
+    own_2SX = costs.layers.fixed_2SX[..., : costs.layers.own_columns]
+    fixed_2SX = np.concatenate([own_2SX, together_2SC], axis=2)
+    return replace(costs, layers=replace(costs.layers, fixed_2SX=fixed_2SX))
 
 
 def placed(micro_batch_of_S, job, cp_sizes_RM=None):

@@ -20,7 +20,7 @@ from plan.plan_cases import (
     planned,
     random_lengths,
 )
-from plan.search.test_lockstep_order import arguments
+from plan.test_lockstep_plans import arguments
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Part

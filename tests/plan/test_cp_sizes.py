@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
-    coverage_curves,
     flat,
     job_shape,
     placed,
-    plan_settings,
     planned,
     random_cp_sizes,
     random_lengths,
     shared_times,
+    step_inputs,
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan import planned_cp_sizes
+from sparsebalance_megatron.plan import candidates
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
@@ -42,17 +41,12 @@ SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
 
 
-def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
+def arguments(shape, seed, *, size=2, kind="spread", **changes):
     job = replace(job_shape(*shape), context_parallel_size=changes.pop("c", 1))
     samples = job.places * size // job.context_parallel_size
-    return {
-        "lengths_tokens": (*random_lengths(samples, seed, kind=kind, longest=2**15),),
-        "job": job,
-        "plan_settings": plan_settings(**{"plan_ms": 1.0} | changes),
-        "cost": replace(cost or cost_model(), exchange=Exchange(bytes_per_token=512.0)),
-        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
-        "coverage": coverage_curves(job.layers, seed=seed),
-    }
+    lengths = random_lengths(samples, seed, kind=kind, longest=2**15)
+    cost = replace(cost_model(), exchange=Exchange(bytes_per_token=512.0))
+    return step_inputs(job, lengths, seed, cost=cost, **{"plan_ms": 1.0} | changes)
 
 
 @settings(max_examples=30)
@@ -147,7 +141,7 @@ def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
     }
     assert cp_size_of[3900] == 4
     assert cp_size_of[1900] >= 2
-    narrow = given_ | {"plan_settings": replace(given_["plan_settings"], max_context_parallel=2)}
+    narrow = changed(given_, max_context_parallel=2)
     with pytest.raises(PlanError, match="up to 2 ranks"):
         planned(**narrow)
 
@@ -234,18 +228,6 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
     assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == widest
 
 
-def test_planned_cp_sizes_are_never_slower_than_equal_ones():
-    for seed in range(3):
-        given_ = arguments((4, 4, 2, 1), seed, size=1, c=2)
-        equal = planned(**given_).expectation
-        dynamic = replace(
-            given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4
-        )
-        free = planned(**given_ | {"plan_settings": dynamic}).expectation
-        assert free.makespan_ms <= equal.makespan_ms * (1 + 1e-8)
-        assert free.lower_bound_ms <= equal.makespan_ms * (1 + 1e-8)
-
-
 @settings(max_examples=20)
 @given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]))
 def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
@@ -289,17 +271,17 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
     """The better of both is taken, whichever it is."""
     given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
     problem = StepProblem.of(PlanInputs(**given_))
-    lopsided = Arrangement.of_groups(
-        ((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
+    lopsided = ((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
+    even, lopsided = (
+        candidates.Candidate.of(problem, Arrangement.of_groups(placement))
+        for placement in (problem.balanced_by(problem.expected_LS), lopsided)
     )
-    budgets_LS = np.full((given_["job"].layers, 16), 8)
-    even = Arrangement.of_groups(problem.balanced_by(budgets_LS))
-    free, equal = (lopsided, even) if even_is_equal else (even, lopsided)
-    monkeypatch.setattr(planned_cp_sizes, "_is_near_bound", lambda *_: False)
-    monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: free)
-    monkeypatch.setattr(planned_cp_sizes, "anneal", lambda where, *_, **__: where)
-    found = planned_cp_sizes.best_cp_sizes(problem, equal).arrangement
-    assert found is even
+    shared, equal = (lopsided, even) if even_is_equal else (even, lopsided)
+    monkeypatch.setattr(candidates, "_of_equal_cp_size", lambda _: [equal])
+    monkeypatch.setattr(candidates, "_SKIP_RATIO_TO_BOUND", 0.0)
+    monkeypatch.setattr(candidates, "_shared_start", lambda *_: shared)
+    monkeypatch.setattr(candidates, "_searched", lambda start, _: start)
+    assert candidates.best_candidate(problem) is even
 
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
@@ -307,7 +289,7 @@ def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal")
     dynamic = replace(given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)
-    monkeypatch.setattr(planned_cp_sizes, "cp_size_start", unwanted := Mock())
+    monkeypatch.setattr(candidates, "cp_size_start", unwanted := Mock())
     free = planned(**given_ | {"plan_settings": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of models whose layers differ in their base budgets."""
+"""Plans of layers that differ in their base budgets, and of documents that are dense.
+
+What those cost, and that none is slower for it.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +14,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
-    coverage_curves,
     job_shape,
     plan_settings,
     planned,
     random_lengths,
+    step_inputs,
 )
+from predict.predict_cases import SHAPE
 
+from sparsebalance_megatron.cost.dense_length import crossing_tokens
+from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
+from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
-SHAPES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
+PIPELINES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
 TUNINGS = st.sampled_from(["off", "anchor", DEFAULT_TUNING])
 
 
-def arguments(shape, seed, **changes):
+def layered(shape, seed, **changes):
     job = job_shape(*shape)
-    return {
-        "lengths_tokens": random_lengths(2 * job.places, seed, longest=20000),
-        "job": job,
-        "plan_settings": plan_settings(**changes),
-        "cost": cost_model(),
-        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
-        "coverage": coverage_curves(job.layers, 400, seed=seed),
-    }
+    lengths = random_lengths(2 * job.places, seed, longest=20000)
+    return step_inputs(job, lengths, seed, max_blocks=400, **changes)
 
 
 @settings(max_examples=30, deadline=None)
-@given(SHAPES, st.integers(0, 999), TUNINGS, st.booleans())
+@given(PIPELINES, st.integers(0, 999), TUNINGS, st.booleans())
 def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning, segments):
     generator = np.random.default_rng(seed)
     layers = job_shape(*shape).layers
     base_L = generator.choice([2, 8, 30, DENSE], layers)
-    given_ = arguments(
+    given_ = layered(
         *(shape, seed),
         tuning=tuning,
         layer_budgets=layer_budgets_text(dict(enumerate(base_L.tolist()))),
@@ -74,11 +78,160 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
 
 @pytest.mark.parametrize("tuning", ["anchor", DEFAULT_TUNING])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
-    given_ = arguments((2, 4, 2, 1), 3, tuning=tuning)
+    given_ = layered((2, 4, 2, 1), 3, tuning=tuning)
     named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
     assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
 
 
 def test_layers_that_the_job_does_not_have():
     with pytest.raises(ConfigError, match="names layer 4"):
-        planned(**arguments((2, 4, 2, 1), 0, layer_budgets="dense:4"))
+        planned(**layered((2, 4, 2, 1), 0, layer_budgets="dense:4"))
+
+
+BLOCK = 64
+SHAPES = [(2, 4, 2, 1), (1, 4, 2, 2), (4, 3, 1, 1), (8, 2, 1, 1)]
+"""Ranks, positions, stages and chunks."""
+
+
+def inputs(seed, cost, *, lockstep_ranks=1, longest=2**15, **changes):
+    job = job_shape(*SHAPES[seed % len(SHAPES)])
+    if job.data_parallel_size % lockstep_ranks == 0:
+        job = replace(job, lockstep_ranks=lockstep_ranks)
+    lengths = random_lengths(3 * job.places, seed, longest=longest)
+    return step_inputs(job, lengths, seed, cost=cost, max_blocks=1024, **changes)
+
+
+def counted(sparse, block_size=BLOCK):
+    return CostModel.analytic(SHAPE, block_size, efficiency=Efficiency(sparse=sparse))
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_dense_documents_cost_what_they_do_in_dense_layers(lockstep_ranks, segments):
+    """They are dense by their length, or since the base budget covers them."""
+    most = {"max_segments": segments, "segment_tokens": 64, "tuning": "off"}
+    for seed in range(4):
+        for how in ({"dense_up_to_tokens": 2**12}, {"base_budget": 64}):
+            ours = inputs(
+                seed, cost_model(), lockstep_ranks=lockstep_ranks, longest=2**12, **most, **how
+            )
+            dense = plan_settings(layer_budgets="dense:all", **most)
+            found, expected = planned(**ours), planned(**ours | {"plan_settings": dense})
+            placed, others = (
+                [(each.samples, each.rank, each.position) for each in plan.micro_batches]
+                for plan in (found, expected)
+            )
+            assert placed == others
+            assert found.expectation.makespan_ms == expected.expectation.makespan_ms
+
+
+@pytest.mark.parametrize("sparse", [0.05, 0.13, 0.24, 0.36, 0.6])
+def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
+    """Placement is ours in 200 random jobs, some of whose ranks wait in every layer, some of whose
+    layers have budgets of their own."""
+    cost = counted(sparse)
+    for seed in range(40):
+        base = (8, 16)[seed % 2]
+        choices = {"tuning": "off", "base_budget": base, "plan_ms": 40.0}
+        choices["layer_budgets"] = (None, "4:0 40:1")[seed // 2 % 2]
+        tokens = crossing_tokens(cost, base, 2**15)
+        given = inputs(seed, cost, lockstep_ranks=(1, 2)[seed // 4 % 2], **choices)
+        ours = plan_settings(**choices, dense_up_to_tokens=tokens)
+        dense = plan_settings(**choices | {"layer_budgets": "dense:all"})
+        found, exact = (
+            planned(**given | {"plan_settings": each}).expectation.makespan_ms
+            for each in (ours, dense)
+        )
+        assert found <= 1.005 * exact, (seed, found / exact)
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_ranks):
+    """Where one rank does not hold a document as a whole, dense attention is not what runs."""
+    cost, lengths = counted(0.13), np.array([700, 3000, 5000, 900])
+    job = replace(job_shape(4, 1, 2, 1), lockstep_ranks=lockstep_ranks)
+    scales, layers = StageScales.ones(2), job.layers
+    dense_LS = np.broadcast_to(lengths <= 3000, (layers, 4))
+    blocks_LS = np.broadcast_to(-(-lengths // BLOCK), (layers, 4))
+    lists, dense = (
+        step_costs(lengths, job, cost, scales, dense_LS=chosen) for chosen in (None, dense_LS)
+    )
+    whole = dense.sample_ms(blocks_LS)
+    assert (whole[:, :2] < lists.sample_ms(blocks_LS)[:, :2]).all()
+    for cp_size in (1, 2, 4):
+        ours, theirs = (
+            each.ms_at_cp_size(each.sample_ms(blocks_LS), np.full(4, cp_size))
+            for each in (dense, lists)
+        )
+        np.testing.assert_allclose(ours, theirs if cp_size > 1 else whole, rtol=1e-12)
+        if lockstep_ranks > 1:
+            by_layer, all_listed = (
+                each.layers.shared(each.share_W[[cp_size] * 4], each.received_W[[cp_size] * 4])
+                for each in (dense, lists)
+            )
+            ours = by_layer.ms_2SX(dense.sparse_pairs_LS(blocks_LS))
+            theirs = all_listed.ms_2SX(lists.sparse_pairs_LS(blocks_LS))
+            assert np.allclose(ours, theirs, rtol=1e-12) == (cp_size > 1)
+    for starts in ((0,), (0, 20)):
+        ours, theirs = (cut_at(each, blocks_LS, [(1,)], [starts])[0] for each in (dense, lists))
+        same = np.allclose(ours.forward_UP, theirs.forward_UP, rtol=1e-12)
+        assert same == (len(starts) > 1)
+
+
+def test_dense_documents_are_fixed_and_others_rise():
+    given = inputs(2, counted(0.13), dense_up_to_tokens=2**12)
+    plan = planned(**given)
+    lengths_S = np.array(given["lengths_tokens"])
+    blocks_S = -(-lengths_S // BLOCK)
+    dense_LS = given["plan_settings"].dense_LS(given["job"].layers, lengths_S)
+    assert 0 < dense_LS[0].sum() < len(lengths_S)
+    assert (plan.budgets_LS == np.maximum(blocks_S, 8))[dense_LS].all()
+    assert (plan.budgets_LS >= 8)[~dense_LS].all()
+    assert plan.expectation.samples_raised > 0
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
+    """One that would reads everything, densely, behind documents of which the layer does, too; by
+    lists it takes less."""
+    cost, jumped = counted(0.13), 0
+    for seed in range(12):
+        base = (8, 24)[seed % 2]
+        tokens = crossing_tokens(cost, base, 2**15)
+        choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
+        given = inputs(seed, cost, lockstep_ranks=lockstep_ranks, **choices)
+        problem = StepProblem.of(PlanInputs(**given))
+        costs, plan = problem.costs, planned(**given)
+        pair_2L1 = costs.pair_2C[:, costs.chunk_of_layer_L, None]
+        lists_LS = (costs.block_pairs(plan.budgets_LS) * pair_2L1).sum(axis=0)
+        becomes_LS = (plan.budgets_LS >= costs.blocks_S) & ~costs.dense_LS
+        is_raised_LS = (plan.budgets_LS > base) & ~costs.dense_LS & ~becomes_LS
+        assert (lists_LS < costs.denser_2SL.sum(axis=0).T)[is_raised_LS].all()
+        jumped += becomes_LS.sum()
+        for micro_batch in plan.micro_batches:
+            samples = list(micro_batch.samples)
+            is_dense_LS = (becomes_LS | costs.dense_LS)[:, samples]
+            after_LS = np.logical_and.accumulate(is_dense_LS, axis=1)
+            assert (after_LS == is_dense_LS)[becomes_LS[:, samples].any(axis=1)].all()
+        fixed = planned(**changed(given, tuning="off"))
+        expected = plan.expectation
+        assert expected.makespan_ms <= fixed.expectation.makespan_ms * (1 + 1e-8)
+        assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    assert jumped
+
+
+def test_lengths_by_hand():
+    """There are blocks of 64, layers at 8, 4 and 40 blocks, and a dense one."""
+    settings = plan_settings(layer_budgets="4:1 40:2 dense:3", dense_up_to_tokens=16 * 64)
+    assert settings.dense_blocks_L(4).tolist()[:3] == [16, 8, 80]
+    lengths = [1, 512, 513, 1024, 1025, 5120, 5121]
+    base_LS = settings.base_LS(4, lengths)
+    assert base_LS.tolist() == [
+        [1, 8, 9, 16, 8, 8, 8],
+        [1, 8, 4, 4, 4, 4, 4],
+        [1, 8, 9, 16, 17, 80, 40],
+        [1, 8, 9, 16, 17, 80, 81],
+    ]
+    assert settings.base_L(4)[3] == DENSE
+    # A length within a block counts all of it.
+    assert replace(settings, dense_up_to_tokens=961).dense_blocks_L(4)[0] == 16

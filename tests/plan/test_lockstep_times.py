@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of lockstep groups, against a loop over groups, positions, layers and members."""
+"""Costs by layer, and times of lockstep groups, against loops and sums by hand.
+
+Shape legend: S samples, C chunks of all stages, R data-parallel ranks, P pipeline stages, V virtual
+stages, M micro-batches; a leading 2: forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,72 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes
-from plan.test_layer_costs import SEEDS, costs_of
+from plan.plan_cases import (
+    cost_model,
+    job_shape,
+    placed,
+    random_cp_sizes,
+    random_lengths,
+    with_experts,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.lockstep_times import group_times
+from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of, own_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 
+SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2), (8, 2, 1, 1)])
 """Ranks, positions, stages and chunks."""
+
+
+def costs_of(shape, seed, samples=5, lockstep_ranks=2):
+    """Costs of random lengths, with unequal stages and some dense layers."""
+    generator = np.random.default_rng(seed)
+    job = replace(job_shape(*shape), lockstep_ranks=lockstep_ranks)
+    scales_2PV = generator.uniform(0.5, 2.0, (2, *shape[2:]))
+    slowness_RP = generator.uniform(0.8, 1.3, (shape[0], shape[2]))
+    scales = replace(StageScales.of(scales_2PV), slowness_RP=slowness_RP)
+    dense_LS = generator.random((job.layers, samples)) < 0.3
+    lengths = random_lengths(samples, seed, longest=20000)
+    return step_costs(lengths, job, cost_model(), scales, dense_LS)
+
+
+def by_chunk(costs, values_X):
+    """Sums over the columns of every chunk, without experts."""
+    values_C = np.zeros((*values_X.shape[:-1], costs.chunks))
+    own = costs.layers.own_columns
+    np.add.at(values_C, (..., costs.layers.chunk_of_X[:own]), values_X[..., :own])
+    return values_C
+
+
+@given(SEEDS, SHAPES)
+def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape):
+    costs = costs_of(shape, seed)
+    layers = costs.layers
+    np.testing.assert_allclose(by_chunk(costs, layers.fixed_2SX), costs.fixed_2SC, rtol=1e-12)
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
+    sample_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
+    np.testing.assert_allclose(sample_2SC, costs.sample_ms(budgets_LS), rtol=1e-12)
+    np.testing.assert_allclose(by_chunk(costs, layers.sequence_2X), costs.sequence_2C, rtol=1e-12)
+
+
+@given(SEEDS, SHAPES, st.sampled_from([2, 4]))
+def test_layers_of_shared_samples_are_the_costs_of_shared_samples(seed, shape, cp_size):
+    costs = costs_of(shape, seed)
+    cp_size = min(cp_size, shape[0])
+    cp_size_S = np.full(5, cp_size)
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
+    layers = costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
+    expected_2SC = costs.ms_at_cp_size(costs.sample_ms(budgets_LS), cp_size_S)
+    found_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
+    np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
+
+
+def test_only_ranks_that_wait_have_costs_by_layer():
+    assert costs_of((4, 2, 1, 1), 1, lockstep_ranks=1).layers is None
+    alone = costs_of((1, 1, 1, 1), 1, 1, lockstep_ranks=1)
+    with pytest.raises(ValueError, match="costs by layer are known only"):
+        layers_of(alone, placed([0], alone.job))
 
 
 def placed_case(shape, seed, lockstep_ranks, widest):
@@ -30,7 +91,7 @@ def placed_case(shape, seed, lockstep_ranks, widest):
     samples = len(micro_batch_of_S)
     costs = costs_of(shape, seed, samples, lockstep_ranks)
     together_2SC = generator.uniform(0.0, 1.0, costs.fixed_2SC.shape)
-    costs = replace(costs, layers=replace(costs.layers, together_2SC=together_2SC))
+    costs = with_experts(costs, together_2SC)
     budgets_LS = generator.integers(1, 40, (costs.job.layers, samples))
     return costs, budgets_LS, placed(micro_batch_of_S, costs.job, cp_sizes_RM)
 
@@ -73,9 +134,10 @@ def naive_2RPVM(costs, budgets_LS, where):
                     )
 
                 alike = costs.constant_2C[direction, chunk]
-                ms = slowest(lambda on_it, chunk=chunk: on_it.outside_2SC[..., chunk])
-                for layer in np.flatnonzero(costs.chunk_of_layer_L == chunk):
-                    ms += slowest(lambda on_it, layer=layer: on_it.own_2SL(pairs_LS)[..., layer])
+                ms = 0.0
+                own = costs.layers.chunk_of_X[: costs.layers.own_columns]
+                for column in np.flatnonzero(own == chunk):
+                    ms += slowest(lambda on_it, column=column: on_it.ms_2SX(pairs_LS)[..., column])
                 alike += np.mean(
                     [
                         own_ms(
@@ -104,8 +166,7 @@ def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, wi
 @given(SEEDS, SHAPES)
 def test_a_group_takes_at_least_what_each_member_takes_alone(seed, shape):
     costs, budgets_LS, where = placed_case(shape, seed, 2, 1)
-    without_experts = replace(costs.layers, together_2SC=np.zeros_like(costs.fixed_2SC))
-    costs = replace(costs, layers=without_experts)
+    costs = with_experts(costs, np.zeros_like(costs.fixed_2SC))
     alone = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     group = group_times(costs, budgets_LS, where).by_micro_batch_2RPVM
     largest = alone.reshape(2, -1, 2, *alone.shape[2:]).max(axis=2).repeat(2, axis=1)
@@ -126,3 +187,37 @@ def test_equal_members_take_what_one_takes():
         )
     )
     assert found.ravel().tolist() == pytest.approx(alone.ravel().tolist(), rel=1e-12)
+
+
+@given(
+    st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 2), (2, 5, 3, 1)]),
+    st.sampled_from([2, 4]),
+    st.integers(0, 2**32 - 1),
+)
+def test_experts_of_a_rank_compute_an_equal_share_of_its_groups_samples(shape, members, seed):
+    ranks, positions, stages, chunks = shape
+    members = min(members, ranks)
+    job = replace(job_shape(*shape), lockstep_ranks=members)
+    generator = np.random.default_rng(seed)
+    slowness_RP = generator.uniform(0.8, 1.3, (ranks, stages))
+    scales = replace(StageScales.ones(stages, chunks), slowness_RP=slowness_RP)
+    samples = 2 * job.places
+    costs = step_costs(random_lengths(samples, seed, longest=4096), job, cost_model(), scales)
+    together_2SC = generator.uniform(0.0, 9.0, (2, samples, stages * chunks))
+    costs = with_experts(costs, together_2SC)
+    micro_batch_of_S = generator.permutation(np.repeat(np.arange(job.places), 2))
+    times_2RPVM = generator.uniform(100.0, 200.0, (2, ranks, stages, chunks, positions))
+    found = own_times(costs, times_2RPVM, placed(micro_batch_of_S, job))
+    for place in np.ndindex(times_2RPVM.shape):
+        direction, rank, stage, chunk, position = place
+        # Of every rank, at this position.
+        experts_R = [
+            together_2SC[
+                direction, micro_batch_of_S == each * positions + position, stage * chunks + chunk
+            ].sum()
+            for each in range(ranks)
+        ]
+        first = rank - rank % members
+        share = np.mean(experts_R[first : first + members])
+        expected = times_2RPVM[place] + slowness_RP[rank, stage] * (share - experts_R[rank])
+        assert found[place] == pytest.approx(expected)

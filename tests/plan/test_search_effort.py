@@ -11,8 +11,9 @@ from plan.plan_cases import cost_model, job_shape, random_lengths
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.annealing import searched
+from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.balance import arrival
+from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search_effort import OPERATIONS_PER_MS, SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -31,10 +32,9 @@ def placement_and_ms(plan_ms, seed=5):
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
-    start = arrival(lengths, job, 1 << 40)
-    placement = searched(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
-    times = costs.micro_batch_ms(sample_2SC, Arrangement.of_groups(placement))
-    return placement, makespans_ms(times).max()
+    start = Arrangement.of_groups(arrival(lengths, job, 1 << 40))
+    found = anneal(start, costs, sample_2SC, rules=Rules(cap_tokens=1 << 40), plan_ms=plan_ms)
+    return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SC, found)).max()
 
 
 def test_more_effort_finds_better_placements():

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.table import ExpertShape, ModelShape
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
@@ -28,11 +27,6 @@ SHAPE = ModelShape(
 EXPERTS = replace(SHAPE, experts=ExpertShape(experts=128, top_k=8, ffn_hidden_size=768))
 """Qwen2.5-0.5B with the experts of Qwen3-30B-A3B."""
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
-
-
-def memory_of(job: Job) -> MemoryModel:
-    host_job = HostJob(layout=job, shape=SHAPE, max_sample_tokens=8192, global_batch_size=8)
-    return Workload.of(host_job, SparseBalanceConfig(), (LENGTHS,)).memory
 
 
 def workload(

@@ -13,7 +13,7 @@ from predict.predict_cases import EXPERTS, LENGTHS, workload
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import rows_of
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
-from sparsebalance_megatron.predict.workload import prior_coverage
+from sparsebalance_megatron.predict.workload import prior_coverage, read_lengths, samples_of
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -101,3 +101,18 @@ def test_prior_is_a_power_of_the_share_of_blocks() -> None:
             expected = min(budget / middle, 1.0) ** 0.35
             assert curves.coverage(2, blocks, budget) == pytest.approx(expected)
         assert curves.coverage(0, blocks, blocks) == 1.0
+
+
+@pytest.mark.parametrize("text", ["[5, 7, 9]", "5\n7\n9\n", "5 7\n\n9"])
+def test_files(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    assert read_lengths(path).tolist() == [5, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "samples"),
+    [("split", [100, 100, 20, 50]), ("truncate", [100, 100, 50]), ("drop", [100, 50])],
+)
+def test_documents_longer_than_the_sequence(overlong, samples):
+    assert samples_of(np.array([100, 120, 50]), 100, overlong).tolist() == samples

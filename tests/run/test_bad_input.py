@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input ends every rank with one clear line, before anything is built."""
+"""Bad input, and ranks that differ, end every rank with one clear line before the first step."""
 
 from __future__ import annotations
 

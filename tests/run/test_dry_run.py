@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run plans what training would plan, for ranks that do not exist, and writes nothing."""
+"""A dry run plans what training would plan, for ranks that do not exist, and prints it."""
 
 from __future__ import annotations
 

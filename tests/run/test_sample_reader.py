@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows read ahead are the rows that the plan asks for, whoever reads them when."""
+"""Packed sequences: what their ranks compute, and that those read ahead are the plan's."""
 
 from __future__ import annotations
 

@@ -19,10 +19,7 @@ from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.run_report import gather
-from sparsebalance_megatron.view.report.timeline import (
-    Timeline,
-    predicted_timeline,
-)
+from sparsebalance_megatron.view.report.timeline import Timeline, predicted_timeline
 
 pytestmark = pytest.mark.distributed
 

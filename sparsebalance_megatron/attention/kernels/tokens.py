@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel
-from sparsebalance_megatron.attention.kernels.gathered import own_listed_QC
+from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel, own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,

@@ -42,13 +42,15 @@ class TunedBudgets:
     pinned one.
 
     ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the
-    sample's micro-batch did not reach the anchor.
+    sample's micro-batch did not reach the anchor. ``dense_LS``: which layers attend to which
+    samples densely, at these budgets.
     """
 
     budgets_LS: np.ndarray
     cut_S: np.ndarray
     raised_S: np.ndarray
     clamped_S: np.ndarray
+    dense_LS: np.ndarray
 
 
 class BudgetPolicy:
@@ -151,7 +153,61 @@ class RaisePolicy(BudgetPolicy):
         raised_LS = units.budgets_LS(level_JC)
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
-        return raised_LS if fits else base_LS, nobody_S
+        if not fits:
+            return base_LS, nobody_S
+        return no_dearer_than_dense_LS(problem, where, raised_LS), nobody_S
+
+
+def no_dearer_than_dense_LS(
+    problem: BudgetProblem, where: Arrangement, raised_LS: np.ndarray
+) -> np.ndarray:
+    """Raised budgets, at which no layer of a document takes longer than dense attention would.
+
+    A layer that takes as long reads everything, densely, where it can: it attends densely to all
+    documents of the micro-batch before that one, of which the first are those that most layers
+    attend to densely. Elsewhere it goes back to the last budget that takes less. Micro-batches in
+    segments or shared by ranks, and jobs without dense attention, know lists only and keep theirs.
+    """
+    may_be_dense_LS = _may_be_dense_LS(problem, where, raised_LS)
+    if not may_be_dense_LS.any():
+        return raised_LS
+    costs, base_LS = problem.costs, problem.allowed.base_LS
+    pair_2L1 = costs.pair_2C[:, costs.chunk_of_layer_L, None]
+    dense_2LS = costs.denser_2SL.swapaxes(1, 2)
+
+    def more_2LS(budgets_LS: np.ndarray) -> np.ndarray:
+        """Ms beyond those of dense attention."""
+        return costs.block_pairs(budgets_LS) * pair_2L1 - dense_2LS
+
+    dearer_LS = may_be_dense_LS & (more_2LS(raised_LS) >= 0.0).all(axis=0)
+    dearer_LS &= more_2LS(base_LS).sum(axis=0) < 0.0
+    wanted_LS, becomes_LS = dearer_LS | costs.dense_LS, np.zeros_like(dearer_LS)
+    order_S = np.lexsort((-wanted_LS.sum(axis=0), where.micro_batch_of_S))
+    first_J = np.unique(where.micro_batch_of_S[order_S], return_index=True)[1]
+    for samples in np.split(order_S, first_J[1:]):
+        follows_LS = np.logical_and.accumulate(wanted_LS[:, samples], axis=1)
+        becomes_LS[:, samples] = follows_LS & dearer_LS[:, samples]
+    # One that read everything by lists would be attended to densely.
+    most_LS = np.where(may_be_dense_LS, np.minimum(raised_LS, costs.blocks_S - 1), raised_LS)
+    low_LS, high_LS = np.where(may_be_dense_LS, base_LS, raised_LS), most_LS
+    while (low_LS < high_LS).any():
+        middle_LS = (low_LS + high_LS + 1) // 2
+        takes_less_LS = more_2LS(middle_LS).sum(axis=0) < 0.0
+        low_LS = np.where(takes_less_LS, middle_LS, low_LS)
+        high_LS = np.where(takes_less_LS, high_LS, np.maximum(middle_LS - 1, low_LS))
+    return np.where(becomes_LS, costs.blocks_S, low_LS)
+
+
+def _may_be_dense_LS(
+    problem: BudgetProblem, where: Arrangement, budgets_LS: np.ndarray
+) -> np.ndarray:
+    """Mask of raised budgets at which layers may attend densely."""
+    plan_settings, costs = problem.plan_settings, problem.costs
+    alone_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S] == 1
+    attends_densely = plan_settings.tuning == "raise" and plan_settings.dense_up_to_tokens > 0
+    if not attends_densely or where.segment_starts_blocks:
+        return np.zeros_like(costs.dense_LS)
+    return np.asarray((budgets_LS > problem.allowed.base_LS) & ~costs.dense_LS & alone_S)
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
@@ -192,7 +248,8 @@ def budget_problem(
 def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
     """Budgets of a placed global batch under ``plan_settings.tuning``."""
     budgets_LS, clamped_S = budget_policy(problem.plan_settings).tuned_LS(problem, where)
-    allowed = problem.allowed
+    allowed, costs = problem.allowed, problem.costs
+    becomes_LS = _may_be_dense_LS(problem, where, budgets_LS) & (budgets_LS >= costs.blocks_S)
     base_L1 = problem.plan_settings.base_L(len(budgets_LS))[:, None]
     same_LS = (budgets_LS == allowed.base_LS) & ~problem.pinned_S & (base_L1 != DENSE)
     return TunedBudgets(
@@ -200,4 +257,5 @@ def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
         cut_S=(budgets_LS < allowed.base_LS).any(axis=0),
         raised_S=(budgets_LS > allowed.base_LS).any(axis=0),
         clamped_S=clamped_S,
+        dense_LS=costs.dense_LS | becomes_LS,
     )

@@ -37,7 +37,7 @@ from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import PAIRS, StepCosts
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
@@ -160,15 +160,15 @@ class _Heights:
             rows = values_JLQ.reshape(shape).transpose(0, 2, 3, 1, 4)
             return np.ascontiguousarray(rows).reshape(-1, *rows.shape[2:])
 
-        pair_ms_L = layers.pair_2L.sum(axis=0)
+        pair_ms_L = layers.columns_2XF[:, : job.layers, PAIRS].sum(axis=0)
         floor_JL = np.zeros((job.places, job.layers))
-        own_2SL = layers.own_2SL(costs.sparse_pairs_LS(ladder.budgets_QLZ[0][:, ladder.size_S]))
-        np.add.at(floor_JL, place_S, own_2SL.sum(axis=0))
+        floor_2SX = layers.ms_2SX(costs.sparse_pairs_LS(ladder.budgets_QLZ[0][:, ladder.size_S]))
+        np.add.at(floor_JL, place_S, floor_2SX[..., : job.layers].sum(axis=0))
         every_L = np.eye(job.layers, dtype=bool)
         ms_JLQ = _growth_JXQ(costs, ladder, place_S, every_L, _MEMBER_LEVELS, layers.pair_share_S)
         ms_JLQ *= pair_ms_L[:, None]
         ms_JLQ += floor_JL[..., None]
-        slowness_RL = costs.slowness_RP[:, layers.chunk_of_layer_L // job.virtual_stages]
+        slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
         ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
         ms_XLWQ = by_row_XLWQ(ms_JLQ)
         covered_XLWQ = by_row_XLWQ(_coverage_JLQ(problem, ladder, place_S))
@@ -190,7 +190,7 @@ class _Heights:
         )
         height_XLQ = np.moveaxis(budgets_by_level(steps), 0, -1)
         return cls(
-            chunk_of_layer_L=layers.chunk_of_layer_L,
+            chunk_of_layer_L=costs.chunk_of_layer_L,
             ms_XLQ=np.take_along_axis(reached_XLI, height_XLQ, axis=2),
             height_XLQ=height_XLQ,
             member_XLWI=member_XLWI,

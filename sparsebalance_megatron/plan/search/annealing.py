@@ -2,8 +2,12 @@
 """Local search over the places and cp_sizes of all micro-batches of a step.
 
 *State*: where every sample is, and how many ranks share each micro-batch (:mod:`.state`). A rank
-group is as many neighbouring ranks as may share one; a rank by itself where none may. Pipelines of
-a rank group wait for one another; those of two groups never do.
+group is as many neighbouring ranks as may share one, or as wait for one another in every layer; a
+rank by itself where none does. Pipelines of two groups never wait for one another. A lockstep group
+is simulated as one pipeline, whose operations take what the slowest member takes, and besides an
+equal share of the group's experts.
+
+*Start*: every rank group takes the best of a few orders of its positions (:func:`first_orders`).
 
 Every round:
 
@@ -20,69 +24,40 @@ It *stops* where the effort is spent, where no round of many has found a shorter
 step is short enough. The shortest step of all rounds is returned, so none is ever longer than the
 first.
 
-Shape legend: F forward, then backward of every chunk, E pairs of rank groups, I moves, W ranks of a
-pair, Y micro-batches that a move makes.
+Shape legend: F forward, then backward of every chunk, G rank groups, E pairs of them, I moves or
+orders, W ranks of a group or pair, Y micro-batches that a move makes.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
-from sparsebalance_megatron.plan.search.orders import in_best_orders
 from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _DRAWN = 64
-"""Moves per pair and round."""
+"""Moves per round and pair of ranks that no others wait for."""
 _ROUND_OPERATIONS = 100_000
 """Cost of a round beside its simulation: many calls of numpy on short arrays."""
 _FIRST_TOLERANCE, _LAST_TOLERANCE = 2e-3, 6e-5
 """Share by which a move may lengthen its pair, at the beginning and at the end of a search."""
 _WEIGHT_OF_MEAN = 0.3
 """Weight of a pair's mean makespan beside the largest."""
-_SHARE_OF_ORDERS = 0.2
-"""Share of a search's effort that goes to the orders it begins with."""
-_ENOUGH_OVER_WORK = 1.001
-"""Ratio of a step to its mean work at which ranks without a pipeline are as good as equal."""
+_ALL_ORDERS_UNTIL = 4
+"""Positions of which all orders are tried first."""
+_GAIN = 1e-9
 _IDLE_ROUNDS = 400
 _IDLE_ROUNDS_PER_SAMPLE = 1
 """Rounds without a gain after which the search ends, whichever is fewer."""
-
-
-def searched(
-    start: Placement,
-    costs: StepCosts,
-    sample_2SC: np.ndarray,
-    *,
-    cap_tokens: int,
-    plan_ms: float,
-) -> Placement:
-    """A placement of ranks that share nothing: in the best orders, then annealed.
-
-    Without a pipeline the search ends where the ranks' work is as good as equal; one rank has
-    nothing to search.
-    """
-    if costs.job.data_parallel_size == costs.job.pipeline_stages == 1:
-        return start
-    ordered = in_best_orders(start, costs, sample_2SC, plan_ms=_SHARE_OF_ORDERS * plan_ms)
-    job = costs.job
-    enough_ms = 0.0
-    if job.pipeline_stages == 1:
-        work_ms = sample_2SC.sum() + job.places * costs.constant_2C.sum()
-        enough_ms = _ENOUGH_OVER_WORK * work_ms / job.data_parallel_size
-    return anneal(
-        Arrangement.of_groups(ordered),
-        costs,
-        sample_2SC,
-        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
-        plan_ms=(1.0 - _SHARE_OF_ORDERS) * plan_ms,
-        enough_ms=enough_ms,
-    ).samples
 
 
 def anneal(
@@ -93,42 +68,50 @@ def anneal(
     rules: Rules,
     plan_ms: float,
     enough_ms: float = 0.0,
+    layer_2SX: np.ndarray | None = None,
 ) -> Arrangement:
     """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
 
     Args:
         sample_2SC: ms of every sample on a rank by itself.
+        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
         enough_ms: a step that takes so long or less ends the search.
     """
-    return _Annealing(start, costs, sample_2SC, rules, SearchEffort(plan_ms)).best(enough_ms)
+    contents, weights_S = Contents(costs, sample_2SC, layer_2SX), sample_2SC.sum(axis=(0, 2))
+    effort = SearchEffort(plan_ms)
+    return _Annealing(start, costs.job, contents, weights_S, rules, effort).best(enough_ms)
 
 
 class _Annealing:
     def __init__(
         self,
         start: Arrangement,
-        costs: StepCosts,
-        sample_2SC: np.ndarray,
+        job: Job,
+        contents: Contents,
+        weights_S: np.ndarray,
         rules: Rules,
         effort: SearchEffort,
     ) -> None:
-        self.job, self.rules, self.effort = costs.job, rules, effort
-        self.contents = Contents(costs, sample_2SC)
-        self.state = State(start, self.contents)
+        self.job, self.contents, self.rules, self.effort = job, contents, rules, effort
+        self.state = State(start, contents)
         self.numbers = Numbers()
-        weights_S = sample_2SC.sum(axis=(0, 2))
         self.drawing = Drawing(self.state, weights_S, rules, self.numbers)
         self.samples = len(weights_S)
-        self.groups = costs.job.data_parallel_size // rules.max_cp_size
+        self.drawn = _DRAWN * rules.lockstep_ranks
+        self.groups = job.data_parallel_size // rules.group_ranks
         self.ms_R = self._simulate(self.state.ms_RMF[None], self.state.cp_sizes_RM[None])[0]
+        if self.job.pipeline_stages > 1 and rules.max_cp_size == 1:
+            self._order()
 
     def best(self, enough_ms: float) -> Arrangement:
         """The arrangement with the shortest step of all rounds."""
         best, idle = (self.ms_R.max(), self.ms_R.sum()), 0
         place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
         most = min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * self.samples)
-        ranks = max(2, self.groups) * self.rules.max_cp_size
-        each = _DRAWN * ranks * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
+        pipelines = max(2, self.groups) * self.rules.group_ranks // self.rules.lockstep_ranks
+        each = (
+            self.drawn * pipelines * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
+        )
         while idle < most and best[0] > enough_ms and self.effort.affordable(each):
             self._round()
             found, idle = (self.ms_R.max(), self.ms_R.sum()), idle + 1
@@ -143,17 +126,45 @@ class _Annealing:
 
     def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
         """[I, W] makespans of the ranks of pairs."""
-        self.effort.spend(self._waiting * ms_IWMF.size)
         moves, ranks, positions, _ = ms_IWMF.shape
-        ms_FMR = ms_IWMF.reshape(moves * ranks, positions, -1).T
+        members = self.rules.lockstep_ranks
         if cp_sizes_IWM is None:
-            cp_sizes_IWM = np.ones((moves, ranks, positions), dtype=np.int64)
+            cp_sizes_IWM = unshared(moves * ranks, positions).reshape(moves, ranks, positions)
+        if members > 1:
+            ms_IWMF = self.contents.of_groups(
+                ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:])
+            )
+            cp_sizes_IWM = np.maximum(cp_sizes_IWM, members)[:, ::members] // members
+        self.effort.spend(self._waiting * ms_IWMF.size)
+        ms_FMR = ms_IWMF.reshape(-1, *ms_IWMF.shape[2:]).T
         times = OperationTimes(
             graph=self.job.graph,
-            ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, moves * ranks),
+            ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, ms_FMR.shape[2]),
             cp_sizes_RM=cp_sizes_IWM.reshape(-1, positions),
         )
-        return makespans_ms(times).reshape(moves, ranks)
+        return np.repeat(makespans_ms(times), members).reshape(moves, ranks)
+
+    def _order(self) -> None:
+        """Give every rank group the best of its first orders."""
+        state, groups = self.state, self.groups
+        ms_GWMF = state.ms_RMF.reshape(groups, -1, *state.ms_RMF.shape[1:])
+        cp_sizes_GWM = state.cp_sizes_RM.reshape(ms_GWMF.shape[:3])
+        order_GIM = first_orders(ms_GWMF.max(axis=1).sum(axis=2))
+        ms_GIWMF = np.take_along_axis(ms_GWMF[:, None], order_GIM[:, :, None, :, None], axis=3)
+        cp_sizes_GIWM = np.take_along_axis(cp_sizes_GWM[:, None], order_GIM[:, :, None], axis=3)
+        ms_GIW = self._simulate(
+            ms_GIWMF.reshape(-1, *ms_GIWMF.shape[2:]),
+            cp_sizes_GIWM.reshape(-1, *cp_sizes_GIWM.shape[2:]),
+        ).reshape(ms_GIWMF.shape[:3])
+        best_G = ms_GIW.max(axis=2).argmin(axis=1)
+        every_G = np.arange(groups)
+        ms_GW = self.ms_R.reshape(groups, -1)
+        better_G = ms_GIW[every_G, best_G].max(axis=1) < ms_GW.max(axis=1) * (1 - _GAIN)
+        order_GM = np.where(
+            better_G[:, None], order_GIM[every_G, best_G], np.arange(state.positions)
+        )
+        state.reorder(np.repeat(order_GM, self.rules.group_ranks, axis=0))
+        self.ms_R = np.where(better_G[:, None], ms_GIW[every_G, best_G], ms_GW).reshape(-1)
 
     def _round(self) -> None:
         """Take the best of the moves drawn in every pair, where it is good enough."""
@@ -162,10 +173,10 @@ class _Annealing:
         order_E = np.argsort(self.numbers.draw(self.groups))
         # A single group is a pair with itself; of an odd number one waits for the next round.
         groups_E2 = order_E[np.arange(2 * pairs) % self.groups].reshape(pairs, 2)
-        moves = self.drawing.draw(groups_E2, _DRAWN)
+        moves = self.drawing.draw(groups_E2, self.drawn)
         if not len(moves.pair_I):
             return
-        members = self.rules.max_cp_size
+        members = self.rules.group_ranks
         ranks_EW = (groups_E2[..., None] * members + np.arange(members)).reshape(pairs, -1)
         if self.groups == 1:
             ranks_EW = ranks_EW[:, :members]
@@ -186,12 +197,12 @@ class _Annealing:
         self, moves: Moves, ranks_EW: np.ndarray, made_IYF: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Times and cp_sizes of the ranks of every move's pair after it; None where none share."""
-        state, members = self.state, self.rules.max_cp_size
+        state, members = self.state, self.rules.group_ranks
         local_R = np.zeros(state.ranks, dtype=np.int64)
         local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
         ranks_IW = ranks_EW[moves.pair_I]
         ms_IWMF = state.ms_RMF[ranks_IW]
-        shared = members > 1
+        shared = self.rules.max_cp_size > 1
         cp_sizes_IWM = state.cp_sizes_RM[ranks_IW] if shared else None
         position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
         group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
@@ -219,3 +230,19 @@ class _Annealing:
 
 def _score(ms_IW: np.ndarray) -> np.ndarray:
     return np.asarray(ms_IW.max(axis=1) + _WEIGHT_OF_MEAN * ms_IW.mean(axis=1))
+
+
+def first_orders(ms_GM: np.ndarray) -> np.ndarray:
+    """[G, I, M] orders of micro-batches: all where they are few; else rising, falling, small at
+    both ends and large at both ends."""
+    groups, positions = ms_GM.shape
+    if positions <= _ALL_ORDERS_UNTIL:
+        every_IM = np.array(list(itertools.permutations(range(positions))))
+        return np.broadcast_to(every_IM, (groups, *every_IM.shape))
+    rising_GM = np.argsort(ms_GM, axis=1, kind="stable")
+    falling_GM = rising_GM[:, ::-1]
+    ends = [
+        np.concatenate([order_GM[:, ::2], order_GM[:, 1::2][:, ::-1]], axis=1)
+        for order_GM in (rising_GM, falling_GM)
+    ]
+    return np.stack([rising_GM, falling_GM, *ends], axis=1)

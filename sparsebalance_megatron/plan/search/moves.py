@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbours of a placement, drawn many at a time within pairs of rank groups.
 
-A rank group is as many neighbouring ranks as may share a micro-batch. A move changes one or two
-micro-batches a and b of its pair:
+A rank group is as many neighbouring ranks as may share a micro-batch or wait for one another in
+every layer. A move changes one or two micro-batches a and b of its pair:
 
 - *Swap*: sample x of a and sample y of b change places.
 - *Join*: sample x of a goes to b.
@@ -18,6 +18,7 @@ micro-batches that a move makes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -48,11 +49,18 @@ where ranks may share them."""
 class Rules:
     """Limits of micro-batches that moves make: tokens per rank, and the most ranks that share one.
 
-    Every rank that shares a micro-batch has a block of it.
+    Every rank that shares a micro-batch has a block of it. ``lockstep_ranks`` wait for one another
+    in every layer.
     """
 
     cap_tokens: int
-    max_cp_size: int
+    max_cp_size: int = 1
+    lockstep_ranks: int = 1
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks of a rank group: no rank has to do with one outside it."""
+        return math.lcm(self.max_cp_size, self.lockstep_ranks)
 
     def allow_I(self, cp_size_IY: np.ndarray, has_IYX: np.ndarray) -> np.ndarray:
         """Mask of moves whose micro-batches obey; cp_size 0 makes none."""
@@ -109,7 +117,7 @@ class Drawing:
     def draw(self, groups_E2: np.ndarray, each: int) -> Moves:
         """At most so many allowed moves in each pair of rank groups."""
         state, numbers = self._state, self._numbers
-        members, positions = self._rules.max_cp_size, state.positions
+        members, positions = self._rules.group_ranks, state.positions
         pair_E = np.full(state.ranks // members, -1)
         pair_E[groups_E2] = np.arange(len(groups_E2))[:, None]
         size_J = state.size_J
@@ -152,7 +160,7 @@ class Drawing:
         a_I, b_I, one_I, other_I = moves.a_I, moves.b_I, *moves.cp_size_IY.T
         positions = self._state.positions
         group_a_I, group_b_I = (
-            of_I // (positions * self._rules.max_cp_size) for of_I in (a_I, b_I)
+            of_I // (positions * self._rules.group_ranks) for of_I in (a_I, b_I)
         )
         exchange_I = np.where(
             group_a_I == group_b_I, a_I % positions != b_I % positions, one_I == other_I
@@ -208,7 +216,7 @@ class Drawing:
         """
         state, kind = self._state, Kind(int(moves.kind_I[move]))
         a, b, x, y = (int(of[move]) for of in (moves.a_I, moves.b_I, moves.x_I, moves.y_I))
-        members = self._rules.max_cp_size
+        members = self._rules.group_ranks
         if kind is Kind.POSITIONS and same_group(state, a, b, members):
             first = a // state.positions // members * members
             state.exchange_positions(

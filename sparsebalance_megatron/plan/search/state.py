@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a search: where every sample is, and how many ranks share each micro-batch.
 
-Shape legend: J = R x M places (rank and position), X contents, F forward, then backward of every
-chunk, I levels of cp_size.
+Shape legend: J = R x M places (rank and position), X contents or columns, F forward, then backward
+of every column, I levels of cp_size, E lockstep groups of W members.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import StepCosts, of_lockstep_groups
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 """Places among contents."""
@@ -20,28 +20,53 @@ SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 class Contents:
     """Sums over the samples of a micro-batch, and its times by cp_size.
 
+    Times are of columns: of the chunks; or, where ranks wait for one another in every layer, of
+    columns of layers, those that are alike together.
+
+    Args:
+        sample_2SC: ms of every sample on a rank by itself.
+        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
+
     Attributes:
         of_sample_SX: contents of every sample.
     """
 
-    def __init__(self, costs: StepCosts, sample_2SC: np.ndarray) -> None:
-        samples = len(costs.lengths_tokens_S)
-        work_2SC = sample_2SC - costs.sequence_2C[:, None]
-        counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
+    def __init__(
+        self, costs: StepCosts, sample_2SC: np.ndarray, layer_2SX: np.ndarray | None = None
+    ) -> None:
+        samples, chunks = len(costs.lengths_tokens_S), costs.chunks
+        work, exchange = sample_2SC, costs.exchange_2SC
+        sequence, constant = costs.sequence_2C, costs.constant_2C
+        self._chunk_of_X = np.arange(chunks)
+        if layer_2SX is not None:
+            layers = costs.layers
+            assert layers is not None, "ranks that wait in layers have costs by layer"
+            own_2SX = layer_2SX[..., : layers.own_columns]
+            keys = np.concatenate(
+                [layers.chunk_of_X[None, : layers.own_columns], own_2SX.reshape(2 * samples, -1)]
+            )
+            _, first_X, alike_X = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+            column_X = np.append(alike_X, len(first_X) + np.arange(chunks))
+            in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
+            self._chunk_of_X = np.append(layers.chunk_of_X[first_X], np.arange(chunks))
+            work, exchange, sequence = (
+                np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
+                for values in (layer_2SX, layers.exchange_2SX, layers.sequence_2X)
+            )
+            constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work_2SC, costs.exchange_2SC)
+            for values in (work - sequence[:, None], exchange)
         ]
+        counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
-        self._terms = 2 * costs.chunks
-        self._constant = costs.constant_2C.reshape(-1)
-        self._sequence = costs.sequence_2C.reshape(-1)
-        self._share_W = costs.share_W
-        self._received_W = costs.received_W
+        self._terms = 2 * len(self._chunk_of_X)
+        self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
+        self._share_W, self._received_W = costs.share_W, costs.received_W
         self._slowness_IRC = _slowness_of_micro_batches(costs)
 
     def ms(self, contents: np.ndarray, cp_size: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Forward then backward ms of every chunk, [..., 2 C], on each rank of micro-batches.
+        """Forward, then backward ms of every column, [..., F], on each rank of micro-batches.
 
         Args:
             contents: of the micro-batches, [..., X].
@@ -56,8 +81,17 @@ class Contents:
         ms += self._constant
         if self._slowness_IRC is not None:
             slowness = self._slowness_IRC[np.frexp(np.maximum(cp_size, 1))[1] - 1, rank]
-            ms *= np.concatenate([slowness, slowness], axis=-1)
+            ms *= np.tile(slowness[..., self._chunk_of_X], 2)
         return np.asarray(ms)
+
+    def of_groups(self, ms_IEWMF: np.ndarray) -> np.ndarray:
+        """Ms of lockstep groups, forward, then backward of every chunk, from those of members."""
+        pairs, groups, members, positions, _ = ms_IEWMF.shape
+        columns = len(self._chunk_of_X)
+        ms_IEWYX = ms_IEWMF.reshape(pairs, groups, members, 2 * positions, columns)
+        # Devices are in these times already.
+        ms_IEYC = of_lockstep_groups(ms_IEWYX, np.ones((members, columns)), self._chunk_of_X)
+        return ms_IEYC.reshape(pairs, groups, positions, -1)
 
 
 def _slowness_of_micro_batches(costs: StepCosts) -> np.ndarray | None:
@@ -112,6 +146,16 @@ class State:
         reached = place + self.positions * np.arange(cp_size)
         self.cp_size_J[reached], self.has_JX[reached], self.ms_JF[reached] = cp_size, 0.0, ms_F
         self.has_JX[place] = has_X
+
+    def reorder(self, order_RM: np.ndarray) -> None:
+        """Let ranks run what they have in other orders; those that share have the same one."""
+        for name in ("cp_size_J", "has_JX", "ms_JF"):
+            values_J = getattr(self, name)
+            values_RMX = values_J.reshape(self.ranks, self.positions, -1)
+            ordered = np.take_along_axis(values_RMX, order_RM[..., None], axis=1)
+            setattr(self, name, ordered.reshape(values_J.shape))
+        rank_S, position_S = np.divmod(self.place_S, self.positions)
+        self.place_S = rank_S * self.positions + np.argsort(order_RM, axis=1)[rank_S, position_S]
 
     def exchange_positions(self, ranks: slice, one: int, other: int) -> None:
         """Let neighbouring ranks run what they have at two positions in each other's place."""

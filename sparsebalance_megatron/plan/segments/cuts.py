@@ -21,9 +21,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.step_costs import (
+    PAIRS,
     SEQUENCES,
     TOKENS,
     VISIBLE,
+    LayerCosts,
     StepCosts,
     as_lists,
     dense_layers,
@@ -63,6 +65,12 @@ class Columns(NamedTuple):
     def of_chunks(cls, costs: StepCosts) -> Columns:
         """The chunks of the pipeline."""
         return cls(costs.sparse_2CF, costs.denser_2CF, costs.pair_2C, costs.chunk_of_layer_L)
+
+    @classmethod
+    def of_layers(cls, costs: LayerCosts, layers: int) -> Columns:
+        """The columns of ranks that wait in every layer, the layers first."""
+        pair_2X = costs.columns_2XF[..., PAIRS]
+        return cls(costs.columns_2XF, costs.denser_2XF, pair_2X, np.arange(layers))
 
 
 def cut_at(

@@ -106,7 +106,10 @@ class SegmentSearch:
             most_tokens: that may be in flight on the first stage of a group.
         """
         self._most_tokens = most_tokens
-        plan_ms = self._problem.search_ms(whole, SHARE_OF_STEP_FOR_SEGMENTS)
+        step_ms = rounded_ms(
+            self._problem.budgets.makespans_ms(self._problem.expected_LS, whole).max()
+        )
+        plan_ms = self._problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS)
         self._effort = SearchEffort(plan_ms)
         rows = self._rows(whole)
         found = self._shortest(list(enumerate(self._starts(rows))))

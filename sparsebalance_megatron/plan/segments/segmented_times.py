@@ -21,6 +21,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.lockstep_times import slowness_of_members_EWX
 from sparsebalance_megatron.plan.pipeline import simulator as pipeline
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.segments.cuts import (
@@ -31,7 +32,7 @@ from sparsebalance_megatron.plan.segments.cuts import (
     pieces,
     whatever_it_holds_2C,
 )
-from sparsebalance_megatron.plan.step_costs import PAIRS, StepCosts
+from sparsebalance_megatron.plan.step_costs import StepCosts, of_lockstep_groups
 
 Row = tuple[MicroBatch, ...]
 """The micro-batches of a group at one position, by member; one that members share is with each."""
@@ -152,32 +153,24 @@ def row_cuts(
         group_of_row: the group whose devices run it.
     """
     assert costs.layers is not None, "ranks that wait in layers have costs by layer"
-    layers, members = len(costs.chunk_of_layer_L), costs.job.lockstep_ranks
-    sparse_2XF, denser_2XF = costs.layers.columns_2XF, costs.layers.denser_2XF
-    columns = Columns(sparse_2XF, denser_2XF, sparse_2XF[..., PAIRS], np.arange(layers))
+    members, chunk_of_X = costs.job.lockstep_ranks, costs.layers.chunk_of_X
     ms_2UX, tokens_U = pieces(
         costs,
-        columns,
+        Columns.of_layers(costs.layers, len(costs.chunk_of_layer_L)),
         budgets_LS,
         list(itertools.chain.from_iterable(rows)),
         list(itertools.chain.from_iterable(segment_starts_blocks)),
     )
-    chunk_of_X = np.concatenate([costs.chunk_of_layer_L, *[np.arange(costs.chunks)] * 2])
-    slowness_EWX = costs.slowness_RP[:, chunk_of_X].reshape(-1, members, len(chunk_of_X))
-    together = layers + costs.chunks
+    slowness_EWX = slowness_of_members_EWX(costs, chunk_of_X)
+    slowest_EC = slowness_EWX[..., costs.layers.own_columns :].max(axis=1)
     cuts, first = [], 0
     for blocks, group in zip(segment_starts_blocks, group_of_row, strict=True):
         segments = len(blocks[0])
         part = slice(first, first + members * segments)
         first = part.stop
         ms_2WUX = ms_2UX[:, part].reshape(2, members, segments, -1)
-        slowest_2UX = (ms_2WUX * slowness_EWX[group][:, None]).max(axis=1)
-        slowest_device_C = slowness_EWX[group, :, together:].max(axis=0)
-        slowest_2UX[..., together:] = ms_2WUX[..., together:].mean(axis=1) * slowest_device_C
-        constant_2C = whatever_it_holds_2C(costs) * slowest_device_C
-        ms_2UC = np.repeat(constant_2C[:, None], segments, axis=1)
-        for column, chunk in enumerate(chunk_of_X.tolist()):
-            ms_2UC[..., chunk] += slowest_2UX[..., column]
+        ms_2UC = of_lockstep_groups(ms_2WUX, slowness_EWX[group], chunk_of_X)
+        ms_2UC += (whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
         tokens_WU = tokens_U[part].reshape(members, segments)
         cuts.append(Cut(tuple(blocks[0]), ms_2UC[0], ms_2UC[1], tokens_WU.max(axis=0)))
     return cuts

@@ -18,7 +18,7 @@ from sparsebalance_megatron.view.report.numbers import (
     settled,
     summarize,
 )
-from sparsebalance_megatron.view.report.pictures import Picture, step_picture
+from sparsebalance_megatron.view.report.pictures import step_picture
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -97,8 +97,8 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
 class Report:
     """Contents of a page.
 
-    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``missing``: what
-    cannot be drawn of the step, and why. ``notes``: what the logs lack.
+    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``timelines``: of
+    the step that is drawn. ``missing``: what cannot be, and why. ``notes``: what the logs lack.
     """
 
     title: str
@@ -106,7 +106,7 @@ class Report:
     numbers: RunSummary | Comparison
     remarks: Sequence[str]
     iteration: int
-    step: Picture | None
+    timelines: Mapping[str, Timeline]
     missing: Sequence[str]
     coverage: CoverageRecord | None
     notes: Sequence[str]
@@ -150,7 +150,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         numbers=numbers,
         remarks=remarks,
         iteration=iteration,
-        step=step_picture(drawn) if drawn else None,
+        timelines=drawn,
         missing=[
             f"{name.capitalize()}: not drawn, its times are not logged."
             for name in timelines
@@ -191,4 +191,6 @@ def render_page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(report=report, words=words).lstrip()
+    step = step_picture(report.timelines) if report.timelines else None
+    template = environment.get_template("report.html.j2")
+    return template.render(report=report, step=step, words=words).lstrip()

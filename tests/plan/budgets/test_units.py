@@ -95,11 +95,12 @@ def test_members_that_do_not_stick_out_take_no_time(seed, shape):
     case = Case(seed, shape)
     budgets_LS = case.units.budgets_LS(case.level_XC)
     layers = layers_of(case.costs, case.where)
-    own_LS = layers.own_2SL(case.costs.sparse_pairs_LS(budgets_LS)).sum(axis=0).T
+    ms_2SX = layers.ms_2SX(case.costs.sparse_pairs_LS(budgets_LS))
+    own_LS = ms_2SX[..., : case.job.layers].sum(axis=0).T
     place_S = case.where.micro_batch_of_S
     own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])
     rank_J = np.arange(case.job.places) // case.job.micro_batches
-    slowness_RL = case.costs.slowness_RP[:, layers.chunk_of_layer_L // case.job.virtual_stages]
+    slowness_RL = case.costs.slowness_RP[:, case.costs.chunk_of_layer_L // case.job.virtual_stages]
     own_LJ *= slowness_RL[rank_J].T
     by_member = own_LJ.reshape(case.job.layers, -1, case.job.lockstep_ranks, case.job.micro_batches)
     tallest = by_member >= by_member.max(axis=2, keepdims=True) * (1 - 1e-9)

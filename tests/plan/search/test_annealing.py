@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed
+from plan.plan_cases import cost_model, job_shape, placed, with_experts
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal, searched
+from sparsebalance_megatron.plan.lockstep_times import group_times
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
+from sparsebalance_megatron.plan.search.state import Contents
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -27,6 +30,13 @@ def annealed(case, plan_ms, **limits):
     return anneal(
         case.start, case.costs, case.sample_2SC, rules=case.rules, plan_ms=plan_ms, **limits
     )
+
+
+def begun(case, layer_2SX=None):
+    """A search that has made no move."""
+    contents = Contents(case.costs, case.sample_2SC, layer_2SX)
+    effort = SearchEffort(plan_ms=100.0)
+    return _Annealing(case.start, case.costs.job, contents, case.weights_S, case.rules, effort)
 
 
 @settings(max_examples=15)
@@ -46,14 +56,58 @@ def test_a_search_is_legal_and_never_slower(shape, seed, plan_ms):
 def test_every_round_knows_how_long_its_placement_takes(shape, seed):
     """From the times of the ranks that its moves touched. No round loses a sample."""
     case = random_case(*shape, seed)
-    search = _Annealing(
-        case.start, case.costs, case.sample_2SC, case.rules, SearchEffort(plan_ms=100.0)
-    )
+    search = begun(case)
     for _ in range(8):
         search._round()
         where = Arrangement.of_places(search.state.place_S, search.state.cp_sizes_RM.copy())
         case.check(where)
         assert search.ms_R == pytest.approx(case.ms_R(where), rel=1e-9)
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([(3, 4, 2, 1), (2, 3, 4, 1), (2, 4, 2, 2), (2, 1, 2, 1)]), SEEDS)
+def test_few_micro_batches_begin_in_the_best_of_all_orders(shape, seed):
+    """Also where the plan buys no effort."""
+    case = random_case(shape, 1, seed)
+    found, placement = annealed(case, 0.0), case.start.samples
+    every = itertools.permutations(range(len(placement[0])))
+    ordered = [tuple(tuple(rank[m] for m in order) for rank in placement) for order in every]
+    best_R = np.min([case.ms_R(Arrangement.of_groups(each)) for each in ordered], axis=0)
+    assert case.ms_R(found) == pytest.approx(best_R, rel=1e-9)
+
+
+@given(SEEDS, st.sampled_from([(4, 3, 1, 1), (4, 3, 2, 1), (6, 2, 2, 2)]), st.sampled_from([1, 2]))
+def test_lockstep_groups_take_what_their_slowest_members_take(seed, shape, max_cp_size):
+    """Layer by layer, whose budgets differ, in every round."""
+    case = random_case(shape, max_cp_size, seed, slow=False)
+    job = replace(case.costs.job, lockstep_ranks=2)
+    costs = step_costs(case.costs.lengths_tokens_S, job, cost_model(), StageScales.ones(*shape[2:]))
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(costs.blocks_S)))
+    budgets_LS[0] = budgets_LS[-1]
+    together_2SC = np.random.default_rng(seed).uniform(0.0, 1.0, costs.fixed_2SC.shape)
+    costs = with_experts(costs, together_2SC)
+    exchange_2SX = np.zeros_like(costs.layers.fixed_2SX)
+    exchange_2S1 = case.costs.exchange_2SC[..., :1] / (job.layers // costs.chunks)
+    exchange_2SX[..., : job.layers] = exchange_2S1
+    case = replace(
+        case,
+        costs=replace(
+            costs,
+            exchange=case.costs.exchange,
+            exchange_2SC=case.costs.exchange_2SC,
+            layers=replace(costs.layers, exchange_2SX=exchange_2SX),
+        ),
+        sample_2SC=costs.sample_ms(budgets_LS),
+        rules=replace(case.rules, lockstep_ranks=2),
+    )
+    layer_2SX = costs.layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS))
+    search = begun(case, layer_2SX)
+    for _ in range(4):
+        search._round()
+        where = Arrangement.of_places(search.state.place_S, search.state.cp_sizes_RM.copy())
+        case.check(where)
+        times = group_times(case.costs, budgets_LS, where)
+        assert search.ms_R == pytest.approx(makespans_ms(times), rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [((4, 4, 2, 1), 1), ((4, 4, 2, 1), 4), ((4, 1, 1, 1), 2)])
@@ -63,9 +117,8 @@ def test_a_search_ends(shape):
     start_ms = case.ms_R(case.start).max()
     for limits in ({"enough_ms": 1.001 * start_ms}, {}):
         found = annealed(case, 20.0 if limits else 0.0, **limits)
-        assert found.samples == tuple(
-            tuple(tuple(sorted(micro_batch)) for micro_batch in rank) for rank in case.start.samples
-        )
+        for rank, before in zip(found.samples, case.start.samples, strict=True):
+            assert sorted(rank) == sorted(tuple(sorted(micro_batch)) for micro_batch in before)
     enough_ms = 0.95 * start_ms
     fine_ms = case.ms_R(annealed(case, 40.0, enough_ms=enough_ms)).max()
     best_ms = case.ms_R(annealed(case, 40.0)).max()
@@ -89,14 +142,7 @@ def every_placement(case, cp_sizes_RM):
 def test_ranks_that_share_nothing_are_near_the_best_of_all_placements(shape, samples, seed):
     case = small_case(shape, samples, seed, max_cp_size=1)
     best_ms = min(case.ms_R(where).max() for where in every_placement(case, case.start.cp_sizes_RM))
-    placement = searched(
-        case.start.samples,
-        case.costs,
-        case.sample_2SC,
-        cap_tokens=case.rules.cap_tokens,
-        plan_ms=20.0,
-    )
-    found_ms = case.ms_R(Arrangement.of_groups(placement)).max()
+    found_ms = case.ms_R(annealed(case, 20.0)).max()
     assert best_ms * (1 - 1e-9) <= found_ms <= 1.01 * best_ms
 
 
@@ -153,10 +199,7 @@ def small_case(shape, samples, seed, *, max_cp_size):
 def test_the_only_move_there_is():
     """Two samples on two ranks can only change places, which gains nothing."""
     case = small_case((2, 1, 1, 1), 2, 0, max_cp_size=1)
-    found = searched(
-        case.start.samples, case.costs, case.sample_2SC, cap_tokens=1 << 40, plan_ms=20.0
-    )
-    assert found == (((0,),), ((1,),))
+    assert annealed(case, 20.0).samples == (((0,),), ((1,),))
 
 
 def loads(lengths, placement):
@@ -170,7 +213,13 @@ def test_the_sample_that_arrived_first_counts_like_any_other():
     costs = step_costs(lengths, job_shape(2, 1), cost_model(), StageScales.ones(1))
     sample_2SC = np.broadcast_to(sample_ms[:, None], (2, 4, 1))
     for cap, expected in ((6200, [6.0, 9.0]), (9000, [7.0, 8.0])):
-        after = searched(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
+        after = anneal(
+            Arrangement.of_groups(before),
+            costs,
+            sample_2SC,
+            rules=Rules(cap_tokens=cap),
+            plan_ms=20.0,
+        ).samples
         assert max(loads(lengths, after)) <= cap
         assert sorted(loads(sample_ms, after)) == expected
 
@@ -184,7 +233,13 @@ def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     for cap, expected in ((5000, [4001, 5000]), (5001, [4000, 5001])):
-        after = searched(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
+        after = anneal(
+            Arrangement.of_groups(before),
+            costs,
+            sample_2SC,
+            rules=Rules(cap_tokens=cap),
+            plan_ms=20.0,
+        ).samples
         assert loads(lengths, after) == expected
 
 

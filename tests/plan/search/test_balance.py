@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements: Megatron's order, balance, caps, errors."""
+"""Order of arrival and balance: every sample once, under the cap, and as even as can be.
+
+Rows of equal height are compared with all ways to put a few samples into bins.
+"""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.search.balance import _pack, arrival, balanced
+from sparsebalance_megatron.plan.search.balance import _pack, arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 NO_CAP = 1 << 40
@@ -139,3 +144,77 @@ def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
             return
         members[min(fitting)[1]].append(item)
     assert found == members
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def drawn(samples, seed):
+    """Weights that grow with the square of the lengths, and the lengths."""
+    generator = np.random.default_rng(seed)
+    tokens_S = np.exp(generator.uniform(0, 5, samples)).astype(int) + 1
+    return tokens_S * (1.0 + tokens_S / 20), tokens_S
+
+
+def least_heights(weights_S, tokens_S, rows, members, cap_tokens):
+    """The least sum of heights of all assignments without an empty bin; None where there is
+    none."""
+    best = None
+    for bins in product(range(rows * members), repeat=len(weights_S)):
+        load_J = np.bincount(bins, weights_S, rows * members)
+        if load_J.min() == 0.0:
+            continue
+        if np.bincount(bins, tokens_S, rows * members).max() > cap_tokens:
+            continue
+        height = load_J.reshape(rows, members).max(axis=1).sum()
+        best = height if best is None else min(best, height)
+    return best
+
+
+def heights(rows, weights_S):
+    """Of every row; the first bin is the fullest."""
+    loads = [[weights_S[list(samples)].sum() for samples in row] for row in rows]
+    assert all(row == sorted(row, reverse=True) for row in loads)
+    return [row[0] for row in loads]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_the_sum_of_heights_is_near_the_least(shape, more):
+    """The search starts here; one sample a bin has the least at once."""
+    rows, members = shape
+    ratios = []
+    for seed in range(20):
+        weights_S, tokens_S = drawn(rows * members + more, seed)
+        packings = packed_rows(weights_S, tokens_S, rows, members, 1 << 40)
+        least = least_heights(weights_S, tokens_S, rows, members, 1 << 40)
+        ratios.append(min(sum(heights(each, weights_S)) for each in packings) / least)
+    assert min(ratios) >= 1 - 1e-12
+    assert np.mean(ratios) <= (1.06 if more else 1 + 1e-12)
+
+
+@given(
+    SEEDS, st.integers(1, 60), st.integers(1, 5), st.integers(1, 8), st.floats(0.3, 3.0), st.data()
+)
+def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
+    seed, samples, rows, members, room, data
+):
+    weights_S, tokens_S = drawn(samples, seed)
+    mean_tokens = tokens_S.sum() / (rows * members)
+    cap_tokens = max(1, int(room * mean_tokens) + data.draw(st.integers(0, 150)))
+    packings = packed_rows(weights_S, tokens_S, rows, members, cap_tokens)
+    if samples < rows * members or tokens_S.max() > cap_tokens:
+        assert not packings
+    for packing in packings:
+        bins = [each for row in packing for each in row]
+        assert [len(row) for row in packing] == [members] * rows
+        assert sorted(sample for each in bins for sample in each) == [*range(samples)]
+        assert all(bins)
+        assert max(tokens_S[list(each)].sum() for each in bins) <= cap_tokens
+
+
+def test_samples_that_a_cap_keeps_apart_are_apart():
+    weights_S, tokens_S = np.array([9.0, 8.0, 1.0, 1.0]), np.array([60, 50, 50, 40])
+    for packing in packed_rows(weights_S, tokens_S, 1, 2, 100):
+        assert sorted(map(sorted, packing[0])) == [[0, 3], [1, 2]]
+    assert packed_rows(weights_S, tokens_S, 1, 2, 99) == []

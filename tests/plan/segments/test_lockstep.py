@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
-    coverage_curves,
     job_shape,
-    plan_settings,
     planned,
     random_lengths,
+    step_inputs,
 )
 
 from sparsebalance_megatron.cost.model import Part
 from sparsebalance_megatron.cost.parts import SegmentCost
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.lockstep_times import group_times
@@ -51,26 +50,13 @@ def cost_with_experts(segments):
 def inputs(lengths, *, ranks=4, members=2, micro_batches=3, seed=0, free=False, **changes):
     job = replace(job_shape(ranks, micro_batches, stages=STAGES), lockstep_ranks=members)
     slowness_RP = 1 + 0.3 * np.random.default_rng(seed).random((ranks, STAGES))
-    ones = StageScales.ones(STAGES, 1)
     free_of_cost = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
-    return {
-        "lengths_tokens": tuple(lengths),
-        "job": job,
-        "cost": cost_with_experts(free_of_cost if free else SegmentCost(operation_ms=(0.01, 0.02))),
-        "scales": replace(ones, slowness_RP=slowness_RP) if seed % 2 else ones,
-        "coverage": coverage_curves(job.layers, seed=seed),
-        "plan_settings": plan_settings(
-            **{
-                "max_segments": 8,
-                "segment_tokens": 256,
-                **changes,
-            }
-        ),
-    }
-
-
-def in_one_piece(given_):
-    return planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    return step_inputs(
+        *(job, lengths, seed),
+        cost=cost_with_experts(free_of_cost if free else SegmentCost(operation_ms=(0.01, 0.02))),
+        slowness_RP=slowness_RP if seed % 2 else None,
+        **{"max_segments": 8, "segment_tokens": 256, **changes},
+    )
 
 
 def blocks_of(micro_batch):
@@ -88,12 +74,13 @@ def blocks_of(micro_batch):
 def test_groups_cut_a_position_alike_and_steps_are_never_slower(seed, kind, size, members, tuning):
     lengths = random_lengths(12 * size, seed, kind=kind)
     given_ = inputs(lengths, members=members, seed=seed, tuning=tuning)
-    plan, again, whole = planned(**given_), planned(**given_), in_one_piece(given_)
+    plan, again = planned(**given_), planned(**given_)
+    whole = planned(**changed(given_, max_segments=1))
     assert plan.digest() == again.digest()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     assert expected.makespan_ms <= whole.expectation.makespan_ms * (1 + 1e-9)
-    at_base = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")})
+    at_base = planned(**changed(given_, tuning="off"))
     assert expected.coverage_mean >= at_base.expectation.coverage_mean - 1e-9
     assert expected.makespan_ms <= at_base.expectation.makespan_ms * (1 + 1e-8)
     for group in itertools.batched(range(4), members):
@@ -111,7 +98,7 @@ def test_groups_cut_a_position_alike_and_steps_are_never_slower(seed, kind, size
 def test_one_long_sample_is_cut_with_its_group_and_the_step_gets_shorter():
     lengths = [2**16, *[5000] * 3, *[700] * 7, 40]
     given_ = inputs(lengths, members=4)
-    plan, whole = planned(**given_), in_one_piece(given_)
+    plan, whole = planned(**given_), planned(**changed(given_, max_segments=1))
     assert plan.expectation.makespan_ms < 0.75 * whole.expectation.makespan_ms
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**16)
     row = [each for each in plan.micro_batches if each.position == long.position]

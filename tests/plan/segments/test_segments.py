@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: cuts, their times and plans that hold them."""
+"""Segments: cuts, their times, their search, and plans that hold them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
-    coverage_curves,
     job_shape,
-    plan_settings,
     planned,
     random_lengths,
+    step_inputs,
 )
 
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan import candidates
+from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
-from sparsebalance_megatron.plan.segments import planned_segments
 from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
-from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms
+from sparsebalance_megatron.plan.segments.search import SegmentSearch
+from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms, segmented_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -110,21 +112,12 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
 
 
-def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=256, **changes):
-    job = job_shape(ranks, micro_batches, stages=STAGES)
+def inputs(lengths, *, micro_batches=4, **changes):
+    job = job_shape(2, micro_batches, stages=STAGES)
     cost = replace(cost_model(), segments=SegmentCost(operation_ms=(0.01, 0.02)))
-    return {
-        "lengths_tokens": tuple(lengths),
-        "job": job,
-        "cost": cost,
-        "scales": StageScales.ones(STAGES, 1),
-        "coverage": coverage_curves(job.layers),
-        "plan_settings": plan_settings(
-            max_segments=max_segments,
-            segment_tokens=segment_tokens,
-            **changes,
-        ),
-    }
+    return step_inputs(
+        *(job, lengths), cost=cost, **{"max_segments": 8, "segment_tokens": 256} | changes
+    )
 
 
 @settings(max_examples=15)
@@ -139,7 +132,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     lengths = random_lengths(16 if packed else 8, seed, kind=kind)
     given_ = inputs(lengths, tuning=tuning)
     plan, again = planned(**given_), planned(**given_)
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    whole = planned(**changed(given_, max_segments=1))
     assert plan.digest() == again.digest()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
@@ -157,7 +150,7 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
         segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
         ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
         np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
-    base = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], tuning="off")})
+    base = planned(**changed(given_, tuning="off"))
     assert expected.coverage_mean >= base.expectation.coverage_mean - 1e-9
     assert expected.makespan_ms <= base.expectation.makespan_ms * (1 + 1e-8)
     if kind in ("equal", "tiny"):
@@ -168,7 +161,7 @@ def test_one_long_sample_is_cut_and_the_step_gets_shorter():
     lengths = [2**17, *[3000] * 7]
     given_ = inputs(lengths)
     plan = planned(**given_)
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
+    whole = planned(**changed(given_, max_segments=1))
     (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
     assert long.segments >= 7
     assert plan.expectation.makespan_ms < 0.7 * whole.expectation.makespan_ms
@@ -180,9 +173,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
     for seed in range(5):
         given_ = inputs(random_lengths(8, seed))
         plan = planned(**given_)
-        whole = planned(
-            **given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)}
-        )
+        whole = planned(**changed(given_, max_segments=1))
         one_piece = max(
             sum(each.tokens for each in whole.for_rank(rank).micro_batches[m : m + STAGES])
             for rank in range(2)
@@ -200,8 +191,8 @@ def test_no_step_holds_more_tokens_than_1f1b():
 
 def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
     given_ = inputs([2**17, *[3000] * 7])
-    whole = planned(**given_ | {"plan_settings": replace(given_["plan_settings"], max_segments=1)})
-    monkeypatch.setattr(planned_segments, "_most_tokens", lambda problem, placement: 1)
+    whole = planned(**changed(given_, max_segments=1))
+    monkeypatch.setattr(candidates, "_most_tokens", lambda *_: 1)
     assert planned(**given_).digest() == whole.digest()
 
 
@@ -225,3 +216,42 @@ def test_the_bound_holds_for_every_placement_and_cut():
     bound_ms = segmented_bound_ms(problem)
     assert 0.6 * least < bound_ms <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least
+
+
+LENGTHS = (60000, 50000, 40000, 30000, 900, 800, 700, 600)
+LOPSIDED = (((0,), (1,), (2,), (3,)), ((4,), (5,), (6,), (7,)))
+MOST_TOKENS = 200_000
+
+
+def searched(most_tokens: int = MOST_TOKENS, **changes):
+    problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
+    base_LS = problem.budgets.allowed.base_LS
+    where, ms = SegmentSearch(problem, base_LS).best(Arrangement.of_groups(LOPSIDED), most_tokens)
+    return problem, where, ms
+
+
+def test_what_is_found_takes_what_the_search_says_and_holds_every_sample_once():
+    problem, where, ms = searched()
+    _, ms_R, _ = segmented_times(problem.costs, where, problem.budgets.allowed.base_LS)
+    assert ms == pytest.approx(ms_R.max(), rel=1e-12)
+    held = sorted(sample for rank in where.samples for samples in rank for sample in samples)
+    assert held == list(range(8)) and where.is_cut
+
+
+def test_long_samples_of_one_rank_are_traded_away():
+    _, where, ms = searched()
+    long = [sum(sample < 4 for (sample,) in rank) for rank in where.samples]
+    assert long == [2, 2]
+    _, start, start_ms = searched(plan_ms=1e-9)
+    assert [sorted(rank) for rank in start.samples] == [sorted(rank) for rank in LOPSIDED]
+    assert ms < 0.7 * start_ms
+
+
+def test_a_search_without_effort_takes_the_best_start():
+    _, where, ms = searched(plan_ms=1e-9)
+    assert where.is_cut and np.isfinite(ms)
+
+
+def test_no_order_is_found_where_all_hold_too_many_tokens():
+    *_, ms = searched(most_tokens=1)
+    assert ms == np.inf

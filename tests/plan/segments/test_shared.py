@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
+    changed,
     cost_model,
-    coverage_curves,
     job_shape,
-    plan_settings,
     planned,
     random_cp_sizes,
     random_lengths,
+    step_inputs,
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Direction, SegmentCost
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
@@ -120,17 +119,14 @@ def inputs(lengths, *, ranks=2, positions=4, segments=FREE, slow=False, **change
     slowness_RP = np.ones((ranks, STAGES))
     if slow:
         slowness_RP += np.random.default_rng(len(lengths)).uniform(0.0, 0.5, slowness_RP.shape)
-    return {
-        "lengths_tokens": tuple(lengths),
-        "job": job,
-        "cost": replace(cost_model(), segments=segments, exchange=exchange),
-        "scales": StageScales.of(np.ones((2, STAGES, 1)), slowness_RP),
-        "coverage": coverage_curves(job.layers),
-        "plan_settings": plan_settings(
-            context_parallel="dynamic",
-            **{"max_segments": 8, "segment_tokens": 256, "max_context_parallel": ranks} | changes,
-        ),
-    }
+    choices = {"max_segments": 8, "segment_tokens": 256, "max_context_parallel": ranks}
+    return step_inputs(
+        *(job, lengths),
+        cost=replace(cost_model(), segments=segments, exchange=exchange),
+        slowness_RP=slowness_RP,
+        context_parallel="dynamic",
+        **choices | changes,
+    )
 
 
 def drawn_step(problem, seed, most):
@@ -225,8 +221,7 @@ def test_plans_of_both_hold_what_plans_hold(seed, kind, ranks, segment_tokens):
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     for fewer in ({"max_segments": 1}, {"context_parallel": "static"}):
-        settings_ = replace(given_["plan_settings"], **fewer)
-        other = planned(**given_ | {"plan_settings": settings_})
+        other = planned(**changed(given_, **fewer))
         assert expected.makespan_ms <= other.expectation.makespan_ms * (1 + 1e-9)
     for rank, ms_2PU in enumerate(expected.segment_ms):
         segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
@@ -242,9 +237,7 @@ def test_two_long_samples_on_four_ranks_are_shared_and_cut():
     long = [each for each in plan.micro_batches if max(each.lengths_tokens) > 2**16]
     assert all(each.cp_size > 1 and each.segments > 1 for each in long)
     least_ms = min(
-        planned(
-            **given_ | {"plan_settings": replace(given_["plan_settings"], **fewer)}
-        ).expectation.makespan_ms
+        planned(**changed(given_, **fewer)).expectation.makespan_ms
         for fewer in ({"max_segments": 1}, {"context_parallel": "static"})
     )
     assert plan.expectation.makespan_ms < 0.85 * least_ms

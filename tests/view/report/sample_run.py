@@ -4,31 +4,24 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from plan.plan_cases import flat
 from predict.predict_cases import SHAPE
+from record_cases import header_of
+from step_cases import finished_step, step_measurement
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.measurement import (
-    CoverageTotals,
-    Piece,
-    RankPlace,
-    Span,
-    StepFigures,
-    StepMeasurement,
-    StepTimes,
-)
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     CoverageRecord,
     FinishedStep,
     RankStep,
@@ -67,7 +60,6 @@ class SampleRun:
     batching: str = "makespan"
     tuning: str = "raise"
     noise: float = 0.04
-    with_ranks: bool = True
 
     @property
     def job(self) -> Job:
@@ -128,9 +120,8 @@ class SampleRun:
                 logs[f"ranks/rank-{place.world_rank:05d}.jsonl"].append(record)
             clock_s += 1.2e-3 * step.planned.plan.expectation.makespan_ms
         for name, records in logs.items():
-            if self.with_ranks or name == "steps.jsonl":
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                (directory / name).write_bytes(b"".join(map(encode, records)))
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(b"".join(map(encode, records)))
         return directory
 
     def places(self) -> list[RankPlace]:
@@ -149,25 +140,17 @@ class SampleRun:
         ]
 
     def header(self) -> RunHeader:
-        return RunHeader(
-            log_format=LOG_FORMAT,
-            iterations=None,
-            sources=(),
-            config={
-                "block_size": BLOCK_SIZE,
-                "base_budget": BASE_BUDGET,
-                "coverage_threshold": 0.1,
-                "batching": self.batching,
-                "tuning": self.tuning,
-            },
-            cost_source="a model of one GPU",
-            job=self.job,
-            global_batch_size=self.ranks * self.micro_batches,
+        config = {
+            "block_size": BLOCK_SIZE,
+            "base_budget": BASE_BUDGET,
+            "batching": self.batching,
+            "tuning": self.tuning,
+        }
+        return structs.replace(
+            header_of(self.job),
+            config=config,
             seq_length=MAX_TOKENS,
             grid=self.coverage().grid,
-            counts={"documents": 1},
-            megatron_core="0.19.2",
-            torch="2.15.0",
             device="a machine that never was",
         )
 
@@ -178,16 +161,16 @@ class SampleRun:
         noise = np.exp(generator.normal(0.0, self.noise, expected.times_2RPVM.shape))
         times_2RPVM = expected.times_2RPVM * noise + 0.05
         schedule_ms = [max(event.end_ms for event in ran) for ran in simulate(flat(times_2RPVM))]
-        unknown, ones_L = np.zeros((self.layers, 1)), np.ones(self.layers)
-        mean = expected.coverage_mean or 0.0
-        coverage = CoverageTotals(
-            sums_LUK=unknown[..., None],
-            counts_LU=unknown,
+        mean, ones_L = expected.coverage_mean or 0.0, np.ones(self.layers)
+        measured = step_measurement(
+            times_2RPVM,
+            schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
             counts_L=ones_L,
             executed_L=mean * ones_L,
             base_sum=self.layers * min(1.0, mean + 0.02),
             minimum=expected.coverage_min or 0.0,
         )
+        tokens = sum(each.tokens for each in plan.micro_batches)
         planned = PlannedStep(
             plan=plan,
             samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
@@ -195,25 +178,11 @@ class SampleRun:
             plan_ms=3.0,
             wait_ms=0.5,
         )
-        measured = StepMeasurement(
-            times_2RPVM=times_2RPVM,
-            schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
-            coverage=coverage,
-            lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
-            tokens=sum(each.tokens for each in plan.micro_batches),
-            differing_ranks=(),
-        )
-        return FinishedStep(
+        return finished_step(
+            planned,
+            replace(measured, lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration), tokens=tokens),
             iteration=iteration,
             iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
-            planned=planned,
-            measured=measured,
-            figures=StepFigures.of(planned, measured),
-            padded_tokens=0,
-            host_ms={"plan": 0.5},
-            times=StepTimes(schedule_ms=math.nan, start_unix_s=None, spans=()),
-            pieces=(),
-            executed_O=np.empty(0),
         )
 
     def rank_record(self, step: FinishedStep, place: RankPlace, clock_s: float) -> RankStep:

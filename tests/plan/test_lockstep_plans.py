@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that begin every layer together: how long they take, and the order that makes it less.
+"""Ranks that begin every layer together: how long they take, and plans of their steps.
+
+Plans may have fewer positions than the job.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches; a leading
 2: forward and backward.
@@ -8,33 +10,31 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import (
-    cost_model,
-    coverage_curves,
+    DEFAULT_TUNING,
     flat,
     job_shape,
-    placed,
-    plan_settings,
     planned,
     random_cp_sizes,
     random_lengths,
     shared_times,
+    step_inputs,
 )
 
-from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.lockstep_order import falling_order_RM, in_lockstep_order
-from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 4, 2, 1), (8, 4, 2, 2), (2, 5, 4, 1), (4, 1, 1, 1)])
+WITHOUT_PIPELINE = st.sampled_from([(4, 3, 1, 1), (4, 4, 1, 1), (8, 2, 1, 1), (2, 5, 1, 1)])
 """Ranks, positions, stages and chunks."""
 
 
@@ -51,15 +51,8 @@ def group_times(times_2RPVM, ranks):
 
 def arguments(shape, seed, lockstep_ranks, size=2, **changes):
     job = replace(job_shape(*shape), lockstep_ranks=lockstep_ranks)
-    return {
-        "step": 3,
-        "lengths_tokens": random_lengths(job.places * size, seed, longest=2**15),
-        "job": job,
-        "plan_settings": plan_settings(**changes),
-        "cost": cost_model(),
-        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
-        "coverage": coverage_curves(job.layers, seed=seed),
-    }
+    lengths = random_lengths(job.places * size, seed, longest=2**15)
+    return {"step": 3} | step_inputs(job, lengths, seed, **changes)
 
 
 @given(SHAPES, SEEDS, st.sampled_from([1, 2, 4]))
@@ -99,67 +92,6 @@ def test_without_a_pipeline_ranks_that_are_connected_begin_together(seed, ranks,
         free_R = begin_R + own_R
     found_R = lockstep_makespans_ms(flat(times_2RPVM, cp_sizes_RM=cp_sizes_RM), ranks)
     assert found_R.tolist() == pytest.approx(free_R.tolist(), rel=1e-12)
-
-
-@given(SEEDS, st.sampled_from([1, 2, 4]), st.integers(1, 7))
-def test_falling_order_keeps_shared_micro_batches_together(seed, widest, positions):
-    cp_sizes_RM = random_cp_sizes(8, positions, widest, seed)
-    ms_RM = shared_times((8, positions, 1, 1), cp_sizes_RM, seed)[0, :, 0, 0]
-    order_RM = falling_order_RM(ms_RM, cp_sizes_RM)
-    assert (np.sort(order_RM, axis=1) == np.arange(positions)).all()
-    ordered_RM = np.take_along_axis(cp_sizes_RM, order_RM, axis=1)
-    for rank, position in np.ndindex(order_RM.shape):
-        first = rank - rank % ordered_RM[rank, position]
-        assert order_RM[first, position] == order_RM[rank, position]
-    if cp_sizes_RM.max() == 1:
-        assert (np.diff(np.take_along_axis(ms_RM, order_RM, axis=1)) <= 0).all()
-
-
-@given(SEEDS, st.sampled_from([1, 2]))
-def test_no_order_is_shorter_without_a_pipeline(seed, widest):
-    """Against all orders of two ranks that keep shared micro-batches together."""
-    positions = 4
-    cp_sizes_RM = random_cp_sizes(2, positions, widest, seed)
-    ms_RM = shared_times((2, positions, 1, 1), cp_sizes_RM, seed)[0, :, 0, 0]
-
-    def taken_ms(order_RM):
-        return np.take_along_axis(ms_RM, order_RM, axis=1).max(axis=0).sum()
-
-    allowed = []
-    for orders in product(permutations(range(positions)), repeat=2):
-        order_RM = np.array(orders)
-        shared_RM = np.take_along_axis(cp_sizes_RM, order_RM, axis=1) == 2
-        if (order_RM[0] == order_RM[1])[shared_RM.any(axis=0)].all():
-            allowed.append(taken_ms(order_RM))
-    assert taken_ms(falling_order_RM(ms_RM, cp_sizes_RM)) == pytest.approx(min(allowed), rel=1e-12)
-
-
-@given(SHAPES, SEEDS, st.sampled_from([2, 4]), st.sampled_from([1, 2]))
-def test_the_order_is_never_longer_in_lockstep(shape, seed, lockstep_ranks, widest):
-    job = replace(job_shape(*shape), lockstep_ranks=min(lockstep_ranks, shape[0]))
-    cp_sizes_RM = random_cp_sizes(*shape[:2], widest, seed)
-    first_J = np.arange(job.places).reshape(cp_sizes_RM.shape)[
-        np.arange(shape[0])[:, None] % cp_sizes_RM == 0
-    ]
-    generator = np.random.default_rng(seed)
-    micro_batch_of_S = np.r_[first_J, generator.choice(first_J, 5)]
-    lengths = generator.integers(1, 2**15, len(micro_batch_of_S))
-    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(lengths, job, cost_model(), scales)
-    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 9))
-    before = placed(micro_batch_of_S, job, cp_sizes_RM)
-    after = in_lockstep_order(before, costs, sample_2SC)
-    before_ms, after_ms = (
-        lockstep_makespans_ms(costs.micro_batch_ms(sample_2SC, where), job.lockstep_ranks).max()
-        for where in (before, after)
-    )
-    assert after_ms <= before_ms * (1 + 1e-8)
-    for old, new, old_M, new_M in zip(
-        before.samples, after.samples, before.cp_sizes_RM, after.cp_sizes_RM, strict=True
-    ):
-        assert sorted(zip(old, old_M, strict=True)) == sorted(zip(new, new_M, strict=True))
-    again = in_lockstep_order(after, costs, sample_2SC)
-    assert again.samples == after.samples
 
 
 @given(SHAPES, SEEDS, st.sampled_from([1, 2, 4]))
@@ -229,3 +161,100 @@ def test_shared_micro_batches_are_ordered_with_their_ranks(context_parallel):
     if context_parallel == "static":
         ms_RM = plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))
         assert (np.diff(ms_RM) <= 0).all()
+
+
+def positions_of(plan):
+    return plan.expectation.times_2RPVM.shape[-1]
+
+
+def both(shape, seed, lockstep_ranks, **changes):
+    """Inputs and plans of planned and of fixed numbers of positions."""
+    given_ = [
+        arguments(shape, seed, lockstep_ranks, plans_positions=plans, **changes)
+        for plans in (True, False)
+    ]
+    return given_, [planned(**each) for each in given_]
+
+
+@given(SEEDS, WITHOUT_PIPELINE, st.sampled_from([2, 4]), st.sampled_from(["off", DEFAULT_TUNING]))
+def test_every_sample_runs_once_in_no_more_positions_than_the_job_has(
+    seed, shape, lockstep_ranks, tuning
+):
+    lockstep_ranks = min(lockstep_ranks, shape[0])
+    (given_, _), (plan, fixed) = both(shape, seed, lockstep_ranks, tuning=tuning)
+    positions, expected = positions_of(plan), plan.expectation
+    assert positions <= shape[1] == positions_of(fixed)
+    plan.validate(
+        given_["lengths_tokens"],
+        replace(given_["job"], micro_batches=positions),
+        given_["plan_settings"],
+    )
+    assert {len(plan.for_rank(rank).micro_batches) for rank in range(shape[0])} == {positions}
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    assert expected.lower_bound_ms <= fixed.expectation.makespan_ms * (1 + 1e-9)
+    if tuning == "off":
+        assert expected.makespan_ms <= fixed.expectation.makespan_ms * (1 + 1e-8)
+
+
+def test_fewer_positions_are_found_and_the_cap_limits_them():
+    shape = (4, 8, 1, 1)
+    _, (plan, fixed) = both(shape, 3, 4, tuning="off")
+    assert positions_of(plan) < 8
+    assert plan.expectation.makespan_ms < 0.98 * fixed.expectation.makespan_ms
+    lengths = [500 + 13 * sample for sample in range(64)]
+    cap_tokens = -(-sum(lengths) // (4 * 5))
+    given_ = arguments(
+        shape, 3, 4, tuning="off", plans_positions=True, max_tokens_per_micro_batch=cap_tokens
+    )
+    capped = planned(**given_ | {"lengths_tokens": lengths})
+    assert 5 <= positions_of(capped) <= 8
+    assert all(each.tokens <= cap_tokens for each in capped.micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lockstep_ranks", "batching"),
+    [
+        ((4, 4, 2, 1), 4, DEFAULT_TUNING),
+        ((4, 4, 1, 1), 1, DEFAULT_TUNING),
+        ((4, 4, 1, 1), 4, "latency"),
+        ((4, 4, 1, 1), 4, "arrival"),
+    ],
+)
+def test_the_number_is_the_jobs_where_it_cannot_be_planned(shape, lockstep_ranks, batching):
+    _, (plan, fixed) = both(shape, 1, lockstep_ranks, batching=batching, tuning="off")
+    assert positions_of(plan) == positions_of(fixed) == 4
+    assert plan.digest() == fixed.digest()
+    assert plan.expectation.lower_bound_ms == fixed.expectation.lower_bound_ms
+
+
+def test_a_placement_that_is_given_keeps_its_positions():
+    given_ = arguments((4, 6, 1, 1), 1, 4, size=1, plans_positions=True)
+    placement = tuple(tuple((6 * rank + m,) for m in range(6)) for rank in range(4))
+    assert positions_of(planned(**given_, placement=placement)) == 6
+
+
+def test_too_few_tokens_per_micro_batch_are_an_error_all_the_same():
+    given_ = arguments((4, 2, 1, 1), 1, 4, plans_positions=True, max_tokens_per_micro_batch=100)
+    with pytest.raises(PlanError, match="tokens"):
+        planned(**given_)
+
+
+def test_context_parallel_groups_may_have_fewer_positions():
+    given_ = arguments(
+        (8, 4, 1, 1), 2, 8, tuning="off", plans_positions=True, max_context_parallel=2
+    )
+    given_["job"] = replace(given_["job"], context_parallel_size=2)
+    plan = planned(**given_)
+    positions = positions_of(plan)
+    assert positions < 4
+    assert all(each.cp_size == 2 for each in plan.micro_batches)
+    held = np.zeros((8, positions), dtype=int)
+    for each in plan.micro_batches:
+        held[each.rank : each.rank + 2, each.position] += 1
+    assert (held == 1).all()
+
+
+@pytest.mark.parametrize("positions", ["planned", "fixed"])
+def test_users_choose(positions):
+    plan_settings = PlanSettings.from_config(SparseBalanceConfig(positions=positions), 1000)
+    assert plan_settings.plans_positions == (positions == "planned")

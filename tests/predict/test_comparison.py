@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to plan the same batches: comparable numbers, nothing lost, no layout ignored."""
+"""Ways to plan the same batches: comparable numbers, no layout ignored; and layers per stage."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count, pairwise
 
 import numpy as np
 import pytest
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from plan.plan_cases import cost_model
 from predict.predict_cases import workload
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.predict.comparison import DENSE, EXACT, GIVEN, OURS, given_row, rows_of
+from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.predict.comparison import (
+    DENSE,
+    EXACT,
+    GIVEN,
+    OURS,
+    even_stages,
+    given_row,
+    rows_of,
+)
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 
@@ -119,3 +130,47 @@ def test_unhideable_steps_are_counted() -> None:
     assert unhideable_steps(workload((lengths,), ranks=2, stages=1, micro_batches=4)) == 1
     shared = workload((lengths,), ranks=2, stages=1, micro_batches=8, cp_size=2)
     assert unhideable_steps(shared) == 0, "both ranks share every sample"
+
+
+BATCHES = ((900, 4000, 2500, 800, 1200, 600, 3000, 700),) * 2
+
+
+def with_head(head_ms_per_token: float, stages: int = 3) -> Workload:
+    """Twelve layers, an output head that takes so long, and no embedding."""
+    given = workload(
+        BATCHES,
+        layers=12,
+        ranks=1,
+        stages=stages,
+        micro_batches=8,
+        config={"tuning": "off", "block_size": 64},
+    )
+    ends = {
+        part: (0.0, 0.0, ms, 0.0, 0.0)
+        for part, ms in ((Part.HEAD, head_ms_per_token), (Part.EMBEDDING, 0.0))
+    }
+    cost = cost_model()
+    both = {"forward_ms": {**cost.forward_ms, **ends}, "backward_ms": {**cost.backward_ms, **ends}}
+    return replace(given, cost=replace(cost, **both))
+
+
+def predicted_ms(given: Workload, layers: tuple[int, ...]) -> float:
+    edges = pairwise(accumulate(layers, initial=0))
+    stages = tuple((tuple(range(*ends)),) for ends in edges)
+    steps = replace(given, job=replace(given.job, stage_layers=stages)).planned_steps()
+    return sum(step.plan.expectation.makespan_ms for step in steps)
+
+
+def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
+    given = with_head(head_ms_per_token=2e-3)
+    found = even_stages(given)
+    assert found is not None
+    assert sum(found.layers) == 12 and found.layers[-1] < 4
+    gained = predicted_ms(given, (4, 4, 4)) / predicted_ms(given, found.layers)
+    assert found.speedup == pytest.approx(gained)
+    assert found.speedup > 1.01
+    layout = PipelineParallelLayerLayout.from_str(found.layout, 3).layout
+    names = [[each.name for each in stage[0]] for stage in layout]
+    assert [stage.count("decoder") for stage in names] == list(found.layers)
+    assert even_stages(with_head(2e-3, stages=1)) is None
+    assert even_stages(with_head(0.0)) is None

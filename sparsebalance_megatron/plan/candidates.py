@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to run a step: starts, what a search makes of each, and what they take.
+
+::
+
+    start                              used where                       searched
+    ---------------------------------  -------------------------------  ------------------------
+    the placement that is given        a caller gives one               -
+    arrival, balanced by tokens,       always, or the one that the      -
+    balanced by latency                policy names
+    balanced by latency                ranks wait for nobody            places, orders
+    rows of equal height               ranks wait in every layer        places, orders
+    samples shared more or less        cp_sizes are planned             places, orders, cp_sizes
+    eagerly
+    balanced by latency, or rows       segments are planned             places, orders, segments
+    shared, as if on one stage         segments and cp_sizes are        places, orders, segments
+
+All are placed at the expected budgets. The search is :mod:`.search.annealing`; that of segments,
+whose candidates differ in their operations, is :mod:`.segments.search`. Micro-batches of the job's
+context-parallel size are placed on the job whose ranks are its context-parallel groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from sparsebalance_megatron.config import Batching
+from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.bounds import step_bounds
+from sparsebalance_megatron.plan.budgets.policy import tune
+from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
+from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
+from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
+from sparsebalance_megatron.plan.search.moves import Rules
+from sparsebalance_megatron.plan.search_effort import (
+    SHARE_OF_STEP,
+    SHARE_OF_STEP_FOR_CP_SIZES,
+    SHARE_OF_STEP_FOR_PACKED,
+)
+from sparsebalance_megatron.plan.segments.search import SegmentSearch
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+LEAST_GAIN = 0.99
+"""Segments are used where the step takes less than this share of its time in one piece."""
+_EQUAL_RANKS = 1.05
+"""Largest work of a rank over the mean at which ranks alone are as good as equal."""
+_MAX_NUMBERS_OF_POSITIONS = 3
+"""Numbers of positions whose rows are searched, beside that of the job."""
+_MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
+"""Starts that share: the most a sample may weigh per rank, over the mean of all positions."""
+_SKIP_RATIO_TO_BOUND = 1.03
+"""Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
+jobs without very long samples usually are; the search would double their planning time."""
+_STOP_RATIO_TO_BOUND, _STOP_RATIO_WITH_CP_SIZES = 1.001, 1.005
+"""A search ends within this ratio of the lower bound."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """Samples in their places.
+
+    Attributes:
+        problem: of as many ranks and positions as the arrangement has: the job's ranks or their
+            context-parallel groups, and its positions or fewer.
+        batching: how samples were placed.
+        makespan_ms, sum_ms: predicted for the step and summed over its ranks, at the expected
+            budgets, which tuning makes no longer, or at those that the paper's tuning chooses;
+            rounded, so that equal steps tie.
+    """
+
+    problem: StepProblem
+    batching: Batching
+    arrangement: Arrangement
+    makespan_ms: float
+    sum_ms: float
+
+    @classmethod
+    def of(
+        cls, problem: StepProblem, arrangement: Arrangement, batching: Batching = "makespan"
+    ) -> Candidate:
+        """The candidate of an arrangement."""
+        budgets_LS = problem.expected_LS
+        if problem.budget_policy.by_latency:
+            budgets_LS = tune(problem.budgets, arrangement).budgets_LS
+        ms_R = problem.budgets.makespans_ms(budgets_LS, arrangement)
+        return cls(
+            problem=problem,
+            batching=batching,
+            arrangement=arrangement,
+            makespan_ms=rounded_ms(ms_R.max()),
+            sum_ms=rounded_ms(ms_R.sum()),
+        )
+
+
+def _makespan_ms(candidate: Candidate) -> tuple[float, float]:
+    """Of the step, then of all ranks; the first of equals is the shortest."""
+    return candidate.makespan_ms, candidate.sum_ms
+
+
+def best_candidate(problem: StepProblem) -> Candidate:
+    """The shortest step of all; in segments where those gain enough.
+
+    Raises:
+        PlanError: no placement exists, or the one given is not of this job.
+    """
+    if problem.inputs.placement is not None:
+        return _as_placed(problem.of_groups, problem.inputs.placement)
+    try:
+        equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
+    except PlanError:
+        if not problem.plans_cp_sizes:
+            raise
+        # The cap may ask for micro-batches that more ranks share.
+        equal = None
+    whole = equal
+    if problem.plans_cp_sizes:
+        whole = _with_cp_sizes(problem, equal)
+    assert whole is not None, "cp_sizes are planned where no equal ones are found"
+    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
+    cut = _in_segments(problem, equal, whole) if problem.plans_segments else []
+    shorter = [each for each in cut if each.makespan_ms < limit_ms]
+    return min(shorter or [whole], key=_makespan_ms)
+
+
+def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
+    """A placement that the caller has made, with budgets for it.
+
+    Raises:
+        PlanError: it is not one of this job, or does not hold every sample once.
+    """
+    job, samples = problem.job, len(problem.lengths_tokens)
+    shape = [len(rank) for rank in placement]
+    if shape != [job.micro_batches] * job.data_parallel_size:
+        raise PlanError(
+            f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} "
+            f"ranks of {job.micro_batches}; context-parallel ranks are not counted"
+        )
+    placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
+    if placed != list(range(samples)):
+        raise PlanError(f"placement: must hold each of the {samples} samples exactly once")
+    return Candidate.of(problem, Arrangement.of_groups(placement), "arrival")
+
+
+def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
+    """Candidates of ranks that share no micro-batch, the simplest first.
+
+    Raises:
+        PlanError: none of the policy's placements exists.
+    """
+    batching = problem.plan_settings.batching
+    simple: tuple[Batching, ...] = (batching,)
+    if batching == "makespan":
+        simple = ("arrival", "length", "latency")
+    found, failures = [], []
+    for name in simple:
+        try:
+            found.append(_placed(problem, name))
+        except PlanError as error:
+            failures.append(error)
+    if not found:
+        try:
+            return [_placed(problem, "arrival")]
+        except PlanError:
+            raise failures[-1] from None
+    if batching == "makespan":
+        rows = _best_rows(problem) if problem.job.lockstep_ranks > 1 else []
+        found += rows + [_searched(start) for start in rows or found[-1:]]
+    return found
+
+
+def _placed(problem: StepProblem, batching: Batching) -> Candidate:
+    lengths, job, cap_tokens = problem.lengths_tokens, problem.job, problem.cap_tokens
+    match batching:
+        case "arrival":
+            placement = arrival(lengths, job, cap_tokens)
+        case "length":
+            placement = balanced(problem.costs.lengths_tokens_S, lengths, job, cap_tokens)
+        case _:
+            placement = problem.balanced_by(problem.expected_LS)
+    return Candidate.of(problem, Arrangement.of_groups(placement), batching)
+
+
+def _searched(start: Candidate, max_cp_size: int = 1) -> Candidate:
+    """What the search makes of a start."""
+    problem = start.problem
+    job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
+    share, stop = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP, _STOP_RATIO_TO_BOUND
+    if max_cp_size > 1:
+        share, stop = SHARE_OF_STEP_FOR_CP_SIZES, _STOP_RATIO_WITH_CP_SIZES
+    found = anneal(
+        start.arrangement,
+        problem.costs,
+        problem.expected_2SC,
+        rules=Rules(
+            cap_tokens=problem.cap_tokens,
+            max_cp_size=max_cp_size,
+            lockstep_ranks=job.lockstep_ranks,
+        ),
+        plan_ms=problem.search_ms(start.makespan_ms, share),
+        enough_ms=stop * _bound_ms(problem, max_cp_size),
+        layer_2SX=problem.layer_2SX,
+    )
+    candidate = Candidate.of(problem, found)
+    if job.lockstep_ranks == 1 or job.pipeline_stages > 1 or max_cp_size > 1:
+        return candidate
+    return min(Candidate.of(problem, _falling(problem, found)), candidate, key=_makespan_ms)
+
+
+def _falling(problem: StepProblem, where: Arrangement) -> Arrangement:
+    """Every rank's micro-batches in falling order of their times: so large ones of one member meet
+    large ones of the others. Without a pipeline no order of a lockstep group is shorter where
+    backward times rank as forward times do."""
+    times = problem.costs.micro_batch_ms(problem.expected_2SC, where)
+    order_RM = np.argsort(-times.by_micro_batch_2RPVM.sum(axis=(0, 2, 3)), axis=1, kind="stable")
+    return Arrangement.of_groups(
+        tuple(
+            tuple(of_rank[position] for position in order_M)
+            for of_rank, order_M in zip(where.samples, order_RM.tolist(), strict=True)
+        )
+    )
+
+
+def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
+    """Lower bound of a step in one piece at the expected budgets."""
+    bounds = step_bounds(problem.expected_2SC, problem.costs, max_cp_size)
+    return bounds.bound_ms * float(problem.costs.slowness_RP.min())
+
+
+def _best_rows(problem: StepProblem) -> list[Candidate]:
+    """Rows on lockstep groups, in the most promising numbers of positions.
+
+    Without a pipeline, samples may be packed into rows of fewer positions than the job has; fewer,
+    fuller positions have more equal heights, and average errors of prediction.
+    """
+    positions = problem.job.micro_batches
+    own = sorted(_rows(problem), key=_makespan_ms)[:1]
+    if not problem.plans_positions:
+        return own
+    found = [
+        each
+        for fewer in range(1, positions)
+        for each in sorted(_rows(problem.with_positions(fewer)), key=_makespan_ms)[:1]
+    ]
+    return own + sorted(found, key=_makespan_ms)[:_MAX_NUMBERS_OF_POSITIONS]
+
+
+def _rows(problem: StepProblem) -> list[Candidate]:
+    """Rows of equal height, the highest ones on the group with least work; none where the samples
+    do not fit so many."""
+    job, costs = problem.job, problem.costs
+    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
+    members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
+    of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
+    weights_S = (problem.expected_2SC - costs.layers.together_2SC).sum(axis=(0, 2))
+    packings = packed_rows(
+        weights_S,
+        costs.lengths_tokens_S,
+        rows=groups * job.micro_batches,
+        members=members,
+        cap_tokens=problem.cap_tokens,
+    )
+    found = []
+    for rows in packings:
+        heights_X = np.array([weights_S[list(row[0])].sum() for row in rows])
+        placement = balanced(heights_X, [1] * len(rows), of_groups, len(rows))
+        samples: list[tuple[tuple[int, ...], ...]] = []
+        for group, positions in enumerate(placement):
+            falling = sorted((row for (row,) in positions), key=lambda row: (-heights_X[row], row))
+            slowness_W = costs.slowness_R[group * members :][:members]
+            # The fullest bins are on the fastest devices.
+            place_W = np.argsort(np.argsort(slowness_W, kind="stable"))
+            samples += [tuple(rows[row][place] for row in falling) for place in place_W.tolist()]
+        found.append(Candidate.of(problem, Arrangement.of_groups(tuple(samples))))
+    return found
+
+
+def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
+    """The best of planned cp_sizes and of equal ones, if there are any.
+
+    No others are searched where equal ones are near the lower bound of all cp_sizes.
+
+    Raises:
+        PlanError: no placement of the samples exists.
+    """
+    limit = problem.plan_settings.max_context_parallel
+    if equal is not None:
+        near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
+        if equal.makespan_ms <= near_ms:
+            return equal
+    try:
+        found = _searched(_shared_start(problem, limit), limit)
+    except PlanError:
+        if equal is None:
+            raise
+        return equal
+    return found if equal is None else min(equal, found, key=_makespan_ms)
+
+
+def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
+    """The shortest of starts that share samples more and less eagerly.
+
+    Where bytes travel more slowly between many ranks than between few, starts with a smaller
+    largest cp_size are tried as well.
+
+    Raises:
+        PlanError: no placement of the samples exists.
+    """
+    weights_S = problem.expected_2SC.sum(axis=(0, 2))
+    slowness = {factor for _, factor in problem.costs.exchange.cp_size_slowness}
+    halvings = max(1, max_cp_size.bit_length() - 1) if len(slowness) > 1 else 1
+    widest = (max_cp_size >> halving for halving in range(halvings))
+    starts, failures = [], []
+    for most_over_mean, widest_cp_size in product(_MAX_WEIGHTS_OVER_MEAN, widest):
+        rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=widest_cp_size)
+        try:
+            where = cp_size_start(weights_S, problem.costs, rules, most_over_mean)
+            starts.append(Candidate.of(problem, where))
+        except PlanError as error:
+            failures.append(error)
+    if not starts:
+        raise failures[-1]
+    return min(starts, key=_makespan_ms)
+
+
+def _in_segments(
+    problem: StepProblem, equal: Candidate | None, whole: Candidate
+) -> list[Candidate]:
+    """Steps in segments: of ranks alone or lockstep groups, and of ranks that share micro-batches.
+
+    The fullest rank holds at most as many tokens on its first stage as without segments.
+
+    Args:
+        equal: the step of equal cp_sizes in one piece; None where there is none.
+        whole: the shortest step in one piece.
+    """
+    whole = equal or whole
+    most_tokens = _most_tokens(problem, whole.arrangement)
+    lockstep = problem.job.lockstep_ranks > 1
+    starts = [] if equal is None else [equal.arrangement]
+    if lockstep:
+        starts += [each.arrangement for each in _rows(problem)]
+    elif starts:
+        with contextlib.suppress(PlanError):
+            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_LS))]
+    found = _cut(problem, starts, most_tokens)
+    if not problem.plans_cp_sizes or lockstep:
+        return found
+    if found and _imbalance_of_ranks(found[0]) < _EQUAL_RANKS:
+        # Sharing can gain little.
+        return found
+    # Cut finely, a pipeline takes about what its micro-batches take one after another. So cp_sizes
+    # are those of a step with all layers on one stage, and the best of every limit.
+    one_stage, limit = problem.on_one_stage, problem.plan_settings.max_context_parallel
+    starts = []
+    while limit > 1:
+        try:
+            start = _shared_start(one_stage, limit)
+        except PlanError:
+            # The cap asks for micro-batches that more ranks share.
+            break
+        starts.append(_searched(start, limit).arrangement)
+        limit //= 2
+    return found + _cut(problem, starts, most_tokens)
+
+
+def _cut(problem: StepProblem, starts: Iterable[Arrangement], most_tokens: int) -> list[Candidate]:
+    """What the search of segments makes of starts, where a micro-batch is worth cutting and holds
+    few enough tokens."""
+    found = []
+    for start in starts:
+        where, ms = SegmentSearch(problem, problem.expected_LS).best(start, most_tokens)
+        if where.is_cut and np.isfinite(ms):
+            found.append(Candidate.of(problem, where))
+    return found
+
+
+def _imbalance_of_ranks(cut: Candidate) -> float:
+    """The largest over the mean of the ranks' work, where they share nothing."""
+    rank_S = cut.arrangement.micro_batch_of_S // cut.problem.job.micro_batches
+    return imbalance(np.bincount(rank_S, cut.problem.expected_2SC.sum(axis=(0, 2))))
+
+
+def _most_tokens(problem: StepProblem, where: Arrangement) -> int:
+    """Tokens that 1F1B holds on the first stage of the fullest rank, in one piece; of a lockstep
+    group, the fullest member counts at every position."""
+    lengths, job = problem.lengths_tokens, problem.job
+    tokens_J = np.bincount(where.micro_batch_of_S, lengths, job.places)
+    tokens_RM = tokens_J[first_places(where.cp_sizes_RM)].reshape(where.cp_sizes_RM.shape)
+    tokens_RM = -(-tokens_RM // where.cp_sizes_RM)
+    tokens_EM = tokens_RM.reshape(-1, job.lockstep_ranks, job.micro_batches).max(axis=1)
+    width = min(job.pipeline_stages, job.micro_batches)
+    return int(sliding_window_view(tokens_EM, width, axis=1).sum(axis=2).max())
