@@ -57,6 +57,8 @@ _MAX_NUMBERS_OF_POSITIONS = 3
 """Numbers of positions whose rows are searched, beside that of the job."""
 _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 """Starts that share: the most a sample may weigh per rank, over the mean of all positions."""
+_MAX_STARTS_WITH_CP_SIZES = 2
+"""Starts that share samples and are searched, where they differ in their number of positions."""
 _SKIP_RATIO_TO_BOUND = 1.03
 """Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
 jobs without very long samples usually are; the search would double their planning time."""
@@ -286,7 +288,9 @@ def _rows(problem: StepProblem) -> list[Candidate]:
 def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     """The best of planned cp_sizes and of equal ones, if there are any.
 
-    No others are searched where equal ones are near the lower bound of all cp_sizes.
+    No others are searched where equal ones are near the lower bound of all cp_sizes. Where steps may
+    have fewer positions than the job, so do starts, by halves: a place for every micro-batch of the
+    job makes all ranks share every sample where there are no more samples than positions.
 
     Raises:
         PlanError: no placement of the samples exists.
@@ -296,13 +300,21 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
         near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
         if equal.makespan_ms <= near_ms:
             return equal
-    try:
-        found = _searched(_shared_start(problem, limit), limit)
-    except PlanError:
-        if equal is None:
-            raise
-        return equal
-    return found if equal is None else min(equal, found, key=_makespan_ms)
+    starts, failures = [], []
+    positions = problem.job.micro_batches
+    while positions:
+        try:
+            starts.append(_shared_start(problem.with_positions(positions), limit))
+        except PlanError as error:
+            failures.append(error)
+        positions = positions // 2 if problem.plans_positions else 0
+    starts.sort(key=_makespan_ms)
+    found = [_searched(start, limit) for start in starts[:_MAX_STARTS_WITH_CP_SIZES]]
+    if equal is not None:
+        found.append(equal)
+    if not found:
+        raise failures[0]
+    return min(found, key=_makespan_ms)
 
 
 def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
