@@ -244,8 +244,8 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
                 if workload.job.context_parallel_size > 1:
                     # Megatron's own dense attention, which ours stands for by lists where ranks
                     # share micro-batches.
-                    dense = ROWS[DENSE].of(workload)
-                    rows.append(TableRow(names=(*names, DENSE), workload=dense))
+                    of_megatron = ROWS[DENSE].of(workload)
+                    rows.append(TableRow(names=(*names, DENSE), workload=of_megatron))
                     words_of[*names, DENSE] = words
                 dense_rows.add(dense_words)
         bar.update()
