@@ -53,12 +53,8 @@ LEAST_GAIN = 0.99
 """Segments are used where the step takes less than this share of its time in one piece."""
 _EQUAL_RANKS = 1.05
 """Largest work of a rank over the mean at which ranks alone are as good as equal."""
-_MAX_NUMBERS_OF_POSITIONS = 3
-"""Numbers of positions whose rows are searched, beside that of the job."""
 _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 """Starts that share: the most a sample may weigh per rank, over the mean of all positions."""
-_MAX_STARTS_WITH_CP_SIZES = 2
-"""Starts that share samples and are searched, where they differ in their number of positions."""
 _SKIP_RATIO_TO_BOUND = 1.03
 """Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
 jobs without very long samples usually are; the search would double their planning time."""
@@ -174,8 +170,9 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         except PlanError:
             raise failures[-1] from None
     if batching == "makespan":
-        rows = _best_rows(problem) if problem.job.lockstep_ranks > 1 else []
-        found += rows + [_searched(start) for start in rows or found[-1:]]
+        rows = _rows_of_any_number(problem) if problem.job.lockstep_ranks > 1 else []
+        found += rows
+        found.append(_searched(min(rows or found[-1:], key=_makespan_ms)))
     return found
 
 
@@ -237,22 +234,15 @@ def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
     return bounds.bound_ms * float(problem.costs.slowness_RP.min())
 
 
-def _best_rows(problem: StepProblem) -> list[Candidate]:
-    """Rows on lockstep groups, in the most promising numbers of positions.
+def _rows_of_any_number(problem: StepProblem) -> list[Candidate]:
+    """Rows on lockstep groups, in as many positions as the job has.
 
-    Without a pipeline, samples may be packed into rows of fewer positions than the job has; fewer,
-    fuller positions have more equal heights, and average errors of prediction.
+    Without a pipeline, samples may be packed into rows of fewer positions, too; fewer, fuller
+    positions have more equal heights, and average errors of prediction.
     """
     positions = problem.job.micro_batches
-    own = sorted(_rows(problem), key=_makespan_ms)[:1]
-    if not problem.plans_positions:
-        return own
-    found = [
-        each
-        for fewer in range(1, positions)
-        for each in sorted(_rows(problem.with_positions(fewer)), key=_makespan_ms)[:1]
-    ]
-    return own + sorted(found, key=_makespan_ms)[:_MAX_NUMBERS_OF_POSITIONS]
+    numbers = range(1, positions + 1) if problem.plans_positions else [positions]
+    return [each for number in numbers for each in _rows(problem.with_positions(number))]
 
 
 def _rows(problem: StepProblem) -> list[Candidate]:
@@ -308,10 +298,9 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
         except PlanError as error:
             failures.append(error)
         positions = positions // 2 if problem.plans_positions else 0
-    starts.sort(key=_makespan_ms)
-    found = [_searched(start, limit) for start in starts[:_MAX_STARTS_WITH_CP_SIZES]]
-    if equal is not None:
-        found.append(equal)
+    found = [] if equal is None else [equal]
+    if starts:
+        found.append(_searched(min(starts, key=_makespan_ms), limit))
     if not found:
         raise failures[0]
     return min(found, key=_makespan_ms)

@@ -56,8 +56,7 @@ _ALL_ORDERS_UNTIL = 4
 """Positions of which all orders are tried first."""
 _GAIN = 1e-9
 _IDLE_ROUNDS = 400
-_IDLE_ROUNDS_PER_SAMPLE = 1
-"""Rounds without a gain after which the search ends, whichever is fewer."""
+"""Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
 
 def anneal(
@@ -107,7 +106,10 @@ class _Annealing:
         """The arrangement with the shortest step of all rounds."""
         best, idle = (self.ms_R.max(), self.ms_R.sum()), 0
         place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
-        most = min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * self.samples)
+        most = min(_IDLE_ROUNDS, self.samples)
+        if self.rules.max_cp_size == 1:
+            # Rows of equal height leave little to find, and a round draws many moves.
+            most = most * _DRAWN // self.drawn
         pipelines = max(2, self.groups) * self.rules.group_ranks // self.rules.lockstep_ranks
         each = (
             self.drawn * pipelines * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
