@@ -35,7 +35,7 @@ class Contents:
         self, costs: StepCosts, sample_2SC: np.ndarray, layer_2SX: np.ndarray | None = None
     ) -> None:
         samples, chunks = len(costs.lengths_tokens_S), costs.chunks
-        work, exchange = sample_2SC, costs.exchange_2SC
+        work, exchange, lists = sample_2SC, costs.exchange_2SC, costs.lists_2SC
         sequence, constant = costs.sequence_2C, costs.constant_2C
         self._chunk_of_X = np.arange(chunks)
         if layer_2SX is not None:
@@ -49,18 +49,18 @@ class Contents:
             column_X = np.append(alike_X, len(first_X) + np.arange(chunks))
             in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
             self._chunk_of_X = np.append(layers.chunk_of_X[first_X], np.arange(chunks))
-            work, exchange, sequence = (
+            of_layers = layer_2SX, layers.exchange_2SX, layers.lists_2SX, layers.sequence_2X
+            work, exchange, lists, sequence = (
                 np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
-                for values in (layer_2SX, layers.exchange_2SX, layers.sequence_2X)
+                for values in of_layers
             )
             constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work - sequence[:, None], exchange)
+            for values in (work - sequence[:, None], exchange, lists)
         ]
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
-        self._terms = 2 * len(self._chunk_of_X)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W, self._received_W = costs.share_W, costs.received_W
         self._slowness_IRC = _slowness_of_micro_batches(costs)
@@ -73,10 +73,12 @@ class Contents:
             cp_size: of the micro-batches, [...].
             rank: on which the micro-batches begin, [...].
         """
-        work, exchange = contents[..., : self._terms], contents[..., self._terms : SEQUENCES]
-        ms = work * self._share_W[cp_size][..., None]
+        work, exchange, lists = np.split(contents[..., :SEQUENCES], 3, axis=-1)
+        share = self._share_W[cp_size][..., None]
+        ms = work * share
         if cp_size.max(initial=1) > 1:
             ms += exchange * self._received_W[cp_size][..., None]
+            ms += lists * np.where(cp_size[..., None] > 1, share, 0.0)
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant
         if self._slowness_IRC is not None:
