@@ -170,9 +170,10 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         except PlanError:
             raise failures[-1] from None
     if batching == "makespan":
-        rows = _rows_of_any_number(problem) if problem.job.lockstep_ranks > 1 else []
-        found += rows
-        found.append(_searched(min(rows or found[-1:], key=_makespan_ms)))
+        starts = found[-1:]
+        if problem.job.lockstep_ranks > 1:
+            starts = _best_rows(problem) or starts
+        found += [each for start in starts for each in (start, _searched(start))]
     return found
 
 
@@ -234,15 +235,18 @@ def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
     return bounds.bound_ms * float(problem.costs.slowness_RP.min())
 
 
-def _rows_of_any_number(problem: StepProblem) -> list[Candidate]:
-    """Rows on lockstep groups, in as many positions as the job has.
+def _best_rows(problem: StepProblem) -> list[Candidate]:
+    """The best rows on lockstep groups, in as many positions as the job has, and in fewer.
 
-    Without a pipeline, samples may be packed into rows of fewer positions, too; fewer, fuller
-    positions have more equal heights, and average errors of prediction.
+    Without a pipeline, samples may be packed into rows of fewer positions; fewer, fuller positions
+    have more equal heights, and average errors of prediction.
     """
     positions = problem.job.micro_batches
-    numbers = range(1, positions + 1) if problem.plans_positions else [positions]
-    return [each for number in numbers for each in _rows(problem.with_positions(number))]
+    own, fewer = _rows(problem), []
+    if problem.plans_positions:
+        numbers = range(1, positions)
+        fewer = [each for number in numbers for each in _rows(problem.with_positions(number))]
+    return [min(each, key=_makespan_ms) for each in (own, fewer) if each]
 
 
 def _rows(problem: StepProblem) -> list[Candidate]:

@@ -304,9 +304,10 @@ held.make(claim=True)
 # Saving a checkpoint asynchronously forks; the child may outlive the run.
 child = os.fork()
 if child == 0:
+    # What runs in a child after a fork has run here: the child has let the lock go.
+    print(os.getpid(), flush=True)
     time.sleep(30)
     os._exit(0)
-print(child, flush=True)
 sys.stdin.read()
 """
 

@@ -149,6 +149,8 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
 def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_ranks):
     """Where one rank does not hold a document as a whole, dense attention is not what runs."""
     cost, lengths = counted(0.13), np.array([700, 3000, 5000, 900])
+    assert cost.covered_pair_share == pytest.approx(0.13 / 0.35)
+    cost = replace(cost, covered_pair_share=1.0)
     job = replace(job_shape(4, 1, 2, 1), lockstep_ranks=lockstep_ranks)
     scales, layers = StageScales.ones(2), job.layers
     dense_LS = np.broadcast_to(lengths <= 3000, (layers, 4))

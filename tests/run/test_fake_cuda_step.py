@@ -120,11 +120,10 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
 def test_ranks_of_an_expert_group_wait_nowhere_else(tmp_path: Path) -> None:
     """Megatron alone waits more: in each layer of experts once, for how many tokens they get."""
     found = _step(tmp_path, *EXPERTS, ranks=2)
-    layers = found["launches"]["_delta_kernel"]
     waits = found["waits"].pop(f"{OF_EXPERTS}.token_dispatcher._maybe_dtoh_and_synchronize")
     copies = found["copies"].pop(f"to cpu: {OF_EXPERTS}.moe_utils.maybe_move_tensor_to_cpu")
     # Of this rank's experts, to and from other ranks, of tensor-parallel ranks, of each expert.
-    assert (waits, copies) == (layers, 5 * layers)
+    assert copies == 5 * waits > 0
     check_waits_and_copies(found)
 
 
