@@ -49,13 +49,14 @@ def run(arguments: Namespace) -> int:
 
 _RECENT_STEPS = 10
 """What is said of devices and times looks at so many: single steps are noisy."""
-_ROW = "{:>15} {:>8} {:>7} {:>8} {:>6} {:>9} {:>7} {:>6}"
+_BAR_CHARACTERS = 6
+_ROW = "{:>15} {:>8} {:>7} {:>8} {:>6} {:>9} {:>7} {:>6} {}"
 _HEADINGS = _ROW.format(
-    *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "waiting", "to go")
-)
+    *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "waiting", "to go", "")
+).rstrip()
 _LEGEND = (
     "base: coverage of base budgets; imbalance: max/mean of what ranks compute;\n"
-    "waiting: share of the step; to go: minutes"
+    "waiting: share of the step, the dots of the bar; to go: minutes"
 )
 
 
@@ -107,11 +108,14 @@ def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None)
         typical_ms: of recent steps.
         iterations: of the whole run, None where that is unknown.
     """
-    figures, split, left = step.figures, split_time([step]), ""
+    figures, split, left, bar = step.figures, split_time([step]), "", ""
     waiting = split.waiting_ms / split.step_ms if split else None
+    if waiting is not None:
+        dots = round(waiting * _BAR_CHARACTERS)
+        bar = "#" * (_BAR_CHARACTERS - dots) + "." * dots
     if iterations is not None and typical_ms is not None:
         left = f"{max(0, iterations - step.iteration) * typical_ms / 60e3:,.0f}"
-    return _ROW.format(
+    row = _ROW.format(
         step.iteration if iterations is None else f"{step.iteration} of {iterations}",
         _cell(step.iteration_ms, shown_ms),
         _cell(step.lm_loss, "{:.4g}".format),
@@ -120,7 +124,10 @@ def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None)
         _cell(figures.imbalance, "{:.2f}".format),
         _cell(waiting, "{:.0%}".format),
         left,
-    ).rstrip()
+        bar,
+    )
+    # The bar gives way to wide numbers.
+    return row[:_COLUMNS].rstrip()
 
 
 def _cell(value: float | None, layout: Callable[[float], str]) -> str:

@@ -42,7 +42,7 @@ def test_a_finished_run_is_a_table_of_80_columns_that_says_so(
     write_lines(tmp_path / "steps.jsonl", [*records(tmp_path, iterations=4), "{broken"])
     *legend, _, row, slowest, end = lines = printed(tmp_path, capsys)
     assert legend and max(map(len, lines)) <= 80
-    assert row.split()[:3] == ["4", "of", "4"] and row.split()[-2].endswith("%")
+    assert row.split()[:3] == ["4", "of", "4"] and row.split()[-3].endswith("%")
     assert slowest.startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
     assert end == "4 of 4, ended"
 
