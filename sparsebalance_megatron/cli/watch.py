@@ -49,7 +49,7 @@ def run(arguments: Namespace) -> int:
 
 _RECENT_STEPS = 10
 """What is said of devices and times looks at so many: single steps are noisy."""
-_BAR_CHARACTERS = 6
+_BAR_CHARACTERS, _COLUMNS = 6, 80
 _ROW = "{:>15} {:>8} {:>7} {:>8} {:>6} {:>9} {:>7} {:>6} {}"
 _HEADINGS = _ROW.format(
     *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "waiting", "to go", "")
@@ -80,7 +80,7 @@ class Watch:
         iterations = log.header.iterations if log.header else None
         last, shown, recent = log.steps[-1].iteration, self._iteration, log.steps[-_RECENT_STEPS:]
         if shown is None:
-            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", columns=80)
+            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", columns=_COLUMNS)
             yield from (_LEGEND, _HEADINGS)
         recent_ms = [step.iteration_ms for step in recent if step.iteration_ms]
         typical_ms = median(recent_ms) if recent_ms else None
