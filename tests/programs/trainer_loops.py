@@ -122,8 +122,7 @@ class Trainer:
 
     def shared(self) -> dict[str, Any]:
         """Dense, with micro-batches on both ranks where one holds too few tokens."""
-        losses = Losses()
-        shares = {"max_context_parallel": 2, "max_tokens_per_micro_batch": 128}
+        losses, shares = Losses(), {"max_context_parallel": 2, "max_tokens_per_micro_batch": 128}
         with pipeline(1):
             self.train(losses, log="shared", **shares, **DENSE, **FAST)
         return {"dense": losses.values}
