@@ -4,13 +4,13 @@
 # context and expert parallelism 16, global batch 32. Its layout comes first, then smaller
 # context-parallel sizes. Lengths are generated (longalign-128k), not those of its data set.
 #
-#   benchmarks/recipe_128k.sh [--json] [--steps N]
-#   SELECTION=previous-block benchmarks/recipe_128k.sh
+#   benchmarks/recipe_128k.sh [--json]
+#   SELECTION=previous-block STEPS=8 benchmarks/recipe_128k.sh
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-STEPS=20
+STEPS="${STEPS:-20}"
 lengths="$(mktemp)"
 trap 'rm -f "${lengths}"' EXIT
 python -c "
