@@ -76,7 +76,8 @@ def anneal(
         layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
         enough_ms: a step that takes so long or less ends the search.
     """
-    contents, weights_S = Contents(costs, sample_2SC, layer_2SX), sample_2SC.sum(axis=(0, 2))
+    contents = Contents(costs, sample_2SC, layer_2SX, shared=rules.max_cp_size > 1)
+    weights_S = sample_2SC.sum(axis=(0, 2))
     effort = SearchEffort(plan_ms)
     return _Annealing(start, costs.job, contents, weights_S, rules, effort).best(enough_ms)
 

@@ -26,13 +26,19 @@ class Contents:
     Args:
         sample_2SC: ms of every sample on a rank by itself.
         layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
+        shared: whether ranks may share micro-batches.
 
     Attributes:
         of_sample_SX: contents of every sample.
     """
 
     def __init__(
-        self, costs: StepCosts, sample_2SC: np.ndarray, layer_2SX: np.ndarray | None = None
+        self,
+        costs: StepCosts,
+        sample_2SC: np.ndarray,
+        layer_2SX: np.ndarray | None = None,
+        *,
+        shared: bool = True,
     ) -> None:
         samples, chunks = len(costs.lengths_tokens_S), costs.chunks
         work, exchange, lists = sample_2SC, costs.exchange_2SC, costs.lists_2SC
@@ -57,8 +63,9 @@ class Contents:
             constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work - sequence[:, None], exchange, lists)
+            for values in (work - sequence[:, None], *((exchange, lists) if shared else ()))
         ]
+        self._work_terms = terms[0].shape[1]
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
@@ -73,10 +80,10 @@ class Contents:
             cp_size: of the micro-batches, [...].
             rank: on which the micro-batches begin, [...].
         """
-        work, exchange, lists = np.split(contents[..., :SEQUENCES], 3, axis=-1)
         share = self._share_W[cp_size][..., None]
-        ms = work * share
+        ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
+            exchange, lists = np.split(contents[..., self._work_terms : SEQUENCES], 2, axis=-1)
             ms += exchange * self._received_W[cp_size][..., None]
             ms += lists * np.where(cp_size[..., None] > 1, share, 0.0)
         ms += contents[..., SEQUENCES, None] * self._sequence
