@@ -56,8 +56,22 @@ def progress_bar(name: str, total: int, unit: str) -> Any:
     each part. Logs get a line every ten seconds."""
     from tqdm import tqdm
 
-    seconds = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(desc=name, total=total, unit=unit, delay=5.0, mininterval=seconds, leave=False)
+    if sys.stderr.isatty():
+        return tqdm(desc=name, total=total, unit=unit, delay=5.0, mininterval=0.2, leave=False)
+    return tqdm(
+        desc=name, total=total, unit=unit, delay=5.0, mininterval=10.0, ncols=70, file=_Lines()
+    )
+
+
+class _Lines:
+    """Standard error, with every state of a bar on a line of its own."""
+
+    def write(self, text: str) -> None:
+        if state := text.strip():
+            sys.stderr.write(f"{state}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def terminal_columns() -> int:

@@ -202,6 +202,11 @@ def test_the_only_move_there_is():
     assert annealed(case, 20.0).samples == (((0,),), ((1,),))
 
 
+def within_cap(before, costs, sample_2SC, cap_tokens):
+    start, rules = Arrangement.of_groups(before), Rules(cap_tokens=cap_tokens)
+    return anneal(start, costs, sample_2SC, rules=rules, plan_ms=20.0).samples
+
+
 def loads(lengths, placement):
     return [sum(lengths[sample] for sample in each) for rank in placement for each in rank]
 
@@ -213,13 +218,7 @@ def test_the_sample_that_arrived_first_counts_like_any_other():
     costs = step_costs(lengths, job_shape(2, 1), cost_model(), StageScales.ones(1))
     sample_2SC = np.broadcast_to(sample_ms[:, None], (2, 4, 1))
     for cap, expected in ((6200, [6.0, 9.0]), (9000, [7.0, 8.0])):
-        after = anneal(
-            Arrangement.of_groups(before),
-            costs,
-            sample_2SC,
-            rules=Rules(cap_tokens=cap),
-            plan_ms=20.0,
-        ).samples
+        after = within_cap(before, costs, sample_2SC, cap)
         assert max(loads(lengths, after)) <= cap
         assert sorted(loads(sample_ms, after)) == expected
 
@@ -233,13 +232,7 @@ def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     for cap, expected in ((5000, [4001, 5000]), (5001, [4000, 5001])):
-        after = anneal(
-            Arrangement.of_groups(before),
-            costs,
-            sample_2SC,
-            rules=Rules(cap_tokens=cap),
-            plan_ms=20.0,
-        ).samples
+        after = within_cap(before, costs, sample_2SC, cap)
         assert loads(lengths, after) == expected
 
 
