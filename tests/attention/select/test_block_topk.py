@@ -90,7 +90,7 @@ EPSILON = torch.finfo(torch.float32).eps
 SCORE_ROUNDING = 80 * EPSILON
 """A score sums eight products of numbers up to about 5, of which each may be rounded."""
 COVERAGE_ROUNDING = 40 * EPSILON
-"""Of scores that are scaled by 0.3, and of a sum over a document's masses."""
+"""Rounding of scores that are scaled by 0.3, and of a sum over a document's masses."""
 
 
 @given(
