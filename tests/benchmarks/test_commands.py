@@ -26,11 +26,11 @@ COMMANDS = sorted(
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
     "simulate": ("--quick",),
-    # Its instruments name functions of the package.
-    "overhead": ("--quick",),
 }
 """Benchmark -> arguments of its short form; beside them, --json FILE."""
 NIGHTLY: dict[str, tuple[str, ...]] = {
+    # Its instruments name functions of the package.
+    "overhead": ("--quick",),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
     "quality": ("--quick", "--steps", "6", "--arms", "random"),
     "soak": ("--quick",),

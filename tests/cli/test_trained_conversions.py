@@ -23,7 +23,7 @@ from convert.conversions import (
 from convert.tiny_models import VOCABULARY, save, stored_tensors, tiny_model
 from harness import (
     BALANCE_FLAGS,
-    PROGRAMS,
+    CHANGED,
     TRAINING_FLAGS,
     TrainingRun,
     run_training,
@@ -55,7 +55,7 @@ LAYOUTS = {
 """Run on two ranks -> model and layout. Runs of EXPERTS learn; the others change nothing."""
 ENTRY_POINTS = (
     ("-m", "sparsebalance_megatron.pretrain_gpt"),
-    (str(PROGRAMS / "sequence_parallel.py"),),
+    (CHANGED, "marked-norms"),
 )
 """Without and with sequence parallelism, which experts need where tensors are split."""
 ROUNDINGS = 16 * 2.0**-23

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with examples/hosts/own_loop.py and own_data.py; results go to a JSON file.
 
-Usage: trainer_loops.py trainer|host CODE.py OUTPUT_DIRECTORY [DATA_PREFIX]. CODE.py is one of these
-examples. ``trainer`` owns its loop: one rank trains
-without the plugin, to compare with, and makes mistakes; two train data-parallel and then as a
-pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make mistakes,
-four share them; one rank is what both are compared with.
+Usage: trainer_loops.py trainer CODE.py OUTPUT_DIRECTORY DATA_PREFIX, or host CODE.py
+OUTPUT_DIRECTORY FULLY_SHARD.py. CODE.py is one of these examples. ``trainer`` owns its loop: one
+rank trains without the plugin, to compare with, and makes mistakes; two train data-parallel and
+then as a pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make
+mistakes, four share them; one rank is what both are compared with. One rank and two also train
+examples/hosts/fully_shard.py on the host's samples.
 """
 
 from __future__ import annotations
@@ -370,10 +371,10 @@ def executed_budgets() -> Any:
 
 
 class Host:
-    """The document's host."""
+    """The document's host, and the one whose parameters are in shards."""
 
-    def __init__(self, block: Any) -> None:
-        self.block = block
+    def __init__(self, block: Any, fully_shard: str) -> None:
+        self.block, self.fully_shard = block, module_at("fully_shard", fully_shard)
 
     def train(
         self,
@@ -561,16 +562,28 @@ class Host:
         }
         return {name: error_of(mistake) for name, mistake in found.items()}
 
+    def sharded(self) -> dict[str, Any]:
+        """Losses and figures of fully_shard.py, with dense and with tuned budgets."""
+        found = {}
+        with pipeline(1):
+            for name, choices in {"dense": DENSE, "tuned": TUNED}.items():
+                losses, made = Losses(), (transformer_config(), balance_config(**choices))
+                self.fully_shard.train(*made, HOST_SIZES, batches(), losses)
+                found[name] = {"losses": losses.values, "figures": losses.figures}
+        return found
+
     def results(self) -> dict[str, Any]:
-        if dist.get_world_size() == 2:
-            layouts = {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
-            return layouts | {"positions": self.positions()}
         if dist.get_world_size() == 4:
             return self.shared()
-        with pipeline(1):
-            alone = Losses()
-            self.train(alone, 1, batches(), **DENSE)
-            return {"dense": alone.values}
+        if dist.get_world_size() == 2:
+            found = {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
+            found["positions"] = self.positions()
+        else:
+            with pipeline(1):
+                alone = Losses()
+                self.train(alone, 1, batches(), **DENSE)
+            found = {"dense": alone.values}
+        return found | {"sharded": self.sharded()}
 
 
 def as_placed(ended: Any) -> Any:
@@ -585,10 +598,10 @@ def _by_layer(planned: Any) -> list[list[int]]:
     return [layer.tolist() for each in own.micro_batches for layer in each.budgets_LS]
 
 
-def main(kind: str, path: str, output: str, *data_prefix: str) -> None:
+def main(kind: str, path: str, output: str, other: str) -> None:
     block = module_at(kind, path)
     dist.init_process_group("gloo")
-    loop = Trainer(block, Path(output), *data_prefix) if kind == "trainer" else Host(block)
+    loop = Trainer(block, Path(output), other) if kind == "trainer" else Host(block, other)
     result: dict[str, Any] = loop.results()
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("megatron.training"))
     file = Path(output, f"world{dist.get_world_size()}-rank{dist.get_rank()}.json")
