@@ -41,10 +41,13 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from small_gpt import (  # noqa: E402
     SIZES,
+    STEPS,
     Losses,
     balance_config,
+    batches,
     error_of,
     gpt,
+    lengths_of,
     module_at,
     pipeline,
     schedule,
@@ -59,7 +62,6 @@ from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
 
-STEPS = 4
 DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
 """Budgets of more blocks than any sample has."""
 FAST: dict[str, Any] = {"gigabytes_per_second": 1e5}
@@ -326,24 +328,6 @@ class BareTrainer:
         self.schedule()
 
 
-def batches(count: int = STEPS, first: int = 0) -> list[list[torch.Tensor]]:
-    """Every step has another number of samples, of long-tailed lengths."""
-    made = []
-    for step in range(first, first + count):
-        generator = np.random.default_rng(step)
-        lengths = np.clip(generator.lognormal(np.log(40), 0.9, 8 + 2 * (step % 2)), 4, 250)
-        made.append([_tokens(generator, int(length) + 1) for length in lengths])
-    return made
-
-
-def _tokens(generator: np.random.Generator, length: int) -> torch.Tensor:
-    return torch.as_tensor((generator.random(length) ** 3 * 255).astype(np.int64))
-
-
-def lengths_of(batch: list[torch.Tensor]) -> list[int]:
-    return [len(sample) - 1 for sample in batch]
-
-
 @contextmanager
 def executed_budgets() -> Any:
     """Budgets of all samples that layers attended to, and selectors were asked for, in order.
@@ -388,6 +372,18 @@ class Host:
         config = transformer_config(stages, **(model or {}))
         return self.block.train(config, balance_config(**choices), HOST_SIZES, some, losses, state)
 
+    @contextmanager
+    def planned_steps(self) -> Any:
+        """The steps that the host runs meanwhile."""
+        steps, run_schedule = [], self.block.run_schedule
+
+        def recorded(*given: Any) -> Any:
+            steps.append(given[2])
+            return run_schedule(*given)
+
+        with mock.patch.object(self.block, "run_schedule", recorded):
+            yield steps
+
     def shared(self) -> dict[str, Any]:
         """Dense; where a rank holds at most 64 tokens, and in layouts of which each has two
         groups."""
@@ -397,20 +393,14 @@ class Host:
             "context": (1, 2, {"context_parallel": "static"}),
         }
         result: dict[str, Any] = {}
-        run_schedule = self.block.run_schedule
         for name, (stages, cp_size, choices) in layouts.items():
-            cp_sizes: set[int] = set()
-
-            def recorded(*given: Any, seen: Any = cp_sizes) -> Any:
-                seen |= {micro_batch.cp_size for micro_batch in given[2].plan.micro_batches}
-                return run_schedule(*given)
-
             losses, context = Losses(), {"context_parallel_size": cp_size}
             with pipeline(stages, context_parallel_size=cp_size):
-                with mock.patch.object(self.block, "run_schedule", recorded):
+                with self.planned_steps() as steps:
                     ended, _, model = self.train(
                         losses, stages, batches(), None, context, **DENSE, **FAST, **choices
                     )
+                cp_sizes = {each.cp_size for step in steps for each in step.plan.micro_batches}
                 result[name] = {"losses": losses.values, "cp_sizes": sorted(cp_sizes)}
                 if name == "data":
                     result[name] |= self.shared_passes(ended, model)
@@ -419,20 +409,11 @@ class Host:
     def positions(self) -> dict[str, Any]:
         """Losses and numbers of micro-batches of experts, as the plan chooses and the least."""
         found: dict[str, Any] = {}
-        run_schedule = self.block.run_schedule
         for name in ("planned", "fixed"):
-            numbers: list[int] = []
-
-            def recorded(*given: Any, seen: Any = numbers) -> Any:
-                seen.append(given[2].micro_batches)
-                return run_schedule(*given)
-
             losses = Losses()
-            with (
-                pipeline(1, expert_model_parallel_size=2),
-                mock.patch.object(self.block, "run_schedule", recorded),
-            ):
+            with pipeline(1, expert_model_parallel_size=2), self.planned_steps() as steps:
                 self.train(losses, 1, batches(), model=EXPERTS, positions=name, **DENSE)
+            numbers = [step.micro_batches for step in steps]
             found[name] = {"losses": losses.values, "numbers": numbers}
         return found
 
