@@ -309,7 +309,7 @@ POSITIONS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
     ),
 }
-"""Steps have fewer micro-batches than the batch sizes make, where ranks run in lockstep or share."""
+"""Steps have fewer micro-batches than the batch sizes make: ranks run in lockstep or share them."""
 
 ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
 
