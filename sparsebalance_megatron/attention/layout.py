@@ -27,8 +27,7 @@ class BlockGrid:
     All arrays are int64, on the host.
 
     Attributes:
-        block_size: tokens of a full block.
-        boundaries: document boundaries in tokens, S + 1 entries from 0.
+        boundaries: of documents in tokens, S + 1 entries from 0.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
         first_block_S, blocks_S: a document's first block, and its blocks.
@@ -57,7 +56,7 @@ class PackedLayout:
 
     Attributes:
         grid: the blocks on the host; tensors have the names that it has.
-        number_N: a block's number in the sequence, 0 to N - 1.
+        number_N: 0 to N - 1.
         document_first_N, document_end_N: the first block of a block's document, and one past the
             document's last token.
         block_T: a token's block.

@@ -6,7 +6,7 @@ Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,14 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    dense_attention,
+)
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate.settings import settings_of
-from sparsebalance_megatron.layer_budgets import DENSE
 
 
 def sparse_balance_attention(
@@ -72,26 +75,27 @@ def sparse_balance_attention(
     else:
         part = _whole_rows(starts_BQ, settings.sparse_block_size)
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
-    kv_layout = part.rows.kv_layout
+    kv_layout, asking_THD = part.rows.kv_layout, q_THD[part.asking_T]
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cast("int", module.layer_idx)
-    if settings.base_budget(layer) == DENSE:
-        selection = Selection.of_everything(part.rows, k_TGD.shape[1])
+    lengths_tokens = kv_layout.grid.tokens_S.tolist()
+    budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
+    inputs = asking_THD, k_TGD, v_TGD
+    everything = all(map(operator.ge, budgets, kv_layout.blocks_per_document))
+    if everything and asked == tokens and attends_densely(q_THD, v_TGD, kv_layout, "auto"):
+        out_THD, _ = dense_attention(*inputs, kv_layout, softmax_scale=softmax_scale)
     else:
-        lengths_tokens = (end - begin for begin, end in itertools.pairwise(kv_layout.cu_seqlens))
-        budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
-        ranking = selector.rank(
-            q_THD[part.asking_T],
-            selector.summaries(q_THD, k_TGD, kv_layout),
-            part.rows,
-            softmax_scale=softmax_scale,
-            max_budget=max(budgets),
-            observe=False,
-        )
-        selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
-    out_THD, _ = block_sparse_attention(
-        q_THD[part.asking_T], k_TGD, v_TGD, selection, softmax_scale=softmax_scale
-    )
+        if everything:
+            selection = Selection.of_everything(part.rows, k_TGD.shape[1])
+        else:
+            ranking = selector.rank(
+                *(asking_THD, selector.summaries(q_THD, k_TGD, kv_layout), part.rows),
+                softmax_scale=softmax_scale,
+                max_budget=max(budgets),
+                observe=False,
+            )
+            selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
+        out_THD, _ = block_sparse_attention(*inputs, selection, softmax_scale=softmax_scale)
     place_T = part.kept_T[part.asking_T]
     out_THD = out_THD.new_zeros(q_BTHD.flatten(0, 1).shape).index_copy(0, place_T, out_THD)
     return out_THD.unflatten(0, (batch, -1))[:, -asked:], None

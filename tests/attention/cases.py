@@ -24,7 +24,7 @@ from oracles import vertical_slash as column_oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.kernels import blocks, tile_attention
+from sparsebalance_megatron.attention.kernels import tile_attention
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
@@ -281,8 +281,7 @@ def selection_by_scores(
 
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``blocks`` and ``tokens`` compute without torch's CPU kernels."""
-    for module in (blocks, tile_attention):
-        monkeypatch.setattr(module, "takes_flash", lambda device: False)
+    monkeypatch.setattr(tile_attention, "takes_flash", lambda device: False)
 
 
 def on_device(selection: Selection, device: str) -> Selection:

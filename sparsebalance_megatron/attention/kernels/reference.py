@@ -2,9 +2,7 @@
 """Masked dense attention by formula: the yardstick, for every selection.
 
 One document of queries and one head at a time, a mask of queries by keys is written from the
-selection. Computes in float32, or float64 for float64 inputs. Time is quadratic in a document's
-tokens and does not fall with the budget. Masks are made anew in the backward pass, so memory
-between passes is linear.
+selection. Computes in float32, or float64 for float64 inputs.
 
 Shape legend: Q queries and E keys of a document.
 """
@@ -32,8 +30,8 @@ def forward(
         s_QE = (part.q_QD @ part.k_ED.t() * softmax_scale).masked_fill(~part.mask_QE, -torch.inf)
         lse_Q = s_QE.logsumexp(-1)
         p_QE = _probabilities(s_QE, lse_Q, part.mask_QE)
-        out_THF[part.queries, part.head] = (p_QE @ part.v_EF).to(q_THD.dtype)
-        lse_TH[part.queries, part.head] = lse_Q
+        out_THF[part.rows] = (p_QE @ part.v_EF).to(q_THD.dtype)
+        lse_TH[part.rows] = lse_Q
     return out_THF, lse_TH
 
 
@@ -44,17 +42,16 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     dq_THD = torch.empty_like(q_THD)
     dk_TGD, dv_TGF = torch.zeros_like(k_TGD, dtype=dtype), torch.zeros_like(v_TGF, dtype=dtype)
     for part in _parts(q_THD, k_TGD, v_TGF, saved.selection):
-        row = part.queries, part.head
-        dout_QF, out_QF = dout_THF[row].to(dtype), saved.out_THF[row].to(dtype)
-        p_QE = _probabilities(
-            part.q_QD @ part.k_ED.t() * softmax_scale, saved.lse_TH[row], part.mask_QE
-        )
+        rows, unread_E1 = part.rows, ~part.mask_QE.any(0)[:, None]
+        dout_QF, out_QF = dout_THF[rows].to(dtype), saved.out_THF[rows].to(dtype)
+        s_QE = part.q_QD @ part.k_ED.t() * softmax_scale
+        p_QE = _probabilities(s_QE, saved.lse_TH[rows], part.mask_QE)
         dp_QE = dout_QF @ part.v_EF.t()
         ds_QE = p_QE * (dp_QE - (dout_QF * out_QF).sum(-1, keepdim=True))
-        dq_THD[row] = (ds_QE @ part.k_ED * softmax_scale).to(q_THD.dtype)
+        dq_THD[rows] = (ds_QE @ part.k_ED * softmax_scale).to(q_THD.dtype)
         dk_ED, dv_EF = ds_QE.t() @ part.q_QD * softmax_scale, p_QE.t() @ dout_QF
-        dk_TGD[part.keys, part.kv_head] += dk_ED.masked_fill(part.unread_E1, 0.0)
-        dv_TGF[part.keys, part.kv_head] += dv_EF.masked_fill(part.unread_E1, 0.0)
+        dk_TGD[part.columns] += dk_ED.masked_fill(unread_E1, 0.0)
+        dv_TGF[part.columns] += dv_EF.masked_fill(unread_E1, 0.0)
     return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGF.to(v_TGF.dtype)
 
 
@@ -66,15 +63,12 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
 class _Part(NamedTuple):
     """One query head of one document: its rows, the keys it may read, and which it does."""
 
-    queries: slice
-    keys: slice
-    head: int
-    kv_head: int
+    rows: tuple[slice, int]
+    columns: tuple[slice, int]
     q_QD: Tensor
     k_ED: Tensor
     v_EF: Tensor
     mask_QE: Tensor
-    unread_E1: Tensor
 
 
 def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> Iterator[_Part]:
@@ -86,22 +80,18 @@ def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) ->
         # In another sequence, the document's keys may lie anywhere.
         keys = queries if query_layout is kv_layout else slice(0, kv_layout.tokens)
         for head in range(query_heads):
-            kv_head = head * kv_heads // query_heads
-            mask_QE = _mask(
-                selection, queries, keys, head * selection.counts_QC.shape[1] // query_heads
-            )
+            rows, columns = (queries, head), (keys, head * kv_heads // query_heads)
+            selecting_head = head * selection.counts_QC.shape[1] // query_heads
+            mask_QE = _mask(selection, queries, keys, selecting_head)
             # Unread keys become 0, and so do their gradients: NaN times a probability of 0 is NaN.
             unread_E1 = ~mask_QE.any(0)[:, None]
             yield _Part(
-                queries=queries,
-                keys=keys,
-                head=head,
-                kv_head=kv_head,
-                q_QD=q_THD[queries, head].to(dtype),
-                k_ED=k_TGD[keys, kv_head].to(dtype).masked_fill(unread_E1, 0.0),
-                v_EF=v_TGF[keys, kv_head].to(dtype).masked_fill(unread_E1, 0.0),
+                rows=rows,
+                columns=columns,
+                q_QD=q_THD[rows].to(dtype),
+                k_ED=k_TGD[columns].to(dtype).masked_fill(unread_E1, 0.0),
+                v_EF=v_TGF[columns].to(dtype).masked_fill(unread_E1, 0.0),
                 mask_QE=mask_QE,
-                unread_E1=unread_E1,
             )
 
 
@@ -133,15 +123,12 @@ def _columns(lists: ColumnLists, query_block_Q: Tensor, keys: slice, kv_head: in
     tokens_QK = lists.tokens_NGK[query_block_Q, kv_head].long() - keys.start
     place_K = torch.arange(tokens_QK.shape[1], device=query_block_Q.device)
     past_end_QK = place_K >= lists.counts_NG[query_block_Q, kv_head, None]
-    read_QE = torch.zeros(
-        *(len(query_block_Q), keys.stop - keys.start + 1),
-        dtype=torch.bool,
-        device=query_block_Q.device,
-    )
     # What lies past a list's end lands in an extra column, which no key belongs to.
-    return read_QE.scatter_(1, tokens_QK.masked_fill(past_end_QK, keys.stop - keys.start), True)[
-        :, :-1
-    ]
+    extra = keys.stop - keys.start
+    read_QE = torch.zeros(
+        len(query_block_Q), extra + 1, dtype=torch.bool, device=query_block_Q.device
+    ).scatter_(1, tokens_QK.masked_fill(past_end_QK, extra), True)
+    return read_QE[:, :-1]
 
 
 def _positions(tokens: slice, like: Tensor) -> Tensor:

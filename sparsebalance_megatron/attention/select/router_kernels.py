@@ -41,8 +41,7 @@ _SIGN_AND_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 def launch_shape(columns: int, places: int, *, observe: bool) -> dict[str, int]:
-    """Constants that the kernel is compiled for: rows sorted at once, columns of a row, places
-    sorted and warps. All are powers of two, so few combinations are compiled."""
+    """Constants that the kernel is compiled for; all are powers of two, so that they are few."""
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(columns))
     listed = max(FEWEST_COLUMNS, triton.next_power_of_2(places))
     warps = max(_FEWEST_WARPS, columns // KEYS_OF_A_WARP)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a few rows at a time, ranked in torch; or all rows, by Triton kernels.
 
-What is kept is the lists alone, and a sum per document.
-
 Shape legend: S documents of the keys' sequence, Q rows that select, C heads that select, E query
 heads of a selecting head, Y rows of a chunk, W columns of a chunk (blocks that its rows may read),
 I first blocks of a document.
@@ -52,9 +50,7 @@ def rank_in_chunks(
     Args:
         queries_QCED: a row asks with the mean over E.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
-        by_token: whether rows are tokens, or blocks that speak for their tokens.
         first_blocks: of a document, which come after the own block whatever their scores.
-        router: who ranks; see :func:`..summaries.ranks_in_triton`.
     """
     heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
@@ -116,8 +112,7 @@ def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Consecutive selecting rows; of the keys' sequence the blocks and the documents from the first
-    that any row may read to the last."""
+    """Consecutive selecting rows, and the range of blocks and of documents that they may read."""
 
     rows: slice
     blocks: slice
@@ -170,8 +165,7 @@ _ABOVE_ALL_MASS = 2.0
 
 
 class _Visible(NamedTuple):
-    """Columns of a chunk that its rows see: ``hidden_YW`` are not, ``own_CY1`` and ``first_CYI``
-    are the own block and the document's first ones."""
+    """Columns of a chunk that its rows do not see; the own one; the document's first ones."""
 
     hidden_YW: Tensor
     own_CY1: Tensor
@@ -181,7 +175,6 @@ class _Visible(NamedTuple):
     def of(
         cls, scores_CYW: Tensor, own_Y: Tensor, first_Y: Tensor, *, first_blocks: int
     ) -> _Visible:
-        """What the rows of scores see from their first column to their own."""
         heads, _, columns = scores_CYW.shape
         own_Y1, first_Y1 = own_Y[:, None], first_Y[:, None]
         column_W = torch.arange(columns, device=own_Y.device)

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.kernels.triton import is_interpreted
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.config import Router
 
@@ -56,7 +57,7 @@ class BlockSummaries:
 
 def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -> Tensor:
     """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64."""
-    if means_in_triton(router, x_THD.device):
+    if takes_triton(router, x_THD.device):
         from sparsebalance_megatron.attention.select.router_kernels import pooled_means
 
         return pooled_means(x_THD, layout)
@@ -111,36 +112,29 @@ MOST_BLOCKS = 1024
 """Blocks of a document whose sort was compiled and seen to stay in registers."""
 
 
-def means_in_triton(router: Router, device: torch.device) -> bool:
-    """Whether means over blocks come from the kernel; see :func:`ranks_in_triton`."""
-    return _chosen(router, device, _obstacle_of_device(device))
-
-
 def ranks_in_triton(
     router: Router, device: torch.device, layouts: LayoutPair, *, softmax_scale: float
 ) -> bool:
     """Whether rows of scores are ranked by the kernel.
 
     "auto" takes it wherever it serves on CUDA, and warns where it does not; "torch" never takes it.
-    Interpreted kernels serve on the CPU, where only "triton" takes them.
-
-    Raises:
-        ValueError: ``router`` is "triton", and it does not serve.
+    Interpreted kernels serve on the CPU, where only "triton" takes them; where it does not serve,
+    that is a ValueError.
     """
-    obstacle = _obstacle_of_device(device)
-    if obstacle is None and layouts.kv_layout.max_blocks > MOST_BLOCKS:
-        obstacle = (
-            f"ranks documents of up to {MOST_BLOCKS} blocks, not {layouts.kv_layout.max_blocks}: "
-            "take larger blocks"
-        )
-    if obstacle is None and not softmax_scale > 0.0:
+    obstacle, blocks = None, layouts.kv_layout.max_blocks
+    if blocks > MOST_BLOCKS:
+        most = f"ranks documents of up to {MOST_BLOCKS} blocks"
+        obstacle = f"{most}, not {blocks}: take larger blocks"
+    elif not softmax_scale > 0.0:
         obstacle = f"needs a positive softmax scale, not {softmax_scale}"
-    return _chosen(router, device, obstacle)
+    return takes_triton(router, device, obstacle)
 
 
-def _chosen(router: Router, device: torch.device, obstacle: str | None) -> bool:
+def takes_triton(router: Router, device: torch.device, obstacle: str | None = None) -> bool:
+    """Whether kernels serve; see :func:`ranks_in_triton`. Means over blocks have no obstacle."""
     if router == "torch":
         return False
+    obstacle = _obstacle_of_device(device) or obstacle
     if obstacle is None:
         return router == "triton" or device.type == "cuda"
     if router == "triton":
@@ -153,10 +147,6 @@ def _chosen(router: Router, device: torch.device, obstacle: str | None) -> bool:
 def _obstacle_of_device(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
-    if device.type == "cuda":
-        return None
-    import triton
-
-    if triton.knobs.runtime.interpret:
+    if device.type == "cuda" or is_interpreted():
         return None
     return f"needs CUDA, and the keys lie on {device}"

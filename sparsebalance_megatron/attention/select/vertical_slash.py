@@ -3,8 +3,7 @@
 
 After MTraining (arXiv:2510.18830) and MInference (arXiv:2407.02490), whose attention patterns are
 vertical lines (keys that many queries read) and slashes (distances at which many queries read).
-What differs from theirs, and why, is in research/vertical_slash.md. Nothing here reads the device
-from the host, and every result is the same in a recomputed pass.
+What differs from theirs, and why, is in research/vertical_slash.md.
 
 A key's column mass is the softmax mass that probes put on it. A block diagonal's mass is what a
 later query block will put on one past block if every diagonal of the probes keeps its mass: a
@@ -52,12 +51,7 @@ _ALWAYS_READ = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbesAndKeys:
-    """Queries that probe in every block, and what they attend to: the sequence's keys, as they are.
-
-    Attributes:
-        keys_TGD: one entry per token.
-        probes_NUHD: the probes of every block.
-    """
+    """The sequence's keys, as they are, and the queries that probe in every block."""
 
     keys_TGD: Tensor
     probes_NUHD: Tensor
@@ -105,12 +99,10 @@ class VerticalSlash(RankingSelector):
 
     @property
     def needs_whole_documents(self) -> bool:
-        """Whether one rank must hold all queries of a document."""
         return self.looks_ahead
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
-        """Take the sequence's keys and probes; see :class:`..select.Selector`."""
         return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
 
     def probes_of(self, layout: PackedLayout) -> Tensor:
@@ -151,8 +143,6 @@ class VerticalSlash(RankingSelector):
             )
         with undisturbed(q_THD.device):
             lists = _RowLists(self, q_THD, summaries, layouts, softmax_scale, max_budget, observe)
-            for document in range(layouts.kv_layout.documents):
-                lists.rank_document(document)
             return lists.ranking()
 
 
@@ -201,11 +191,12 @@ class _RowLists:
         self._elements_at_once = SCORES_AT_ONCE * (_CUDA_FACTOR if q_THD.is_cuda else 1)
         self._budgets = observed_budgets(layout.max_blocks)
         self._budget_K = copied_to(torch.tensor(self._budgets), q_THD.device)
-        self._covered_SK = torch.zeros(
-            *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
-        )
+        shape = layout.documents, len(self._budgets)
+        self._covered_SK = torch.zeros(shape, dtype=torch.float64, device=q_THD.device)
 
     def ranking(self) -> Ranking:
+        for document in range(self._layout.documents):
+            self._rank_document(document)
         return Ranking(
             layouts=self._layouts,
             by_token=False,
@@ -214,7 +205,7 @@ class _RowLists:
             mass_SK=self._mass_of_budgets() if self._observe else None,
         )
 
-    def rank_document(self, document: int) -> None:
+    def _rank_document(self, document: int) -> None:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
         last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
@@ -234,13 +225,11 @@ class _RowLists:
             unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
             columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
             if seen_JGY is not None:
-                self._observe_blocks(
-                    *(document, some, seen_JGY, block_order_JGW, column_order_JGY, listed_JGY)
-                )
+                order = block_order_JGW, column_order_JGY, listed_JGY
+                self._observe_blocks(document, some, seen_JGY, *order)
 
     def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
-        """Consecutive blocks of a document, whose probes score few enough keys; and where their
-        lists begin."""
+        """Blocks of a document whose probes score few enough keys; and where their lists begin."""
         blocks = self._layout.blocks_per_document[document]
         probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
         at_once = max(1, self._elements_at_once // (probes * blocks * self._size))
@@ -259,7 +248,12 @@ class _RowLists:
         probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
         if last is not None and not self._observe:
             probing = slice(0, 0)
-        probed_JGY, following_JGW = self._probed(document, probing, k_YGD)
+        first = self._first_block_S[document]
+        blocks = slice(first + probing.start, first + probing.stop)
+        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
+        probed_JGY, following_JGW = self._seen_by(
+            self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U
+        )
         seen_JGY = probed_JGY[before:] if self._observe else None
         count, width = some.stop - some.start, some.stop
         if last is not None:
@@ -272,12 +266,6 @@ class _RowLists:
         new = count - 1 + before
         pads = (0, 0, 0, 0, 1 - before, 0)
         return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
-
-    def _probed(self, document: int, some: slice, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
-        first = self._first_block_S[document]
-        blocks = slice(first + some.start, first + some.stop)
-        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
-        return self._seen_by(self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U)
 
     def _seen_by(
         self, q_JUGED: Tensor, position_JU: Tensor, k_YGD: Tensor, offset_U: Tensor
@@ -363,9 +351,8 @@ class _RowLists:
         covered_SK = self._covered_SK
         if len(self._budgets) < len(every):
             between = [np.interp(every, self._budgets, row) for row in np.eye(len(self._budgets))]
-            covered_SK = covered_SK @ copied_to(
-                torch.from_numpy(np.stack(between)), covered_SK.device
-            )
+            between_KK = torch.from_numpy(np.stack(between))
+            covered_SK = covered_SK @ copied_to(between_KK, covered_SK.device)
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
 
 
@@ -414,13 +401,9 @@ def probed_mass(
     sink_tokens: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from probes to all keys up to themselves, without values.
+    """Attend from probes, at ``position_JU`` among the keys, to all keys up to themselves.
 
-    Args:
-        position_JU: int64, each probe's place among the keys.
-        k_YGD: keys of one document from its first.
-        offset_U: int64, the places of the probes in a whole block, which diagonals start from.
-        sink_tokens: first keys whose mass counts for columns and for no diagonal.
+    ``offset_U`` are their places in a whole block, which diagonals start from.
 
     Returns:
         float32, each the mean of a block's probes and query heads: columns_JGY, their mass on every

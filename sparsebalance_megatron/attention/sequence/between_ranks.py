@@ -128,10 +128,8 @@ class AllGatherExchange(BetweenRanks):
 
 
 class _ScatteredHeads:
-    """Adds members' gradients up head by head, each member's for itself: a ``GradientSum``.
-
-    One head's sum is in flight while the next head's gradients are computed.
-    """
+    """Sums members' gradients head by head, one in flight while the next is computed: a
+    ``GradientSum``."""
 
     def __init__(
         self, group: dist.ProcessGroup, dtype: torch.dtype, sequence: SequenceSlice
@@ -227,16 +225,13 @@ class _Ring:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> _Ring:
-        """The ring of a group that this rank belongs to; without a group, of this rank alone."""
+        """The ring of a group; without one, of this rank alone."""
         if group is None:
             return cls(group=None, rank=0, size=1)
         return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
 
     def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> InFlight:
-        """Send ``x`` to the next member, and receive its like, of ``receive_tokens``.
-
-        In a ring of one member nothing is sent: it receives ``x`` itself.
-        """
+        """Send ``x`` to the next member, and receive its like; alone, ``x`` itself."""
         sent = x.contiguous()
         if self.size == 1:
             return InFlight(sent=sent, received=sent, works=[])
@@ -279,14 +274,12 @@ class _RingSum:
         self._in_flight: InFlight | None = None
 
     def add(self, x_T: Tensor) -> None:
-        """Add to the sum of the member that is visiting, and send it on."""
         if self._in_flight is not None:
             x_T = self._in_flight.wait().add_(x_T)
         self._member = (self._member - 1) % self._ring.size
         self._in_flight = self._ring.pass_on(x_T, self._tokens_W[self._member], _RETURNING)
 
     def result(self) -> Tensor:
-        """The sum for this member, after one addition for every member."""
         assert self._in_flight is not None
         return self._in_flight.wait()
 

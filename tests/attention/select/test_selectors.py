@@ -23,8 +23,8 @@ from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking, coverage_at, curves_of_mass
 from sparsebalance_megatron.attention.select.summaries import (
     MOST_BLOCKS,
-    means_in_triton,
     ranks_in_triton,
+    takes_triton,
 )
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import ConfigError, Router
@@ -100,7 +100,7 @@ def _rows(blocks: int) -> LayoutPair:
 def test_auto_takes_the_kernels_on_cuda_without_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert means_in_triton("auto", CUDA)
+        assert takes_triton("auto", CUDA)
         assert ranks_in_triton("auto", CUDA, _rows(MOST_BLOCKS), softmax_scale=0.1)
         assert not ranks_in_triton("torch", CUDA, _rows(MOST_BLOCKS), softmax_scale=0.1)
         assert not ranks_in_triton("auto", CPU, _rows(MOST_BLOCKS + 1), softmax_scale=-1.0)
@@ -121,9 +121,9 @@ def test_what_the_kernels_do_not_serve_is_said(blocks: int, scale: float, what: 
 def test_without_triton_cuda_ranks_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="package triton, which is not installed"):
-        assert not means_in_triton("auto", CUDA)
+        assert not takes_triton("auto", CUDA)
     with pytest.raises(ValueError, match="not installed"):
-        means_in_triton("triton", CPU)
+        takes_triton("triton", CPU)
 
 
 @ON_CUDA

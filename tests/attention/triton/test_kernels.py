@@ -244,24 +244,26 @@ def test_chunks_launches_and_cut_lists_add_up(
     monkeypatch.setattr(token_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
     monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
     case = _popular(_token_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
-    chunks: list[token_kernels.Chunks] = []
+    launches: list[int] = []
     parts: list[int] = []
-    chunks_of, invert = token_kernels.Chunks.of, device_functions.inverse_lists
+    kernel, invert = token_kernels._reader_kernel, device_functions.inverse_lists
 
-    def chunked(*args, **kwargs):
-        chunks.append(chunks_of(*args, **kwargs))
-        return chunks[-1]
+    class Counted:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launches.append(*grid)
+            return kernel[grid]
 
     def inverse(*args, **kwargs):
         found = invert(*args, **kwargs)
         parts.append(int(found.parts_U[: 2 * 4].max()))
         return found
 
-    monkeypatch.setattr(token_kernels.Chunks, "of", chunked)
+    monkeypatch.setattr(token_kernels, "_reader_kernel", Counted())
     monkeypatch.setattr(device_functions, "inverse_lists", inverse)
     assert_right(case)
-    assert {(x.rows, x.at_once, x.programs) for x in chunks} == {(32, 3, 14)}
-    assert len(chunks) == 2 and min(parts) > 1
+    # 14 programs in all, of the forward pass and of dq.
+    assert launches == 2 * [3, 3, 3, 3, 2]
+    assert min(parts) > 1
 
 
 def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def load_rows(
 ):  # fmt: skip
     """[rows, BLOCK_D] of a matrix; zeros where invalid and past the head dim.
 
-    In a loop, let the pointer move and the rows stand still: then addresses cost one addition.
+    In a loop, let the pointer move and the rows stand still: addresses then cost one addition.
     """
     dim_D = tl.arange(0, BLOCK_D)
     address_YD = pointer_YD + row_Y[:, None] * row_stride + dim_D[None, :]

@@ -16,15 +16,14 @@ capacity for items, O lists of a tile.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
 FEWEST_TILE_READERS = 128
@@ -252,7 +251,7 @@ def _longest(selection: Selection) -> int:
     layout = selection.query_layout
     if layout is not selection.kv_layout:
         return selection.selecting_rows
-    return max(_document_tokens(layout)) if selection.by_token else layout.max_blocks
+    return int(layout.grid.tokens_S.max()) if selection.by_token else layout.max_blocks
 
 
 def _entries(selection: Selection) -> int:
@@ -260,15 +259,10 @@ def _entries(selection: Selection) -> int:
     width, layout = selection.indices_QCK.shape[2], selection.query_layout
     if layout is not selection.kv_layout:
         return selection.selecting_rows * min(width, selection.kv_layout.blocks)
-    size = layout.block_size if selection.by_token else 1
-    total = 0
-    for blocks, tokens in zip(layout.blocks_per_document, _document_tokens(layout), strict=True):
-        growing = min(blocks, width)
-        total += (growing * (growing + 1) // 2 + (blocks - growing) * width) * size
-        if selection.by_token:
-            total -= (blocks * size - tokens) * growing
-    return total
-
-
-def _document_tokens(layout: PackedLayout) -> list[int]:
-    return [end - begin for begin, end in itertools.pairwise(layout.cu_seqlens)]
+    blocks_S, size = layout.grid.blocks_S, layout.block_size
+    growing_S = np.minimum(blocks_S, width)
+    entries_S = growing_S * (growing_S + 1) // 2 + (blocks_S - growing_S) * width
+    if selection.by_token:
+        missing_S = blocks_S * size - layout.grid.tokens_S
+        entries_S = entries_S * size - missing_S * growing_S
+    return int(entries_S.sum())

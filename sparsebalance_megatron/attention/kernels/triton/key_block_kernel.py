@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward pass over lists of query blocks, and its kernel for dk and dv of blocks.
 
-Nothing is added from two programs to one place, so there are no atomics, and results repeat bit by
-bit. The gradient of a KV block sums over the heads of its group inside one program. A long list of
-readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
+Nothing is added from two programs to one place, so results repeat bit by bit. The gradient of a KV
+block sums over the heads of its group inside one program. A long list of readers is cut into items;
+their float32 parts are added in a second pass, in the order of the list.
 
 The columns of a query block lie scattered, and so do the readers of a token. A program gathers a
 tile of one query block's columns, keeps their keys and values, and streams the block's queries past
@@ -198,9 +198,8 @@ def add_column_gradients(
     chunk_blocks = min(
         query_layout.blocks, max(1, PARTIAL_BYTES // (4 * kv_heads * width * part_dim))
     )
-    parts_EX = torch.empty(
-        *(chunk_blocks * kv_heads * width, part_dim), dtype=torch.float32, device=k_TGD.device
-    )
+    shape = chunk_blocks * kv_heads * width, part_dim
+    parts_EX = torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
     for first_block in range(0, query_layout.blocks, chunk_blocks):
         chunk = slice(first_block, first_block + chunk_blocks)
         tokens_JGK, counts_JG = columns.tokens_NGK[chunk], columns.counts_NG[chunk]
