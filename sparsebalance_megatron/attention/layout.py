@@ -130,10 +130,7 @@ class PackedLayout:
         return np.append(self.grid.start_N, self.tokens)
 
     def split(self, documents: int) -> tuple[PackedLayout, PackedLayout]:
-        """Layouts of the first documents and of all others, each a sequence; made once.
-
-        Either has at least one document.
-        """
+        """Layouts of the first documents, and of all others, of which there are some; made once."""
         if documents not in self._splits:
             boundaries = self.grid.boundaries
             parts = boundaries[: documents + 1], boundaries[documents:] - boundaries[documents]
@@ -146,10 +143,7 @@ class PackedLayout:
         return {}
 
     def to_blocks(self, x_T: Tensor) -> Tensor:
-        """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
-
-        A view of ``x_T`` where no block is short.
-        """
+        """[T, ...] to [N, B, ...]: a view; zeros in the places past a short block's end."""
         size = self.block_tokens
         if self.tokens == self.blocks * size:
             return x_T.reshape(self.blocks, size, *x_T.shape[1:])
@@ -189,15 +183,10 @@ def packed_layout(
 
 
 def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> BlockGrid:
-    """Cut a packed sequence into blocks.
-
-    Args:
-        cu_seqlens: S + 1 document boundaries in tokens, from 0, strictly increasing.
-        block_size: tokens of a full block.
+    """Cut a packed sequence, of S + 1 document boundaries in tokens, into blocks.
 
     Raises:
-        ValueError: ``cu_seqlens`` has fewer than two entries, does not start at 0, or does not
-            increase; ``block_size`` is below 1.
+        ValueError: boundaries do not begin at 0 and increase, or ``block_size`` is below 1.
     """
     boundaries = np.asarray(cu_seqlens, dtype=np.int64)
     if block_size < 1:
@@ -232,7 +221,7 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutPair:
-    """Queries and the keys they select from, which may lie in different packed sequences.
+    """Queries and the keys they select from.
 
     Where a rank holds some blocks of a sequence, its queries form a sequence of their own, while
     the keys are those of the whole sequence.
@@ -264,12 +253,8 @@ class LayoutPair:
     def of_blocks(
         cls, query_layout: PackedLayout, kv_layout: PackedLayout, own_blocks: Sequence[int]
     ) -> LayoutPair:
-        """Queries of some blocks of the keys' sequence.
-
-        Raises:
-            ValueError: ``own_blocks`` has not one entry per query block, names a block that the
-                keys lack, or one of another length.
-        """
+        """Queries of some blocks of the keys' sequence; others in ``own_blocks`` are a
+        ValueError."""
         own_N = np.asarray(own_blocks, dtype=np.int64)
         lengths_N = query_layout.grid.length_N
         known = (own_N >= 0) & (own_N < kv_layout.blocks)

@@ -47,7 +47,6 @@ def sparse_balance_attention(
         module: the attention layer, with ``config`` and ``layer_idx``.
         attention_mask: int64 [B, Q], what :func:`document_starts` gives.
         scaling: factor on q . k, None for 1 / sqrt(D).
-        dropout: must be 0.
         features: what else a model asks its attention for.
 
     Returns:
@@ -103,12 +102,7 @@ def sparse_balance_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Tokens of a batch that are no padding, and those of them that are queries.
-
-    ``kept_T``: int64, the tokens of documents among all of the batch, padding left out.
-    ``asking_T``: int64, those of the query blocks among the kept ones.
-    ``rows``: the blocks of both.
-    """
+    """Tokens of a batch without padding, those of query blocks among these, and all blocks."""
 
     kept_T: Tensor
     asking_T: Tensor
@@ -183,8 +177,7 @@ def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any])
 def _check_positions(positions_BQ: Tensor | None, starts_BQ: Tensor, tokens: int) -> None:
     """Refuse positions that start again inside a document of the mask.
 
-    ``transformers`` looks for packed documents only where it has neither a cache nor an
-    attention_mask; elsewhere its mask makes one document of the row, and nothing says so.
+    Where it has a cache or an attention_mask, ``transformers`` looks for no packed documents.
     """
     if positions_BQ is None or positions_BQ.ndim != 2:
         return
@@ -217,8 +210,7 @@ def document_starts(
 ) -> Tensor:
     """Find the first token of every query's document: int64 [B, Q], :data:`PADDING` for padding.
 
-    A mask function of ``transformers`` (``AttentionMaskInterface``), which calls it once per
-    forward pass.
+    A mask function of ``transformers``, which calls it once per forward pass.
 
     Args:
         mask_function: whether a query may read a key, by (row, head, query, key).
@@ -238,7 +230,6 @@ def document_starts(
     row_B1 = torch.arange(batch_size, device=device)[:, None]
 
     def may_read(key_BQ: Tensor) -> Tensor:
-        """Whether each query may read its key, bool [B, Q]."""
         shape = (batch_size, q_length)
         if mask_function is None:
             return (key_BQ <= query_1Q).expand(shape)
@@ -260,7 +251,6 @@ def document_starts(
 
 
 def _padding(attention_mask: Tensor, kv_length: int) -> Tensor:
-    """Mask of padding, bool [B, T]."""
     kept_BT = attention_mask.bool()
     place_T = torch.arange(kv_length, device=kept_BT.device)
     at_end_BT = place_T >= kept_BT.sum(1, keepdim=True)

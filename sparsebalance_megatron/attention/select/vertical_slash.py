@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +46,13 @@ _CUDA_FACTOR = 64
 _EXACT_BUDGETS = 32
 """Coverage is exact up to this budget; from there on at budgets a quarter apart, with straight
 lines in between."""
+_PROBE_TOKENS = 16
+"""Queries that probe in every block, evenly spaced, its last one among them."""
+_LAST_TOKENS = 64
+"""Queries that probe at the end of a document."""
+_SINK_TOKENS = 30
+"""A document's first tokens, which come first among the columns and count for no diagonal; at most
+a quarter of a block."""
 _ALWAYS_READ = 2
 """The own block and the block before it, which is the local window."""
 
@@ -79,38 +87,17 @@ class VerticalSlash(RankingSelector):
     probes of every query block find in what that block reads.
 
     Attributes:
-        looks_ahead: probe with the last queries of a document, as the paper does, for all of its
-            blocks: what a token reads then depends on all tokens of its document. Otherwise probe
-            for every block with queries of the block before it.
-        probe_tokens: queries that probe in every block, evenly spaced, its last one among them.
-        last_tokens: queries that probe at the end of a document, where ``looks_ahead`` says so.
-        sink_tokens: a document's first tokens, which come first among the columns and count for no
-            diagonal; at most a quarter of a block.
+        needs_whole_documents: probe with the last queries of a document, as the paper does, for all
+            of its blocks: what a token reads then depends on all tokens of its document. Otherwise
+            probe for every block with queries of the block before it.
     """
 
-    looks_ahead: bool = False
-    probe_tokens: int = 16
-    last_tokens: int = 64
-    sink_tokens: int = 30
-
-    @property
-    def by_token(self) -> bool:
-        return False
-
-    @property
-    def needs_whole_documents(self) -> bool:
-        return self.looks_ahead
+    by_token: ClassVar[bool] = False
+    needs_whole_documents: bool = False
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
-        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
-
-    def probes_of(self, layout: PackedLayout) -> Tensor:
-        """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
-        probes = min(self.probe_tokens, layout.block_size)
-        rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
-        offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
-        return layout.start_N[:, None] + offset_NU
+        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[_probes_of(layout)])
 
     @torch.no_grad()
     def rank(
@@ -128,15 +115,8 @@ class VerticalSlash(RankingSelector):
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
         """
-        keys_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
-        check_ranked(q_THD, keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
-        expected = layouts.kv_layout.blocks, *q_THD.shape[1:]
-        if (probes_NUHD.shape[0], *probes_NUHD.shape[2:]) != expected:
-            raise ValueError(
-                f"rank: probes {tuple(probes_NUHD.shape)} must be [blocks, probes, heads, head "
-                f"dim] with {expected} blocks, heads and head dim"
-            )
-        if self.looks_ahead and layouts.query_layout is not layouts.kv_layout:
+        check_ranked(q_THD, summaries.keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
+        if self.needs_whole_documents and layouts.query_layout is not layouts.kv_layout:
             raise ValueError(
                 'rank: "vertical-slash-last-queries" needs the last queries of every document: '
                 'rank the whole sequence, or take "vertical-slash"'
@@ -147,7 +127,15 @@ class VerticalSlash(RankingSelector):
 
 
 VERTICAL_SLASH = VerticalSlash()
-LAST_QUERIES = VerticalSlash(looks_ahead=True)
+LAST_QUERIES = VerticalSlash(needs_whole_documents=True)
+
+
+def _probes_of(layout: PackedLayout) -> Tensor:
+    """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
+    probes = min(_PROBE_TOKENS, layout.block_size)
+    rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
+    offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
+    return layout.start_N[:, None] + offset_NU
 
 
 class _RowLists:
@@ -170,8 +158,8 @@ class _RowLists:
         self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
         self._softmax_scale, self._observe = softmax_scale, observe
         self._size = layout.block_size
-        self._sinks = min(selector.sink_tokens, self._size // 4)
-        self._probe_NU = selector.probes_of(layout)
+        self._sinks = min(_SINK_TOKENS, self._size // 4)
+        self._probe_NU = _probes_of(layout)
         probes = self._probe_NU.shape[1]
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
@@ -208,7 +196,8 @@ class _RowLists:
     def _rank_document(self, document: int) -> None:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
-        last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
+        ahead = self._selector.needs_whole_documents
+        last = self._end_of_document(document, k_YGD) if ahead else None
         first_block = self._first_block_S[document]
         for some, row in self._chunks(document):
             k_some = k_YGD[: some.stop * self._size]
@@ -282,7 +271,7 @@ class _RowLists:
         """What the last queries see: [G, K] by distance in blocks, and [G, Y] by key."""
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         tokens, size = end_token - first_token, self._size
-        probes = min(self._selector.last_tokens, tokens)
+        probes = min(_LAST_TOKENS, tokens)
         heads, blocks = k_YGD.shape[1], self._layout.blocks_per_document[document]
         diagonals_GK = torch.zeros(heads, blocks + 1, device=k_YGD.device)
         columns_GY = torch.zeros(heads, tokens, device=k_YGD.device)

@@ -50,7 +50,11 @@ def _sequence_of(
 @pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
 @pytest.mark.parametrize(
     "granularity",
-    [name for name, one in EVERY_SELECTOR.items() if not getattr(one, "looks_ahead", False)],
+    [
+        name
+        for name, one in EVERY_SELECTOR.items()
+        if not getattr(one, "needs_whole_documents", False)
+    ],
 )
 def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
     selector, layout = EVERY_SELECTOR[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")

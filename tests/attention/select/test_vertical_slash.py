@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import work_model_named
 
 BLOCK, SCALE = 8, 0.8
-CAUSAL, LAST = VerticalSlash(), VerticalSlash(looks_ahead=True)
+CAUSAL, LAST = VerticalSlash(), VerticalSlash(needs_whole_documents=True)
 BOTH = {"vertical-slash": CAUSAL, "vertical-slash-last-queries": LAST}
 CU_SEQLENS = [0, 21, 120, 157]
 
@@ -179,7 +179,7 @@ def test_the_work_model_knows_the_probes_and_the_columns() -> None:
         ]
         assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
         scores = work_model_named(name).scores_per_visible_pair(3, 1, 64)
-        assert scores == selector.probe_tokens * 3 * 64
+        assert scores == vertical_slash._PROBE_TOKENS * 3 * 64
 
 
 def test_nothing_falls_back_silently() -> None:

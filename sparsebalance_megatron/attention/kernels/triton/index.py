@@ -42,8 +42,7 @@ class Readers:
     Attributes:
         readers_E: by rising number in each list; undefined past the last bound.
         bounds_J: the tiles' first entries, list by list, and the end of the last: U * tiles + 1.
-        readers: of a KV head.
-        tile_readers: readers of every tile but the last, which may have fewer.
+        readers: of a KV head; ``tile_readers`` of every tile but the last, which may have fewer.
         tiles: of a list.
     """
 
