@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from attention.cases import SELECTORS
+from attention.cases import SELECTORS, listed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
@@ -20,7 +20,6 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
-from sparsebalance_megatron.attention.selection import Selection
 
 GRANULARITIES = tuple(
     name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
@@ -57,15 +56,6 @@ def _ranking(
     )
 
 
-def _as_lists(selection: Selection) -> oracle.Lists:
-    rows, heads, _ = selection.indices_QCK.shape
-    return {
-        (row, head): selection.indices_QCK[row, head, : selection.counts_QC[row, head]].tolist()
-        for row in range(rows)
-        for head in range(heads)
-    }
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("cu_seqlens", PACKINGS)
 @pytest.mark.parametrize(("budget", "first_blocks"), [(1, 1), (2, 0), (3, 0), (3, 1), (16, 3)])
@@ -82,7 +72,7 @@ def test_selection_is_mobas_besides_first_blocks(
     expected = oracle.moba_lists(
         *inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity, first_blocks
     )
-    assert _as_lists(selection) == expected
+    assert listed(selection.indices_QCK, selection.counts_QC) == expected
     assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
 
 
@@ -132,7 +122,8 @@ def test_chunks_give_what_the_definition_gives(
             first_blocks=first_blocks,
         )
     selector = selector_named(granularity)
-    found = _as_lists(selector.select(ranking, torch.full((len(lengths),), places)))
+    selection = selector.select(ranking, torch.full((len(lengths),), places))
+    found = listed(selection.indices_QCK, selection.counts_QC)
     expected = oracle.moba_lists(
         *inputs, cu_seqlens, BLOCK, [places] * len(lengths), granularity, first_blocks
     )
@@ -146,6 +137,9 @@ def test_chunks_give_what_the_definition_gives(
         for here, there in zip(found[row, head], expected[row, head], strict=True):
             assert abs(scores[here] - scores[there]) <= SCORE_ROUNDING
     curves_SK = selector.coverage(ranking)
+    assert curves_SK.dtype == torch.float32 and (curves_SK.diff(dim=1) >= 0).all()
+    for document, tokens in enumerate(lengths):
+        assert (curves_SK[document, -(-tokens // BLOCK) - 1 :] == 1.0).all()
     for budget in range(1, curves_SK.shape[1] + 1):
         covered = oracle.coverage(
             *inputs, cu_seqlens, BLOCK, granularity, 0.3, budget, first_blocks
@@ -177,23 +171,3 @@ def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> No
     ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
     row = 30 * BLOCK if ranking.by_token else 30
     assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("cu_seqlens", PACKINGS)
-def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[int]) -> None:
-    layout, inputs = packed_layout(cu_seqlens, BLOCK, "cpu"), _inputs(cu_seqlens[-1])
-    how = {"softmax_scale": 2.0, "max_budget": 1, "observe": True}
-    curves_SK = selector_named(granularity).coverage(
-        _ranking(granularity, inputs, cu_seqlens, **how)
-    )
-    assert curves_SK.dtype == torch.float32
-    assert curves_SK.shape == (layout.documents, layout.max_blocks)
-    assert (curves_SK.diff(dim=1) >= 0).all()
-    for budget in range(1, layout.max_blocks + 1):
-        expected = oracle.coverage(*inputs, cu_seqlens, BLOCK, granularity, 2.0, budget)
-        torch.testing.assert_close(
-            curves_SK[:, budget - 1], torch.tensor(expected), atol=2e-6, rtol=0
-        )
-    for document, blocks in enumerate(layout.blocks_per_document):
-        assert (curves_SK[document, blocks - 1 :] == 1.0).all()

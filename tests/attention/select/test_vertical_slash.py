@@ -13,6 +13,7 @@ import itertools
 
 import pytest
 import torch
+from attention.cases import listed
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
@@ -56,16 +57,12 @@ def _ranking(
 
 
 def _choices(selection: Selection) -> dict[tuple[int, int], oracle.Choice]:
-    found = {}
-    for row, heads in enumerate(selection.counts_QC.tolist()):
-        for head, count in enumerate(heads):
-            columns = []
-            if selection.columns is not None:
-                length = int(selection.columns.counts_NG[row, head])
-                columns = selection.columns.tokens_NGK[row, head, :length].tolist()
-            blocks = selection.indices_QCK[row, head, :count].tolist()
-            found[row, head] = oracle.Choice(blocks=blocks, columns=columns)
-    return found
+    blocks, columns = listed(selection.indices_QCK, selection.counts_QC), selection.columns
+    tokens = listed(columns.tokens_NGK, columns.counts_NG) if columns else {}
+    return {
+        place: oracle.Choice(blocks=numbers, columns=tokens.get(place, []))
+        for place, numbers in blocks.items()
+    }
 
 
 def _same_lists(a: Selection, b: Selection) -> bool:

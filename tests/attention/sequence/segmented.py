@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attention.cases import SCALE, SELECTORS, Case, example_selector, make_case
+from attention.cases import SCALE, SELECTORS, Case, example_selector, listed, make_case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -121,17 +121,10 @@ def whole_of(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tenso
     return whole, selector.coverage(ranking)
 
 
-def read(selection: Selection) -> list[list[list[int]]]:
+def read(selection: Selection) -> list[list[int]]:
     """What every row and head reads: blocks and, as negative numbers, columns."""
-    lists = [(selection.indices_QCK, selection.counts_QC)]
-    if selection.columns is not None:
-        columns = selection.columns
-        lists.append((-1 - columns.tokens_NGK, columns.counts_NG))
-    heads = range(selection.counts_QC.shape[1])
-    return [
-        [
-            [n for listed, counts in lists for n in listed[row, head, : counts[row, head]].tolist()]
-            for head in heads
-        ]
-        for row in range(selection.selecting_rows)
-    ]
+    found, columns = listed(selection.indices_QCK, selection.counts_QC), selection.columns
+    if columns is not None:
+        for place, tokens in listed(-1 - columns.tokens_NGK, columns.counts_NG).items():
+            found[place] = found[place] + tokens
+    return list(found.values())
