@@ -142,14 +142,19 @@ class PackedLayout:
     def _splits(self) -> dict[int, tuple[PackedLayout, PackedLayout]]:
         return {}
 
-    def to_blocks(self, x_T: Tensor) -> Tensor:
-        """[T, ...] to [N, B, ...]: a view; zeros in the places past a short block's end."""
-        size = self.block_tokens
-        if self.tokens == self.blocks * size:
-            return x_T.reshape(self.blocks, size, *x_T.shape[1:])
-        padded = x_T.new_zeros(self.blocks * size, *x_T.shape[1:])
-        padded.index_copy_(0, self.place_T, x_T)
-        return padded.view(self.blocks, size, *x_T.shape[1:])
+    def to_blocks(self, x_T: Tensor, blocks: slice | None = None) -> Tensor:
+        """[T, ...] to [N, B, ...], of all blocks or of some: a view; zeros in the places past a
+        short block's end."""
+        first, last = (blocks.start, blocks.stop) if blocks else (0, self.blocks)
+        tokens = slice(int(self.bounds_on_host[first]), int(self.bounds_on_host[last]))
+        x_T, place_T = x_T[tokens], self.place_T[tokens]
+        shape = last - first, self.block_tokens
+        if len(x_T) == shape[0] * shape[1]:
+            return x_T.unflatten(0, shape)
+        if first:
+            place_T = place_T - first * self.block_tokens
+        padded = x_T.new_zeros(shape[0] * shape[1], *x_T.shape[1:])
+        return padded.index_copy_(0, place_T, x_T).unflatten(0, shape)
 
     def from_blocks(self, x_NB: Tensor) -> Tensor:
         """[N, B, ...] to [T, ...]; the inverse of :meth:`to_blocks`."""

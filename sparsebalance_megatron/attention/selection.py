@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of the KV blocks that every query reads: output of selectors, input of attention.
-
-Shape legend: Q rows that select, C heads that select.
-"""
+"""Lists of the KV blocks that every query reads: output of selectors, input of attention."""
 
 from __future__ import annotations
 

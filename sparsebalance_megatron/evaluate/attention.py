@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -70,11 +69,13 @@ def sparse_balance_attention(
             )
         # Queries of the tokens in the cache decide nothing.
         q_BTHD = torch.nn.functional.pad(q_BQHD, (0, 0, 0, 0, tokens - asked, 0))
-        part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BQHD.device)
+        layouts, kept_T, asking_T = _last_blocks(
+            *(batch, asked, tokens, settings.sparse_block_size), q_BQHD.device
+        )
     else:
-        part = _whole_rows(starts_BQ, settings.sparse_block_size)
-    q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
-    kv_layout, asking_THD = part.rows.kv_layout, q_THD[part.asking_T]
+        layouts, kept_T, asking_T = _whole_rows(starts_BQ, settings.sparse_block_size)
+    q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
+    kv_layout, asking_THD = layouts.kv_layout, q_THD[asking_T]
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cast("int", module.layer_idx)
     lengths_tokens = kv_layout.grid.tokens_S.tolist()
@@ -85,57 +86,46 @@ def sparse_balance_attention(
         out_THD, _ = dense_attention(*inputs, kv_layout, softmax_scale=softmax_scale)
     else:
         if everything:
-            selection = Selection.of_everything(part.rows, k_TGD.shape[1])
+            selection = Selection.of_everything(layouts, k_TGD.shape[1])
         else:
             ranking = selector.rank(
-                *(asking_THD, selector.summaries(q_THD, k_TGD, kv_layout), part.rows),
+                *(asking_THD, selector.summaries(q_THD, k_TGD, kv_layout), layouts),
                 softmax_scale=softmax_scale,
                 max_budget=max(budgets),
                 observe=False,
             )
             selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
         out_THD, _ = block_sparse_attention(*inputs, selection, softmax_scale=softmax_scale)
-    place_T = part.kept_T[part.asking_T]
-    out_THD = out_THD.new_zeros(q_BTHD.flatten(0, 1).shape).index_copy(0, place_T, out_THD)
+    place_T, shape = kept_T[asking_T], q_BTHD.flatten(0, 1).shape
+    out_THD = out_THD.new_zeros(shape).index_copy(0, place_T, out_THD)
     return out_THD.unflatten(0, (batch, -1))[:, -asked:], None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Tokens of a batch without padding, those of query blocks among these, and all blocks."""
-
-    kept_T: Tensor
-    asking_T: Tensor
-    rows: LayoutPair
-
-
-def _whole_rows(starts_BQ: Tensor, block_size: int) -> _Part:
-    """All tokens ask."""
+def _whole_rows(starts_BQ: Tensor, block_size: int) -> tuple[LayoutPair, Tensor, Tensor]:
+    """All blocks, which ask; a batch's tokens without padding; those of them that ask."""
     row_B1 = torch.arange(len(starts_BQ), device=starts_BQ.device)[:, None]
     start_T = (starts_BQ + row_B1 * starts_BQ.shape[1])[starts_BQ != PADDING]
     lengths_tokens = torch.unique_consecutive(start_T, return_counts=True)[1]
     cu_seqlens = (0, *lengths_tokens.cumsum(0).tolist())
     layout = packed_layout(cu_seqlens, block_size, starts_BQ.device)
-    return _Part(
-        kept_T=(starts_BQ.flatten() != PADDING).nonzero()[:, 0],
-        asking_T=torch.arange(layout.tokens, device=starts_BQ.device),
-        rows=LayoutPair.within(layout),
-    )
+    kept_T = (starts_BQ.flatten() != PADDING).nonzero()[:, 0]
+    return LayoutPair.within(layout), kept_T, torch.arange(len(kept_T), device=kept_T.device)
 
 
 def _last_blocks(
     batch: int, asked: int, tokens: int, block_size: int, device: torch.device
-) -> _Part:
-    """The blocks of each row that hold its last ``asked`` tokens ask; a row is one document."""
+) -> tuple[LayoutPair, Tensor, Tensor]:
+    """As :func:`_whole_rows`: the blocks of each row, which is one document, that hold its last
+    ``asked`` tokens ask."""
     first_block = (tokens - asked) // block_size
     first, blocks = first_block * block_size, -(-tokens // block_size)
     kept_T = torch.arange(batch * tokens, device=device)
-    rows = LayoutPair.of_blocks(
+    layouts = LayoutPair.of_blocks(
         packed_layout(range(0, batch * (tokens - first) + 1, tokens - first), block_size, device),
         packed_layout(range(0, batch * tokens + 1, tokens), block_size, device),
         [row * blocks + block for row in range(batch) for block in range(first_block, blocks)],
     )
-    return _Part(kept_T=kept_T, asking_T=kept_T.view(batch, tokens)[:, first:].flatten(), rows=rows)
+    return layouts, kept_T, kept_T.view(batch, tokens)[:, first:].flatten()
 
 
 def needs_whole_documents(selector: Selector[Any, Any]) -> bool:

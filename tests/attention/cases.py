@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of attention with their selection, run forward and backward; the error allowed.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Q rows and C
-heads that select, K places of a list.
-"""
+"""Inputs of attention with their selection, run forward and backward; the error allowed."""
 
 from __future__ import annotations
 
@@ -171,17 +167,36 @@ def make_case(
     return Case(q, k, v, dout, budgets, granularity, selection, device)
 
 
+def drawn(tokens: int, *heads: int, head_dim: int = 8, seed: int = 0) -> list[Tensor]:
+    """Normal numbers [tokens, heads, head dim], for each number of heads."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, each, head_dim, generator=generator) for each in heads]
+
+
+def ranked(
+    selector: Any,
+    qk: Sequence[Tensor],
+    layout: PackedLayout,
+    *,
+    softmax_scale: float = SCALE,
+    max_budget: int = 99,
+    observe: bool = False,
+) -> Any:
+    """The selector's ranking of queries and keys of one sequence."""
+    return rank_sequence(
+        *(selector, *qk, layout),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+
+
 def selected(
     name: str, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout, budgets: Sequence[int]
 ) -> Selection:
     """What a built-in selector selects, without coverage."""
     selector = selector_named(name)
-    ranking = rank_sequence(
-        *(selector, q_THD, k_TGD, layout),
-        softmax_scale=SCALE,
-        max_budget=max(budgets),
-        observe=False,
-    )
+    ranking = ranked(selector, [q_THD, k_TGD], layout, max_budget=max(budgets))
     return selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
 
 

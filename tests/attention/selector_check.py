@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check of selectors: ours, and those of other packages (docs/EXTENDING.md).
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
-K budgets, Q rows that select, C heads that select.
-"""
+"""A check of selectors: ours, and those of other packages (docs/EXTENDING.md)."""
 
 from __future__ import annotations
 

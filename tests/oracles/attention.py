@@ -3,8 +3,6 @@
 
 Takes and returns plain Python where it can. A block is (document, begin, end) in tokens of the
 sequence; lists map (selecting row, selecting head) to numbers of blocks in the sequence.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 """Vertical-slash selection from its definition, one probe, one key and one query at a time.
 
 All in float64 and plain Python. Blocks are (document, begin, end) in tokens of the sequence.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations

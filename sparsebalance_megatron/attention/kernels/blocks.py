@@ -9,10 +9,9 @@ A tile is one query block of one KV head, with the group's query heads stacked a
 units of its list, blocks or single tokens, are gathered for it side by side. Tiles with lists of
 one length are computed together: on CUDA the host waits to read the lengths.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, Q
-rows and C heads that select, B tokens of a query block, E of a unit, U units of the keys, A tiles
-(query blocks of all KV heads; of keys units of all heads), I rows of a tile (B * H / G), W columns
-of a tile (list length * E).
+Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, B
+tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of
+keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ class GatheredLists:
     """One list of units for each query block and KV head.
 
     Args:
-        lists_NGK: numbers of units, undefined past the end of a list.
-        counts_NG: lengths of the lists.
+        lists_NGK, counts_NG: numbers of units, undefined past the end of a list, and how many.
         units: the blocks that the lists name; None where they name single tokens.
         own_block: whether the only unit of a list is the query block itself, which is read up to
             the query.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoBA's parameter-free router: the own block, a document's first ones, and the best of the others.
-
-Shape legend: K budgets or places of a list, Q rows that select, C heads that select.
-"""
+"""MoBA's router without parameters: the own block, a document's first ones, the best others."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ columns in every fourth place. The columns are the best ones outside of the bloc
 reads exactly the keys of k whole blocks, whatever it reads; where it sees no more than k blocks, it
 reads them all. Lists of a larger budget hold those of a smaller one.
 
-Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, K places of a
-list of blocks, X places of a list of columns, Q rows that select, C heads that select, J rows of
-lists, W blocks of a document.
+Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, X places of a
+list of columns, J rows of lists, W blocks of a document.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a few rows at a time, ranked in torch; or all rows, by Triton kernels.
 
-Shape legend: S documents of the keys' sequence, Q rows that select, C heads that select, E query
-heads of a selecting head, Y rows of a chunk, W columns of a chunk (blocks that its rows may read),
-I first blocks of a document.
+Shape legend: S documents of the keys' sequence, E query heads of a selecting head, Y rows of a
+chunk, W columns of a chunk (blocks that its rows may read), I first blocks of a document.
 """
 
 from __future__ import annotations

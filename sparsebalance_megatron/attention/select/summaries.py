@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries of blocks, which let a selector score blocks that another rank holds; who computes.
 
-Shape legend: N blocks of the sequence, B places of a block, C heads that select.
+Shape legend: B places of a block.
 """
 
 from __future__ import annotations
@@ -63,38 +63,18 @@ def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -
         return pooled_means(x_THD, layout)
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     sum_NHD = x_THD.new_empty(layout.blocks, *x_THD.shape[1:], dtype=wide)
-    bounds = layout.bounds_on_host
     at_once = max(1, _COPIED_ELEMENTS // (layout.block_tokens * x_THD[0].numel()))
     for first in range(0, layout.blocks, at_once):
-        last = min(first + at_once, layout.blocks)
-        begin, end = int(bounds[first]), int(bounds[last])
-        x_NBHD = _as_blocks(x_THD[begin:end], layout, first, last)
-        torch.sum(x_NBHD, 1, dtype=wide, out=sum_NHD[first:last])
+        some = slice(first, min(first + at_once, layout.blocks))
+        torch.sum(layout.to_blocks(x_THD, some), 1, dtype=wide, out=sum_NHD[some])
     return sum_NHD / layout.length_N[:, None, None]
-
-
-def _as_blocks(x_THD: Tensor, layout: PackedLayout, first: int, last: int) -> Tensor:
-    """[N, B, H, D] of the blocks from ``first`` to before ``last``; zeros past a short one's end.
-
-    A view where none of them is short.
-    """
-    size, blocks = layout.block_tokens, last - first
-    if x_THD.shape[0] == blocks * size:
-        return x_THD.unflatten(0, (blocks, size))
-    begin = int(layout.bounds_on_host[first])
-    place_T = layout.place_T[begin : begin + x_THD.shape[0]] - first * size
-    padded = x_THD.new_zeros(blocks * size, *x_THD.shape[1:])
-    return padded.index_copy_(0, place_T, x_THD).unflatten(0, (blocks, size))
 
 
 def check_ranked(
     q_THD: Tensor, keys: Tensor, entries: int, layouts: LayoutPair, max_budget: int
 ) -> None:
-    """Refuse queries and summaries that do not fit one another or the layouts.
-
-    ``keys`` [any, KV heads, head dim] are what the summaries say of the keys, of which the keys'
-    sequence has ``entries``.
-    """
+    """Refuse queries and summaries that do not fit one another or the layouts; of what these say of
+    keys [any, KV heads, head dim] the keys' sequence has ``entries``."""
     tokens, (found, kv_heads, head_dim) = layouts.query_layout.tokens, keys.shape
     shape = q_THD.shape
     fits = q_THD.ndim == 3 and shape[0] == tokens and shape[1] % kv_heads == 0

@@ -10,9 +10,9 @@ later query block will put on one past block if every diagonal of the probes kee
 probe's mass at distance d falls into block distances d // B and d // B + 1, in the shares in which
 the B queries of a block look there.
 
-Shape legend: B tokens of a block, K budgets or places of a list, X places of a list of columns, U
-probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
-document's first, W blocks from its first.
+Shape legend: B tokens of a block, X places of a list of columns, U probes of a block, E query heads
+of a KV head, J consecutive blocks of a document, Y keys from a document's first, W blocks from its
+first.
 """
 
 from __future__ import annotations

@@ -85,10 +85,9 @@ class AllGatherExchange(BetweenRanks):
     """Gathers keys and values, and reduce-scatters their gradients: a ``SequenceExchange``.
 
     Each KV head takes one all-gather forward; backward one all-gather and one reduce-scatter, in
-    float32 (float64 for float64 inputs) and in the order that the process group sums in, which is
-    the same each time. The next head is in flight while attention of this one is computed, so a
-    member holds two heads of the sequence at a time. As in Llama 3 (arXiv:2407.21783, section
-    3.3.2), without its bounds on layouts.
+    float32 (float64 for float64 inputs) and in an order that is the same each time. The next head
+    is in flight while attention of this one is computed, so a member holds two heads at a time. As
+    in Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
     """
 
     gives_whole_heads = True
@@ -168,9 +167,6 @@ class RingExchange(BetweenRanks):
     backward pass gradients follow them. After the double ring of LoongTrain (arXiv:2406.18485), a
     ring of rings crosses slow links once for every inner ring: what will start the next inner ring
     is in flight during the whole of this one.
-
-    With W members the forward pass has W - 1 transfers one after the other, the backward pass
-    W - 1 of keys and values and W of their gradients.
 
     Args:
         group: all members.

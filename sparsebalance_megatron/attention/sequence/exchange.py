@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a slice's queries over the packed sequence that the slice is part of.
 
-Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), K
-budgets or places of a list, Q rows and C heads that select, X columns of a table.
+Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), X
+columns of a table.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists and coverage against their definitions.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
-"""
+"""Lists and coverage against their definitions."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from attention.cases import SELECTORS, listed
+from attention.cases import SELECTORS, drawn, listed, ranked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
+from sparsebalance_megatron.attention.select import selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 
@@ -28,32 +27,17 @@ PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
 
-def _inputs(
-    tokens: int, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(tokens + heads)
-    q_THD = torch.randn(tokens, heads, 8, generator=generator).to(dtype)
-    k_TGD = torch.randn(tokens, kv_heads, 8, generator=generator).to(dtype)
-    return q_THD, k_TGD
-
-
 def _ranking(
     granularity: str,
-    inputs: tuple[Tensor, Tensor],
+    inputs: Sequence[Tensor],
     cu_seqlens: list[int],
     *,
-    softmax_scale: float = 0.3,
-    max_budget: int = 99,
-    observe: bool = False,
     first_blocks: int = 1,
+    **options: Any,
 ) -> Ranking:
-    return rank_sequence(
-        selector_named(granularity, first_blocks=first_blocks),
-        *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
-        softmax_scale=softmax_scale,
-        max_budget=max_budget,
-        observe=observe,
-    )
+    selector = selector_named(granularity, first_blocks=first_blocks)
+    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
+    return ranked(selector, inputs, layout, softmax_scale=0.3, **options)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -62,7 +46,7 @@ def _ranking(
 def test_selection_is_mobas_besides_first_blocks(
     granularity: str, cu_seqlens: list[int], budget: int, first_blocks: int
 ) -> None:
-    inputs = _inputs(cu_seqlens[-1])
+    inputs = drawn(cu_seqlens[-1], 4, 2)
     ranking = _ranking(
         granularity, inputs, cu_seqlens, max_budget=max(2, budget), first_blocks=first_blocks
     )
@@ -106,11 +90,7 @@ def test_chunks_give_what_the_definition_gives(
 ) -> None:
     """Lists but for scores that differ by rounding alone; coverage of every budget."""
     cu_seqlens = [0, *itertools.accumulate(lengths)]
-    generator = torch.Generator().manual_seed(seed)
-    inputs = tuple(
-        torch.randn(cu_seqlens[-1], heads, 8, generator=generator).to(dtype)
-        for heads in (4, 4 // group)
-    )
+    inputs = [x.to(dtype) for x in drawn(cu_seqlens[-1], 4, 4 // group, seed=seed)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
         ranking = _ranking(
@@ -150,7 +130,7 @@ def test_chunks_give_what_the_definition_gives(
 
 
 def test_narrow_lists_are_the_wide_ones_cut() -> None:
-    selector, inputs, cu_seqlens = selector_named("token-kv-head"), _inputs(90), [0, 50, 90]
+    selector, inputs, cu_seqlens = selector_named("token-kv-head"), drawn(90, 4, 2), [0, 50, 90]
     wide = _ranking("token-kv-head", inputs, cu_seqlens)
     narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
     assert narrow.indices_QCK.shape[2] == 3

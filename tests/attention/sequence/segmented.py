@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer and micro-batch that runs segment by segment, on one rank or on several.
-
-Shape legend: T tokens of the packed sequence, S documents, K budgets.
-"""
+"""One layer and micro-batch that runs segment by segment, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attention.cases import SCALE, SELECTORS, Case, example_selector, listed, make_case
+from attention.cases import SCALE, SELECTORS, Case, example_selector, listed, make_case, ranked
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
@@ -110,12 +106,8 @@ def case_of(kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Case:
 def whole_of(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]:
     """The case with the selector's lists over the whole sequence, and their coverage."""
     q, k = (x.to(dtype) for x in (case.q_THD, case.k_TGD))
-    ranking = rank_sequence(
-        *(selector, q, k, case.selection.kv_layout),
-        softmax_scale=SCALE,
-        max_budget=max(BUDGETS),
-        observe=True,
-    )
+    layout = case.selection.kv_layout
+    ranking = ranked(selector, [q, k], layout, max_budget=max(BUDGETS), observe=True)
     selection = selector.select(ranking, torch.tensor(BUDGETS))
     whole = Case(case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF, BUDGETS, "", selection)
     return whole, selector.coverage(ranking)

@@ -8,13 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.cases import listed, make_case
+from attention.cases import SCALE, assert_identical, listed, make_case
 from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.attention import tokens_of_members
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import held_by, sequence_attention
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
@@ -154,24 +153,15 @@ def test_parts_are_cut_without_reading_the_device() -> None:
     assert widths == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "granularity"),
-    [("blocks", "previous-block"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
-)
-def test_a_group_of_one_member_is_the_plain_path(implementation: str, granularity: str) -> None:
-    case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4, granularity=granularity)
+def test_a_group_of_one_member_is_the_plain_path() -> None:
+    case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
     held = dealt([0, 3, 40], members=1)
-    selection = local_selection(case.selection, held)
-    how = {"softmax_scale": 0.4, "implementation": implementation}
-    plain = case.run(
-        lambda q, k, v: block_sparse_attention(q, k, v, case.selection, **how), torch.float32
-    )
+    lists = local_selection(case.selection, held)
     ours = case.run(
-        lambda q, k, v: sequence_attention(q, k, v, selection, held, exchange=None, **how),
+        lambda *qkv: sequence_attention(*qkv, lists, held, exchange=None, softmax_scale=SCALE),
         torch.float32,
     )
-    for a, b in zip(ours, plain, strict=True):
-        assert a.equal(b)
+    assert_identical(ours, case.ours("auto", torch.float32))
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
@@ -180,10 +170,5 @@ def test_what_does_not_belong_together_is_refused() -> None:
     inputs = [x[first.tokens_T] for x in (case.q_THD, case.k_TGD, case.v_TGF)]
     for held, message in ((second, "not made for this slice"), (first, "2 members needs an exch")):
         with pytest.raises(ValueError, match=message):
-            sequence_attention(
-                *inputs,
-                local_selection(case.selection, held),
-                first,
-                exchange=None,
-                softmax_scale=0.4,
-            )
+            lists = local_selection(case.selection, held)
+            sequence_attention(*inputs, lists, first, exchange=None, softmax_scale=SCALE)

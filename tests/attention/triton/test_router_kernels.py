@@ -4,8 +4,6 @@
 
 Inputs are small integers, so that every score is exact in whatever order it is summed, and many
 are equal.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention.cases import ranked
 from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import (
-    rank_sequence,
     router_kernels,
     selector_named,
 )
@@ -65,18 +63,12 @@ def _ranked(
     inputs: tuple[Tensor, Tensor],
     layout: PackedLayout,
     *,
-    max_budget: int,
-    observe: bool,
     softmax_scale: float = 0.02,
     first_blocks: int | None = None,
+    **options: Any,
 ) -> Ranking:
-    return rank_sequence(
-        _selector(selection, router, first_blocks),
-        *(*inputs, layout),
-        softmax_scale=softmax_scale,
-        max_budget=max_budget,
-        observe=observe,
-    )
+    selector = _selector(selection, router, first_blocks)
+    return ranked(selector, inputs, layout, softmax_scale=softmax_scale, **options)
 
 
 def _assert_same(kernel: Ranking, plain: Ranking) -> None:

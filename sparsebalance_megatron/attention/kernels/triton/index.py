@@ -9,9 +9,9 @@ on a value of the device, so the host never waits.
 A *reader* is one list: that of a query block, or of a token and a head that selects. Those of one
 KV head are numbered row by row, the lists of a row side by side.
 
-Shape legend: Q rows and C heads that select, U inverse lists (one per KV head and KV block, all KV
-blocks of a head side by side), E entries (Q * C * K), J bounds of tiles of readers, list by list, I
-capacity for items, O lists of a tile.
+Shape legend: U inverse lists (one per KV head and KV block, all KV blocks of a head side by side),
+E entries (Q * C * K), J bounds of tiles of readers, list by list, I capacity for items, O lists of
+a tile.
 """
 
 from __future__ import annotations
@@ -145,11 +145,9 @@ class InverseLists:
     are int32.
 
     Attributes:
-        item_list_I: an item's list; -1 past the last item.
-        item_part_I: an item's place in its list.
+        item_list_I, item_part_I: an item's list, -1 past the last item, and its place in that.
         item_slot_I: where the result of an item of a cut list lies; -1 for a list of one item.
-        parts_U: items of each list; at least 1.
-        first_slot_U: where the results of a cut list begin.
+        parts_U, first_slot_U: items of each list, at least 1; where results of a cut list begin.
         cut_items: how many items of cut lists there can be at most.
     """
 

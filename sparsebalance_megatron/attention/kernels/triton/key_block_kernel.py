@@ -29,10 +29,10 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
     add_parts,
     block_extent,
+    empty_gradients,
     entry_at,
     lists_for,
     load_rows,
-    parts_of,
     query_block_step,
     row_strides,
     store_key_gradients,
@@ -73,8 +73,7 @@ def _key_gradient(
     constants = tile_constants(k_TGD, v_TGF, rows, min(tile.rows, rows), tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
     lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
-    parts_IBX = parts_of(lists, k_TGD, v_TGF, layout)
+    dk_TGD, dv_TGF, parts_IBX = empty_gradients(lists, k_TGD, v_TGF, dtype, layout.block_size)
     _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
         *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, dk_TGD, dv_TGF, parts_IBX),
         *(lists.entries.bounds_J, lists.entries.readers_E),

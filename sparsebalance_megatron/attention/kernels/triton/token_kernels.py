@@ -31,11 +31,11 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
     add_parts,
     block_extent,
+    empty_gradients,
     entry_at,
     key_step,
     lists_for,
     load_rows,
-    parts_of,
     row_strides,
     store_key_gradients,
     tile_constants,
@@ -266,11 +266,10 @@ def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     tile = tiles_of(k_TGD, v_TGF).key_gradient
     constants = tile_constants(k_TGD, v_TGF, layout.block_size, tile.rows, tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    dq_THD, dk_TGD, dv_TGF = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, v_TGF)
-    )
+    dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    parts_IBE = parts_of(lists, k_TGD, v_TGF, layout)
+    gradients = empty_gradients(lists, k_TGD, v_TGF, k_TGD.dtype, layout.block_size)
+    dk_TGD, dv_TGF, parts_IBE = gradients
     lse_TH, delta_TH = saved.lse_TH, _delta(dout_THF, saved.out_THF)
     results = dq_THD, lse_TH, delta_TH
     launch(selection, lists.entries, (*inputs, *results), saved.softmax_scale)
