@@ -236,7 +236,7 @@ def _attend_whole(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, 
 @pytest.mark.parametrize("split", [0, 1, 4, 9])
 @pytest.mark.parametrize("magnitude", [1.0, 1e3])
 def test_merge_is_the_union(split: int, magnitude: float) -> None:
-    """Of two lists, of which one may be empty."""
+    """One list may be empty, or both."""
     generator = torch.Generator().manual_seed(0)
     q_THD, k_THD, v_THD = (
         torch.randn(tokens, 2, 4, generator=generator, dtype=torch.float64) for tokens in (6, 9, 9)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
-from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.selection import Selection
 
 
 def forward(
@@ -97,38 +97,33 @@ def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) ->
 
 def _mask(selection: Selection, queries: slice, keys: slice, selecting_head: int) -> Tensor:
     """True where a query (row) reads a key (column): its block is listed, and not the query's own
-    block with the key after the query."""
+    block with the key after the query; or it is one of the columns."""
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
     query_block_Q, key_block_E = query_layout.block_T[queries], kv_layout.block_T[keys]
-    rows_Q = _positions(queries, query_block_Q) if selection.by_token else query_block_Q
-    lists_QK = selection.indices_QCK[rows_Q, selecting_head].long()
-    counts_Q1 = selection.counts_QC[rows_Q, selecting_head, None]
-    past_end_QK = torch.arange(lists_QK.shape[1], device=rows_Q.device) >= counts_Q1
-    # What lies past a list's end lands in an extra column, which no key belongs to.
-    lists_QK = lists_QK.masked_fill(past_end_QK, kv_layout.blocks)
-    listed_QN = torch.zeros(
-        len(rows_Q), kv_layout.blocks + 1, dtype=torch.bool, device=rows_Q.device
-    ).scatter_(1, lists_QK, True)
-    place_Q = _positions(queries, query_block_Q) - query_layout.start_N[query_block_Q]
-    place_E = _positions(keys, key_block_E) - kv_layout.start_N[key_block_E]
+    token_Q, token_E = _positions(queries, query_block_Q), _positions(keys, key_block_E)
+    rows_Q = token_Q if selection.by_token else query_block_Q
+    lists_QK = selection.indices_QCK[rows_Q, selecting_head]
+    counts_Q = selection.counts_QC[rows_Q, selecting_head]
+    listed_QN = _named(lists_QK, counts_Q, slice(0, kv_layout.blocks))
+    place_Q = token_Q - query_layout.start_N[query_block_Q]
+    place_E = token_E - kv_layout.start_N[key_block_E]
     own_QE = selection.own_block_N[query_block_Q, None] == key_block_E
     read_QE = listed_QN[:, key_block_E] & ~(own_QE & (place_E > place_Q[:, None]))
-    if selection.columns is not None:
-        read_QE |= _columns(selection.columns, query_block_Q, keys, selecting_head)
+    columns = selection.columns
+    if columns is not None:
+        tokens_QK = columns.tokens_NGK[query_block_Q, selecting_head]
+        read_QE |= _named(tokens_QK, columns.counts_NG[query_block_Q, selecting_head], keys)
     return read_QE
 
 
-def _columns(lists: ColumnLists, query_block_Q: Tensor, keys: slice, kv_head: int) -> Tensor:
-    """True where a key (column) is one of the single tokens that a query (row) reads."""
-    tokens_QK = lists.tokens_NGK[query_block_Q, kv_head].long() - keys.start
-    place_K = torch.arange(tokens_QK.shape[1], device=query_block_Q.device)
-    past_end_QK = place_K >= lists.counts_NG[query_block_Q, kv_head, None]
-    # What lies past a list's end lands in an extra column, which no key belongs to.
-    extra = keys.stop - keys.start
-    read_QE = torch.zeros(
-        len(query_block_Q), extra + 1, dtype=torch.bool, device=query_block_Q.device
-    ).scatter_(1, tokens_QK.masked_fill(past_end_QK, extra), True)
-    return read_QE[:, :-1]
+def _named(lists_QK: Tensor, counts_Q: Tensor, some: slice) -> Tensor:
+    """True where a list (row) names one of some numbers (column)."""
+    past_end_QK = torch.arange(lists_QK.shape[1], device=lists_QK.device) >= counts_Q[:, None]
+    # What lies past a list's end lands in an extra column.
+    numbers = some.stop - some.start
+    place_QK = (lists_QK.long() - some.start).masked_fill(past_end_QK, numbers)
+    named_QX = torch.zeros(len(place_QK), numbers + 1, dtype=torch.bool, device=lists_QK.device)
+    return named_QX.scatter_(1, place_QK, True)[:, :-1]
 
 
 def _positions(tokens: slice, like: Tensor) -> Tensor:

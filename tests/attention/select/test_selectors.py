@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import SCALE, SELECTORS, drawn, ranked, selected
-from attention.selector_check import check_lists, each_list
+from attention.selector_check import Found, check_lists
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import selector_named
@@ -160,7 +160,7 @@ def test_own_block_is_first_and_only_visible_blocks_are_listed(
         x[[41, 90], 0, 3] = value
     found = selected(selection, *qk, layout, [budget] * 3)
     assert torch.equal(found.counts_QC, expected.counts_QC)
-    lists, expected_lists = (each_list(found), each_list(expected))
+    lists, expected_lists = Found(selection=found), Found(selection=expected)
     check_lists(lists, layout, by_token=SELECTORS[selection].by_token, budgets=[budget] * 3)
     block_Q = layout.block_T if found.by_token else layout.number_N
     others_Q = layout.document_N[block_Q] != 1
