@@ -94,27 +94,6 @@ def test_lists_in_16_bits_name_blocks_past_token_32767() -> None:
         torch.testing.assert_close(ours, exact, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("block", [64, 128, 256])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_training_dtypes_at_full_tiles(
-    block: int, head_dim: int, dtype: torch.dtype, granularity: str
-) -> None:
-    case = make_case(
-        [0, 700, 701, 1500],
-        [3, 1, 2],
-        block=block,
-        head_dim=head_dim,
-        heads=8,
-        kv_heads=2,
-        granularity=granularity,
-        dtype=dtype,
-        device="cuda",
-    )
-    assert_as_good_as_plain(case, case.ours("triton", dtype), dtype, case.plain(torch.float64))
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_results_repeat_bit_by_bit_with_a_block_that_all_read(granularity: str) -> None:
     inputs = _inputs(32768)
