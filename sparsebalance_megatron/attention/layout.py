@@ -116,7 +116,6 @@ class PackedLayout:
 
     @cached_property
     def max_blocks(self) -> int:
-        """Blocks of the document that has most."""
         return max(self.blocks_per_document)
 
     @cached_property

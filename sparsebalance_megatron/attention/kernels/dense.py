@@ -72,7 +72,6 @@ def forward(
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`.contract.Kernel`."""
     layout, scale = saved.selection.query_layout, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
     if takes_flash(dout_THF.device):

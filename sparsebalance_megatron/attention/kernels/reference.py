@@ -22,7 +22,6 @@ from sparsebalance_megatron.attention.selection import Selection
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend; see :class:`.contract.Kernel`."""
     dtype = wide_dtype(q_THD.dtype)
     out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
@@ -36,7 +35,6 @@ def forward(
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`.contract.Kernel`."""
     q_THD, k_TGD, v_TGF, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.softmax_scale
     dtype = wide_dtype(q_THD.dtype)
     dq_THD = torch.empty_like(q_THD)

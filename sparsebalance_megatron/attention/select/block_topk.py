@@ -52,7 +52,6 @@ class BlockTopK(RankingSelector):
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        """Summarise the blocks of a sequence; see :class:`..select.Selector`."""
         _check_heads(q_THD, k_TGD, layout)
         with undisturbed(q_THD.device):
             return BlockSummaries(

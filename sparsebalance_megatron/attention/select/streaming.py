@@ -130,20 +130,19 @@ def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> It
     first_N = np.searchsorted(kv_layout.grid.document_N, document_N)
     blocks = pair.query_layout.blocks
     bounds = pair.query_layout.bounds_on_host if by_token else np.arange(blocks + 1)
-    needed = np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads
-    begin, low, high, done = 0, int(first_N[0]), int(own_N[0]) + 1, 0
-    for block in range(1, blocks + 1):
-        if block < blocks:
-            wider_low = min(low, int(first_N[block]))
-            wider_high = max(high, int(own_N[block]) + 1)
-            rows = int(bounds[block + 1] - bounds[begin])
+    needed_N1 = np.append(0, np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads)
+    begin = 0
+    while begin < blocks:
+        end, low, high = begin + 1, int(first_N[begin]), int(own_N[begin]) + 1
+        while end < blocks:
+            wider_low, wider_high = min(low, int(first_N[end])), max(high, int(own_N[end]) + 1)
+            rows = int(bounds[end + 1] - bounds[begin])
             computed = rows * heads * (wider_high - wider_low)
-            beyond = computed - int(needed[block]) + done
-            if computed <= elements and beyond <= elements // _UNREADABLE_FRACTION:
-                low, high = wider_low, wider_high
-                continue
-        documents = document_N[begin:block]
-        last_row = int(bounds[block])
+            beyond = computed - int(needed_N1[end + 1] - needed_N1[begin])
+            if computed > elements or beyond > elements // _UNREADABLE_FRACTION:
+                break
+            end, low, high = end + 1, wider_low, wider_high
+        documents, last_row = document_N[begin:end], int(bounds[end])
         at_once = max(1, elements // (heads * (high - low)))
         for row in range(int(bounds[begin]), last_row, at_once):
             yield Chunk(
@@ -151,9 +150,7 @@ def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> It
                 blocks=slice(low, high),
                 documents=slice(int(documents.min()), int(documents.max()) + 1),
             )
-        if block < blocks:
-            low, high = int(first_N[block]), int(own_N[block]) + 1
-            begin, done = block, int(needed[block - 1])
+        begin = end
 
 
 _COLUMN_BITS = 32

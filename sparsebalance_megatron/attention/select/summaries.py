@@ -46,11 +46,9 @@ class BlockSummaries:
     queries_NCD: Tensor | None
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """See :class:`SharedSummaries`."""
         return [self.keys_NGD] + ([] if self.queries_NCD is None else [self.queries_NCD])
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> BlockSummaries:
-        """See :class:`SharedSummaries`."""
         keys_NGD, *queries = parts
         return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
 

@@ -65,14 +65,12 @@ class ProbesAndKeys:
     probes_NUHD: Tensor
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """See :class:`.summaries.SharedSummaries`."""
         keys_NBGD = layout.to_blocks(self.keys_TGD)
         # A sequence of short documents alone has shorter blocks.
         missing = layout.block_size - layout.block_tokens
         return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
-        """See :class:`.summaries.SharedSummaries`."""
         keys_NBGD, probes_NUHD = parts
         keys_TGD = layout.from_blocks(keys_NBGD[:, : layout.block_tokens])
         return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)

@@ -111,7 +111,6 @@ class AllGatherExchange(BetweenRanks):
             )
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _ScatteredHeads:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _ScatteredHeads(self._group, dtype, sequence)
 
     def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:
@@ -207,7 +206,6 @@ class RingExchange(BetweenRanks):
                 )
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SumOfSums:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _SumOfSums(self._inner, self._outer, sequence.tokens_per_member)
 
 

@@ -122,7 +122,6 @@ class EarlierSegments:
             yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SegmentGradient:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         if len(self._keys_and_values) > sequence.segment + 1:
             raise ValueError(
                 f"backward of segment {sequence.segment} before that of segment "

@@ -54,7 +54,6 @@ def forward(
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`..contract.Kernel`."""
     from sparsebalance_megatron.attention.kernels.triton import (
         device_functions,
         key_block_kernel,
