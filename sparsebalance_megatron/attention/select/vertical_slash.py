@@ -165,15 +165,9 @@ class _RowLists:
         self._runs_of_document = _runs(layouts)
         places = min(max_budget, layout.max_blocks)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._blocks_NGK, self._columns_NGX = (
-            torch.full(
-                (layouts.query_layout.blocks, heads, width),
-                -1,
-                dtype=torch.int32,
-                device=q_THD.device,
-            )
-            for width in (places, columns)
-        )
+        rows = layouts.query_layout.blocks, heads
+        self._blocks_NGK = torch.full((*rows, places), -1, dtype=torch.int32, device=q_THD.device)
+        self._columns_NGX = torch.full((*rows, columns), -1, dtype=torch.int32, device=q_THD.device)
         self._elements_at_once = SCORES_AT_ONCE * (_CUDA_FACTOR if q_THD.is_cuda else 1)
         self._budgets = observed_budgets(layout.max_blocks)
         self._budget_K = copied_to(torch.tensor(self._budgets), q_THD.device)
