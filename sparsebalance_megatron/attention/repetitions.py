@@ -53,11 +53,8 @@ class Repetitions:
         softmax_scale: float,
         first_head: int = 0,
     ) -> None:
-        """Look at up to 1,024 evenly spaced queries of every document.
-
-        Args:
-            first_head: of ``q_THD`` in the model; other tensor-parallel ranks have the others.
-        """
+        """Look at up to 1,024 evenly spaced queries of every document, of heads from
+        ``first_head`` of the model on."""
         heads = slice(first_head, first_head + q_THD.shape[1])
         for begin, end in zip(layout.cu_seqlens, layout.cu_seqlens[1:], strict=False):
             first = _READ_ANYWAY_BLOCKS * layout.block_size
