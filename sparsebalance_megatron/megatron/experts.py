@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -24,21 +24,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from sparsebalance_megatron.megatron.timing import MicroBatchRecorder
+
 _COLLECTIVES = ("preprocess", "token_dispatch", "token_combine")
 """Methods of token dispatchers that hold collectives. Not every dispatcher has the first."""
 COLLECTIVES_PER_LAYER = len(_COLLECTIVES)
 _WATCHED, _MASKED = "_sparse_balance_watched", "_sparse_balance_masked"
 
 
-class CollectiveRecorder(Protocol):
-    """Receives the beginning and the end of every collective, on the thread that runs it."""
-
-    def begin_collective(self, number: int) -> None: ...
-
-    def end_collective(self, number: int) -> None: ...
-
-
-def watch_expert_collectives(model: Any, recorder: CollectiveRecorder) -> None:
+def watch_expert_collectives(model: Any, recorder: MicroBatchRecorder) -> None:
     """Have a recorder hear of the collectives of a model chunk's expert layers; idempotent.
 
     The i-th expert layer's collectives have the numbers from i x :data:`COLLECTIVES_PER_LAYER`.
@@ -60,7 +54,7 @@ def watch_expert_collectives(model: Any, recorder: CollectiveRecorder) -> None:
 
 
 def _watched(
-    method: Callable[..., Any], recorder: CollectiveRecorder, number: int
+    method: Callable[..., Any], recorder: MicroBatchRecorder, number: int
 ) -> Callable[..., Any]:
     """The method, whose forward and backward the recorder hears of."""
 

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around the functions of Megatron's steps that the plugin times, and helpers of forward
-steps.
-
-Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
-forward and likewise around every backward. A proxy sees all of them without a patch.
-Loads no ``megatron.training``.
-"""
+"""Hooks in Megatron's config and model, and helpers of forward steps; loads no
+``megatron.training``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,10 +18,13 @@ from torch import Tensor
 
 from sparsebalance_megatron.megatron.compat import update_sequence_statistics
 from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
+from sparsebalance_megatron.megatron.timing import (
+    FORWARD_TIMER,
+    MicroBatchRecorder,
+    NoTimers,
+    RecordingTimers,
+)
 
-FORWARD_TIMER = "forward-compute"
-BACKWARD_TIMER = "backward-compute"
-SCHEDULE_TIMER = "forward-backward"
 _MARK = "_sparse_balance_true_positions"
 
 
@@ -111,51 +109,6 @@ def token_loss(
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), count])}
 
 
-class Recorder(Protocol):
-    """Receives calls of the functions named above, and one before gradients are finalised."""
-
-    def start(self, timer_name: str) -> None: ...
-
-    def stop(self, timer_name: str) -> None: ...
-
-    def end_schedule(self) -> None: ...
-
-
-class RecordingTimers:
-    """Stands in for Megatron's ``Timers`` in ``config.timers`` and hands everything on to it."""
-
-    def __init__(self, inner: Any, recorder: Recorder) -> None:
-        self.inner = inner
-        self.recorder = recorder
-
-    def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        timer = self.inner(name, *arguments, **keywords)
-        if name in (FORWARD_TIMER, BACKWARD_TIMER, SCHEDULE_TIMER):
-            return _RecordingTimer(timer, name, self.recorder)
-        return timer
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.inner, attribute)
-
-
-class _RecordingTimer:
-    def __init__(self, inner: Any, name: str, recorder: Recorder) -> None:
-        self._inner = inner
-        self._name = name
-        self._recorder = recorder
-
-    def start(self, *arguments: Any, **keywords: Any) -> None:
-        self._inner.start(*arguments, **keywords)
-        self._recorder.start(self._name)
-
-    def stop(self, *arguments: Any, **keywords: Any) -> None:
-        self._recorder.stop(self._name)
-        self._inner.stop(*arguments, **keywords)
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._inner, attribute)
-
-
 @dataclass(frozen=True)
 class ReportingFinalize:
     """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step.
@@ -176,16 +129,15 @@ class ReportingFinalize:
 
 
 def install_hooks(
-    model_config: Any, recorder: Recorder, after_finalize: Callable[[], object]
+    model_config: Any, recorder: MicroBatchRecorder, after_finalize: Callable[[], object]
 ) -> None:
     """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
 
     It is called in every forward step, because Megatron's loop resets both attributes.
     ``after_finalize`` is called when gradients are final.
     """
-    timers = model_config.timers
-    if timers is not None and not isinstance(timers, RecordingTimers):
-        model_config.timers = RecordingTimers(timers, recorder)
+    if not isinstance(model_config.timers, RecordingTimers):
+        model_config.timers = RecordingTimers(model_config.timers or NoTimers(), recorder)
         # The forward that brought us here began before its timer could be watched.
         recorder.start(FORWARD_TIMER)
     finalize = model_config.finalize_model_grads_func

@@ -53,9 +53,9 @@ from sparsebalance_megatron.megatron.single_process import (
     start_single_process,
     transformer_config,
 )
+from sparsebalance_megatron.megatron.timing import Clock
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
-    Clock,
     Thoroughness,
     Timed,
     backward_from,

@@ -30,12 +30,10 @@ from sparsebalance_megatron.cost.table import (
 )
 from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.megatron.datasets import quiet_imports
+from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profile.cells import (
     Cell,
-    Clock,
-    CudaEventClock,
-    HostClock,
     Thoroughness,
     measure,
     plan_cells,

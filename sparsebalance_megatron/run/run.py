@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,11 +22,16 @@ from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
+from sparsebalance_megatron.megatron.timing import (
+    CudaEventClock,
+    HostClock,
+    MicroBatchRecorder,
+    Place,
+)
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import (
     PlanMismatchError,
     check_executed_plans,
@@ -34,23 +41,54 @@ from sparsebalance_megatron.run.agreement import (
 )
 from sparsebalance_megatron.run.sinks import PREFIX, StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
-from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
+
+PARTS = ("plan", "hooks", "reduce", "log")
 
 
 class IntegrationError(ValueError):
     """A trainer's loop and the plugin do not fit together."""
 
 
-class NoTimers:
-    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
+class HostTime:
+    """ms of the current step that this rank spent in the plugin, where training waited for it.
 
-    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
-        return self
+    - ``plan``: waiting for the step's plan.
+    - ``hooks``: everything else between the start of a forward step and the model, and around the
+      loss: reading, packing, layout, bookkeeping.
+    - ``reduce``: gathering measurements at the step's end and learning from them, without the time
+      that the device or other ranks take to get there.
+    - ``log``: what Megatron's log line gets, and handing over to the logs, that of the step before
+      included.
 
-    def start(self, barrier: bool = False) -> None:
-        return None
+    ``clock`` gives seconds; ``ms`` are the sums by part.
+    """
 
-    stop = start
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.ms = dict.fromkeys(PARTS, 0.0)
+        self._forward_step_began_s: float | None = None
+
+    @contextmanager
+    def counted(self, part: str) -> Iterator[None]:
+        """Count what passes within, for a part."""
+        began_s = self.clock()
+        yield
+        self.ms[part] += (self.clock() - began_s) * 1e3
+
+    def begin_forward_step(self) -> None:
+        """Begin to count for the plugin, until :meth:`end_forward_step`."""
+        self._forward_step_began_s = self.clock()
+
+    def end_forward_step(self, *, plan_wait_ms: float) -> None:
+        """Count the time since the forward step began, of which so much was spent waiting for the
+        plan; nothing where its begin was not seen."""
+        began_s, self._forward_step_began_s = self._forward_step_began_s, None
+        if began_s is None:
+            return
+        passed_ms = (self.clock() - began_s) * 1e3
+        plan_ms = min(plan_wait_ms, passed_ms)
+        self.ms["plan"] += plan_ms
+        self.ms["hooks"] += passed_ms - plan_ms
 
 
 class Run:
@@ -98,16 +136,10 @@ class Run:
         self._grid_budgets = len(coverage.grid) if leaves_attention else None
         self._host_time = HostTime()
         self._step_ended_s: float | None = None
-        self._recorder = MicroBatchRecorder(
-            HostClock() if device.type == "cpu" else CudaEventClock(),
-            backward_order=partial(backward_order, job, place.pipeline_rank),
-        )
+        clock = HostClock() if device.type == "cpu" else CudaEventClock()
+        self._recorder = MicroBatchRecorder(clock)
         self._reducer = StepReducer(
-            job,
-            place,
-            buckets=coverage.buckets,
-            grid_size=len(coverage.grid),
-            device=device,
+            *(job, place), buckets=coverage.buckets, grid_size=len(coverage.grid), device=device
         )
         self.begin_step()
         if notice := lockstep_notice(job.lockstep_ranks):
@@ -130,8 +162,6 @@ class Run:
                 other ranks in its layers is not measured.
         """
         self._host_time.begin_forward_step()
-        if model_config.timers is None:
-            model_config.timers = NoTimers()
         end_step = self.end_step if self._ends_steps else lambda: None
         install_hooks(model_config, self._recorder, end_step)
         if self.job.lockstep_ranks > 1:
@@ -146,7 +176,8 @@ class Run:
         first = running is None
         if running is None:
             self.running = planned
-            self._recorder.expect(self._schedule(planned))
+            order = backward_order(self.job, self.place.pipeline_rank, self._schedule(planned))
+            self._recorder.expect(order)
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
                 f"a micro-batch of step {step} begins, but end_step was not called for step "
@@ -237,7 +268,7 @@ class Run:
                     "check that all ranks run the same software on the same data"
                 )
             self._learn(planned, measured)
-            self._host_time.add_ms("reduce", -self._reducer.waited_ms)
+            self._host_time.ms["reduce"] -= self._reducer.waited_ms
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         iteration_ms = None if previous_s is None else (self._step_ended_s - previous_s) * 1e3
         with self._host_time.counted("log"):
@@ -248,7 +279,7 @@ class Run:
             if self._ends_steps:
                 add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
-        host_ms = self._host_time.take_ms()
+        host_ms, self._host_time.ms = self._host_time.ms, dict.fromkeys(PARTS, 0.0)
         if self.sinks is not None:
             with self._host_time.counted("log"):
                 finished = FinishedStep(
@@ -294,13 +325,14 @@ def add_figures(
             report.update(zip(figures, values.unbind(), strict=True))
 
 
-def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> list[Place]:
+@lru_cache(maxsize=1)
+def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> tuple[Place, ...]:
     """Every backward of a pipeline stage, in the order of the schedule: Megatron's, which is the
     same, where neither this rank nor one that it meets has segments."""
     schedule = job.schedule if max(segments.most_segments_M) == 1 else segments
     order = schedule(job.pipeline_stages, len(segments.segments_M), job.virtual_stages)
-    return [
+    return tuple(
         (operation.chunk, operation.micro_batch, operation.segment)
         for operation in order.by_stage[stage]
         if operation.direction is Direction.BACKWARD
-    ]
+    )
