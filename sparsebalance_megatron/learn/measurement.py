@@ -183,9 +183,7 @@ class StepMeasurement(MeasuredTimes):
     def times(self) -> MeasuredTimes:
         """The times alone."""
         return MeasuredTimes(
-            times_2RPVM=self.times_2RPVM,
-            schedule_ms=self.schedule_ms,
-            waiting_2RPVM=self.waiting_2RPVM,
+            **{each.name: getattr(self, each.name) for each in fields(MeasuredTimes)}
         )
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
@@ -194,8 +192,6 @@ class StepMeasurement(MeasuredTimes):
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
         which waits for no rank and from then on computes in step with the others. So each operation
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
-        Waiting would otherwise look like computation, and a rank with little to do before like a
-        slow device.
         """
         shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:

@@ -126,9 +126,7 @@ class Scheduler:
     """Plans training or evaluation steps and learns from them.
 
     Attributes:
-        planner: knows what steps have taught.
         job: how the largest step is cut up; a smaller one has fewer micro-batches.
-        index: the samples and their lengths.
         batch_sizes: samples of every step.
         worker: plans the following step while one runs; None plans every step when it begins.
         uncapped: whether a step that cannot keep the token cap runs above it, with a warning.
@@ -176,21 +174,17 @@ class Scheduler:
             return
         followers, self._followers = self._followers, []
 
-        def pass_on(made: Future[PlannedStep]) -> None:
-            if made.exception() is None:
-                for then in followers:
-                    then(made.result())
+        def plan_and_pass_on() -> PlannedStep:
+            planned = self._plan(step + 1, known)
+            for then in followers:
+                then(planned)
+            return planned
 
-        future = self.worker.submit(self._plan, step + 1, known)
-        self._ahead = {step + 1: future}
-        future.add_done_callback(pass_on)
+        self._ahead = {step + 1: self.worker.submit(plan_and_pass_on)}
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
-        """Call ``then`` with the next plan that the worker makes, on its thread.
-
-        It is never called without a worker, nor if planning fails, which :meth:`planned` will
-        raise.
-        """
+        """Call ``then`` with the next plan that the worker makes, on its thread; never without a
+        worker, nor if planning fails, which :meth:`planned` will raise."""
         if self.worker is not None:
             self._followers.append(then)
 
@@ -289,11 +283,8 @@ def evaluation_scheduler(
 ) -> Scheduler:
     """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
 
-    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
-    pass that needs the cap.
-
-    Args:
-        dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
+    Budgets are the same in every step, so that losses are comparable: those that cover the longest
+    sample where evaluation is ``dense``, else base budgets. No backward pass needs the cap.
     """
     if dense:
         plan_settings = replace(plan_settings, base_budget=coverage.max_blocks, layer_budgets=None)

@@ -25,6 +25,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -82,7 +83,6 @@ class StepPlanner:
 
     Attributes:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
-        calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
         clock: seconds, for the time that planning takes.
     """
@@ -119,7 +119,7 @@ class StepPlanner:
         pinned_LS: np.ndarray | None = None,
         plan_settings: PlanSettings | None = None,
     ) -> PlannedStep:
-        """Plan one step.
+        """Plan one step, or raise a :class:`PlanError` that names what does not fit.
 
         Args:
             step: named in messages, and part of the plan's digest.
@@ -127,9 +127,6 @@ class StepPlanner:
             samples: their training samples; None numbers them from 0.
             placement, pinned_LS: see :class:`.PlanInputs`.
             plan_settings: of this step; None is that of the run.
-
-        Raises:
-            PlanError: no plan exists, naming the sample or the number that does not fit.
         """
         started = self.clock()
         inputs = PlanInputs(
@@ -160,10 +157,8 @@ class StepPlanner:
             self._device_speed.update(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that later plans depend on besides lengths, in plain Python types.
-
-        It has no device speeds: a restart may run on other devices.
-        """
+        """State that later plans depend on besides lengths, in plain Python types; without device
+        speeds, since a restart may run on other devices."""
         return {
             "version": _STATE_VERSION,
             "selection": self.selection,
@@ -173,12 +168,8 @@ class StepPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take over saved state, of a job that may have been laid out otherwise.
-
-        Nothing in it depends on the number of data-parallel or tensor-parallel ranks.
-
-        Returns:
-            What does not fit this job and starts afresh, one sentence each.
+        """Take over saved state, of a job with any number of data-parallel or tensor-parallel
+        ranks; what does not fit this one and starts afresh, one sentence each.
 
         Raises:
             StateError: if it was written by another version.
@@ -200,11 +191,7 @@ class StepPlanner:
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Refuse state that another version of the plugin wrote.
-
-    Raises:
-        StateError: naming both versions.
-    """
+    """Raise a :class:`StateError` at state that another version of the plugin wrote."""
     if state.get("version") != _STATE_VERSION:
         raise StateError(
             f"the plugin's state in the checkpoint has version {state.get('version')}, not "
@@ -333,10 +320,7 @@ class DeviceSlowness:
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step; a step with a time missing is left out."""
-        predicted_RP, measured_RP = (
-            (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
-            for times_2RPVM in (planned.times_2RPVM, measured.own_2RPVM)
-        )
+        predicted_RP, measured_RP = map(stage_busy_ms, (planned.times_2RPVM, measured.own_2RPVM))
         times_2RP = np.stack([predicted_RP, measured_RP])
         if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
             return

@@ -23,11 +23,8 @@ def megatron_version() -> str:
 
 
 def quantized_token_multiple(config: Any) -> int:
-    """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
-
-    As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4 128
-    (``get_align_size_for_quantization``).
-    """
+    """Tokens that fp8 and fp4 matrix products need to divide by, as Megatron pads the tokens of
+    every expert: 16, with the recipe mxfp8 32, with fp4 128; 1 without either."""
     if not (config.fp8 or config.fp4):
         return 1
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
@@ -44,11 +41,8 @@ def validated_arguments(add_flags: Callable[..., Any]) -> Namespace:
 
 
 def keep_built_data_set_helpers() -> None:
-    """Have Megatron use its compiled data set helpers as they are where nothing can build them.
-
-    The wheel ships them without a Makefile, and Megatron's start (``compile_helpers``) ends the run
-    where ``make`` finds none.
-    """
+    """Have Megatron use its compiled data set helpers as they are where nothing can build them: the
+    wheel has no Makefile, and Megatron's start ends the run where ``make`` finds none."""
     import megatron.core.datasets.utils as dataset_utils
 
     folder = Path(dataset_utils.__file__).parent
@@ -111,12 +105,9 @@ def _position_keywords(args: Namespace) -> dict[str, Any]:
 
 
 def model_settings(args: Namespace) -> dict[str, Any]:
-    """What flags say of a GPT: fields of ``TransformerConfig``, keywords of ``GPTModel``, and
-    arguments that choose other classes, by name.
-
-    As they are given: Megatron would check and complete them for the machine that it runs on.
-    Fields of ``ModelParallelConfig`` are left out, which say where and when a model computes.
-    """
+    """What flags say of a GPT, not checked or completed for a machine: fields of
+    ``TransformerConfig`` without those of ``ModelParallelConfig``, keywords of ``GPTModel``, and
+    arguments that choose other classes, by name."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import TransformerConfig
     from megatron.training.arguments import core_transformer_config_from_args
@@ -144,68 +135,63 @@ def model_settings(args: Namespace) -> dict[str, Any]:
 def enable_variable_lengths(transformer_config: Any) -> None:
     """Let pipeline stages exchange sequences of any length.
 
-    Megatron refuses the combination with the allgather dispatcher, which is the default even of
-    models without experts; those never dispatch, so the dispatcher's name is free to change.
+    Megatron refuses that with the allgather dispatcher, the default even of models without experts,
+    which never dispatch.
     """
     transformer_config.variable_seq_lengths = True
     if transformer_config.num_moe_experts is None:
         transformer_config.moe_token_dispatcher_type = "alltoall"
 
 
-def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
+def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
     """The decoder spec that Megatron itself would choose for this config."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    use_transformer_engine = transformer_config.transformer_impl == "transformer_engine"
-    if transformer_config.num_moe_experts is not None:
+    use_transformer_engine = config.transformer_impl == "transformer_engine"
+    if config.num_moe_experts is not None:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
-            transformer_config,
+            config,
             use_transformer_engine=use_transformer_engine,
-            normalization=transformer_config.normalization,
-            qk_l2_norm=transformer_config.qk_l2_norm,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
             vp_stage=vp_stage,
         )
     if use_transformer_engine:
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=transformer_config.qk_layernorm,
-            qk_l2_norm=transformer_config.qk_l2_norm,
-            use_te_activation_func=transformer_config.use_te_activation_func,
-            use_grouped_gemm_for_dense_mlp=transformer_config.use_grouped_gemm_for_dense_mlp,
-            multi_latent_attention=transformer_config.multi_latent_attention,
+            qk_layernorm=config.qk_layernorm,
+            qk_l2_norm=config.qk_l2_norm,
+            use_te_activation_func=config.use_te_activation_func,
+            use_grouped_gemm_for_dense_mlp=config.use_grouped_gemm_for_dense_mlp,
+            multi_latent_attention=config.multi_latent_attention,
         )
     return gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=transformer_config.qk_layernorm,
-        normalization=transformer_config.normalization,
-        multi_latent_attention=transformer_config.multi_latent_attention,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        multi_latent_attention=config.multi_latent_attention,
     )
 
 
-def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def stage_layers(config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Global, zero-based layer indices of every stage and virtual chunk, by Megatron's rule."""
-    if transformer_config.pipeline_model_parallel_layout is not None:
-        return _custom_layout(transformer_config.pipeline_model_parallel_layout)
+    if config.pipeline_model_parallel_layout is not None:
+        return _custom_layout(config.pipeline_model_parallel_layout)
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    virtual = transformer_config.virtual_pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[int | None] = [None] if virtual is None else list(range(virtual))
-    stages = []
-    for stage in range(transformer_config.pipeline_model_parallel_size):
-        stage_chunks = []
-        for chunk in chunks:
-            offset = get_transformer_layer_offset(transformer_config, chunk, stage)
-            count = get_num_layers_to_build(transformer_config, chunk, stage)
-            stage_chunks.append(tuple(range(offset, offset + count)))
-        stages.append(tuple(stage_chunks))
-    return tuple(stages)
+
+    def layers(stage: int, chunk: int | None) -> tuple[int, ...]:
+        first = get_transformer_layer_offset(config, chunk, stage)
+        return tuple(range(first, first + get_num_layers_to_build(config, chunk, stage)))
+
+    stages = range(config.pipeline_model_parallel_size)
+    return tuple(tuple(layers(stage, chunk) for chunk in chunks) for stage in stages)
 
 
 def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Layers of every stage and chunk of a ``--pipeline-model-parallel-layout``.
-
-    Megatron's own functions answer only once process groups exist. Layers are numbered chunk by
-    chunk, and within a chunk stage by stage.
-    """
+    """Layers of every stage and chunk of a ``--pipeline-model-parallel-layout``, numbered chunk by
+    chunk, and within a chunk stage by stage; Megatron's functions need process groups."""
     from megatron.core.transformer.enums import LayerType
 
     counts_PV = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
@@ -219,11 +205,8 @@ def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
-    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``.
-
-    Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
-    where the size is fixed.
-    """
+    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``, as Megatron's
+    own calculator reads it; none where the size is fixed."""
     if args.step_batch_size_schedule is None:
         return ()
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -302,10 +285,8 @@ def last_saved_iteration(directory: str) -> int | None:
 
 
 def metric_writers() -> tuple[Any, Any, int] | None:
-    """Megatron's TensorBoard and wandb writers, each None where it is off, and ``--log-interval``.
-
-    None on ranks without a writer, and where ``megatron.training`` is not loaded.
-    """
+    """Megatron's TensorBoard and wandb writers, each None where it is off, and ``--log-interval``;
+    None without a writer, and where ``megatron.training`` is not loaded."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
@@ -317,11 +298,9 @@ def metric_writers() -> tuple[Any, Any, int] | None:
 
 
 def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
-    """Feed the true sequence lengths to Megatron's FLOP count.
+    """Feed the true sequence lengths to Megatron's FLOP count, so many ``times``.
 
-    Megatron sums over all ranks, if this one has fed anything, and divides by the context-parallel
-    size among others. So every rank feeds something, and a sequence counts ``times``; 0 only says
-    that this rank takes part.
+    Megatron sums over ranks only where this one has fed anything; 0 says that it takes part.
     """
     from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 

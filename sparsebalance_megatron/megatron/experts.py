@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of experts: watches their collectives, and leaves padding out of what routers count.
 
-A layer of experts exchanges tokens between the ranks of its group: it gathers how many tokens each
-rank sends, dispatches them, and combines what the experts made of them. Backward repeats the last
-two the other way round. Whoever comes first to one of them waits for the others there.
-
-Padding is computed like tokens, for sequence parallelism, fp8 and fp4, and ranks that share a
-sequence. Megatron's layers take a mask of it and hand it to their routers, for expert bias and
-balancing losses.
+A layer of experts gathers how many tokens each rank of its group sends, dispatches them, and
+combines what the experts made of them. Backward repeats the last two the other way round. Whoever
+comes first to one of them waits for the others there.
 
 Shape legend: T tokens that a rank computes, E experts.
 """
@@ -36,8 +32,7 @@ def watch_expert_collectives(model: Any, recorder: MicroBatchRecorder) -> None:
     """Have a recorder hear of the collectives of a model chunk's expert layers; idempotent.
 
     The i-th expert layer's collectives have the numbers from i x :data:`COLLECTIVES_PER_LAYER`.
-    What is computed does not change: the dispatcher's methods are called as before, and backward
-    is heard through hooks of the autograd graph.
+    Backward is heard through hooks of the autograd graph.
     """
     if getattr(model, _WATCHED, None) is recorder:
         return
@@ -79,10 +74,8 @@ def _nodes(values: Any) -> set[Any]:
 
 
 def leave_out_padding(model: Any) -> None:
-    """Have a model chunk's routers count no padding; idempotent.
-
-    Megatron's quantile balancing takes no mask and counts all.
-    """
+    """Have a model chunk's routers count no padding, in expert bias and balancing losses;
+    idempotent. Megatron's quantile balancing takes no mask and counts all."""
     if getattr(model, _MASKED, False):
         return
     for block in [each for each in model.modules() if isinstance(each, TransformerBlock)]:

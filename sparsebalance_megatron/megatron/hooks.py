@@ -31,9 +31,8 @@ _MARK = "_sparse_balance_true_positions"
 def use_true_positions(model: Any) -> None:
     """Have a GPT model's decoder rotate by the true positions of this rank's tokens; idempotent.
 
-    Megatron makes one table of rotary embeddings per forward pass and hands it to the decoder;
-    attention applies line i of it to token i. A hook in front of the decoder puts the lines of this
-    rank's tokens in its place.
+    Attention applies line i of a table that the model hands to the decoder to token i. A hook puts
+    the lines of this rank's tokens in its place.
     """
     decoder = unwrap_model(model).decoder
     if not getattr(decoder, _MARK, False):
@@ -58,10 +57,8 @@ def model_config_of(model: Any) -> Any:
 
 
 def count_sequences(packed: BudgetedPackedSeqParams) -> None:
-    """Have Megatron's FLOP count see a sequence once, however many ranks share it.
-
+    """Have Megatron's FLOP count see a sequence once, without padding, however many ranks share it.
     It divides by the context-parallel size, as if each of those ranks had counted every sequence.
-    Padding is left out: useful work is counted.
     """
     micro_batch = packed.micro_batch
     cu_seqlens, sequence = packed.cu_seqlens_q, None
@@ -76,18 +73,6 @@ def count_sequences(packed: BudgetedPackedSeqParams) -> None:
     update_sequence_statistics(cu_seqlens, times=times)
 
 
-def _validate_loss(loss: Tensor) -> None:
-    """Hand a loss to Megatron's re-run machinery, which decides what NaN and Inf mean."""
-    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=test,
-            message=f"found {what} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )
-
-
 _NO_TOKENS = 1e-30
 """Stands for a count of 0; a count of 1 token, in float32, does not change by it."""
 
@@ -99,12 +84,19 @@ def token_loss(
 
     Megatron divides the sums that all micro-batches report. Where none has a trained token the
     count is next to nothing, so that the step's loss is 0 and no NaN removes its log interval.
+    ``check_for_nan`` asks its re-run machinery what NaN and Inf mean.
     """
     mask_T = loss_mask.reshape(-1).float()
     loss = (output.reshape(-1).float() * mask_T).sum()
     tokens = mask_T.sum().to(torch.int)
-    if check_for_nan:
-        _validate_loss(loss)
+    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")) if check_for_nan else ():
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=test,
+            message=f"found {what} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
     count = tokens.detach().float().clamp(min=_NO_TOKENS)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), count])}
 
@@ -150,26 +142,18 @@ def install_hooks(
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor | None) -> None:
     """Divide sharded gradients by the tokens of a step, which Megatron leaves out.
 
-    With per-token loss, ``finalize_model_grads`` asks every model chunk to divide. A chunk with
-    FSDP2 does nothing then (megatron-core 0.19.2), so that gradients are sums over tokens, and
-    their mean over ranks. Chunks of a Megatron that divides are left alone.
-
-    Args:
-        model: chunks, after ``finalize_model_grads``.
-        tokens: what that function was given, and has added up over ranks; None without per-token
-            loss.
+    With per-token loss, ``finalize_model_grads`` asks every model chunk to divide, and a chunk with
+    FSDP2 does nothing (megatron-core 0.19.2). Chunks of a Megatron that divides are left alone.
+    ``tokens`` has been added up over ranks; None without per-token loss.
     """
     for chunk in model:
-        if tokens is None or not _leaves_gradients(chunk):
+        if (
+            tokens is None
+            or not isinstance(chunk, TorchFullyShardedDataParallel)
+            or type(chunk).scale_gradients is not _BaseDataParallel.scale_gradients
+        ):
             continue
         scale = chunk.process_group.size() / tokens.clamp(min=1)
         for parameter in chunk.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().mul_(scale)
-
-
-def _leaves_gradients(chunk: Any) -> bool:
-    return (
-        isinstance(chunk, TorchFullyShardedDataParallel)
-        and type(chunk).scale_gradients is _BaseDataParallel.scale_gradients
-    )

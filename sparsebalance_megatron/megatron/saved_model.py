@@ -45,13 +45,9 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def save_release(args: Namespace, model: Any, directory: Path) -> None:
-    """Write ``directory`` as Megatron writes a checkpoint that no training run made.
-
-    Megatron calls it a release: its iteration is 0, and it has no optimizer and no random state.
-
-    Raises:
-        OSError: it cannot be written. Megatron's worker processes keep the reason to themselves.
-    """
+    """Write ``directory`` as Megatron writes a release: a checkpoint of iteration 0, without
+    optimizer and random state. Raises an :class:`OSError` where it cannot be written, whose reason
+    Megatron's worker processes keep to themselves."""
     args.save = str(directory)
     set_global_variables(args, build_tokenizer=False)
     needed = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -85,10 +81,8 @@ _METADATA_NAMES = {
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Reads ``.metadata``, a pickle, and refuses what does not describe tensors.
-
-    Megatron unpickles the file again when it loads; what that would run has been refused here.
-    """
+    """Reads ``.metadata``, a pickle, and refuses what does not describe tensors, before Megatron
+    unpickles the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _METADATA_NAMES.get(module, ()):

@@ -39,9 +39,8 @@ class RunSettings:
     Attributes:
         host_job: model and layout; its samples are at most ``--seq-length`` long, its steps the
             largest.
-        dtype: torch's name without the prefix.
-        tied_embeddings, distributed_optimizer, sharded_parameters: what memory depends on besides;
-            the last where ranks divide weights and gradients too.
+        dtype: see :func:`dtype_name`.
+        sharded_parameters: whether ranks divide weights and gradients, too.
         micro_batch_size: samples of a micro-batch on average.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
@@ -130,9 +129,9 @@ class RunSettings:
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
-        ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
-        Megatron's, which counts no context-parallel ranks. ``shards_parameters``: whether all of
-        them gather the weights of every layer, and so begin it together.
+        ``vocab_size``: with padding. ``data_parallel_size``: Megatron's, which counts no
+        context-parallel ranks. ``shards_parameters``: whether all ranks gather the weights of every
+        layer, and so begin it together.
         """
         ranks = data_parallel_size * transformer_config.context_parallel_size
         return cls(
@@ -199,76 +198,65 @@ def _shards_parameters(args: Namespace) -> bool:
     return bool(args.use_torch_fsdp2 or (args.use_megatron_fsdp and layer_by_layer))
 
 
-def _ranks_per_node() -> int:
-    return RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count()
-
-
 def _micro_batches(
     global_batch_size: int, micro_batch_size: int, data_parallel_size: int, *, scheduled: bool
 ) -> int:
-    """Positions of a rank in a step of so many samples."""
     flag = "--step-batch-size-schedule: size" if scheduled else "--global-batch-size"
     sizes = {"--micro-batch-size": micro_batch_size, "data-parallel size": data_parallel_size}
     return whole_parts(global_batch_size, flag, sizes)
 
 
-def dtype_name(transformer_config: Any) -> str:
+def dtype_name(config: Any) -> str:
     """The model's dtype, torch's name without the prefix."""
-    return str(transformer_config.params_dtype).removeprefix("torch.")
+    return str(config.params_dtype).removeprefix("torch.")
 
 
-def token_multiple(transformer_config: Any) -> int:
+def token_multiple(config: Any) -> int:
     """Divisor of a rank's tokens of a packed sequence: sequence parallelism cuts them, and fp8 and
     fp4 multiply tiles."""
-    parallel = transformer_config.sequence_parallel
-    parts = int(transformer_config.tensor_model_parallel_size) if parallel else 1
-    return parts * quantized_token_multiple(transformer_config)
+    parts = int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
+    return parts * quantized_token_multiple(config)
 
 
-def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
-    """The sizes that a layer's cost depends on."""
-    key_dim, value_dim = head_dims(transformer_config)
+def model_shape(config: Any, vocab_size: int) -> ModelShape:
+    """The sizes that a layer's cost depends on, of a ``TransformerConfig``."""
+    key_dim, value_dim = head_dims(config)
     latent_weights = None
-    if transformer_config.multi_latent_attention:
+    if config.multi_latent_attention:
         latent_weights = latent_attention_weights(
-            hidden_size=transformer_config.hidden_size,
-            heads=transformer_config.num_attention_heads,
-            q_rank=transformer_config.q_lora_rank,
-            kv_rank=transformer_config.kv_lora_rank,
-            qk_dim=transformer_config.qk_head_dim,
-            rotary_dim=transformer_config.qk_pos_emb_head_dim,
+            hidden_size=config.hidden_size,
+            heads=config.num_attention_heads,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            qk_dim=config.qk_head_dim,
+            rotary_dim=config.qk_pos_emb_head_dim,
             value_dim=value_dim,
         )
     return ModelShape(
-        hidden_size=transformer_config.hidden_size,
-        ffn_hidden_size=transformer_config.ffn_hidden_size,
-        num_attention_heads=transformer_config.num_attention_heads,
-        num_query_groups=transformer_config.num_query_groups,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
         attention_weights=latent_weights,
-        experts=expert_shape(transformer_config),
+        experts=expert_shape(config),
         vocab_size=vocab_size,
-        gated_linear_unit=transformer_config.gated_linear_unit,
-        tensor_parallel_size=transformer_config.tensor_model_parallel_size,
+        gated_linear_unit=config.gated_linear_unit,
+        tensor_parallel_size=config.tensor_model_parallel_size,
     )
 
 
-def head_dims(transformer_config: Any) -> tuple[int, int]:
+def head_dims(config: Any) -> tuple[int, int]:
     """Head dim of queries and keys, and of values."""
-    if not transformer_config.multi_latent_attention:
-        return transformer_config.kv_channels, transformer_config.kv_channels
-    key_dim = transformer_config.qk_head_dim + transformer_config.qk_pos_emb_head_dim
-    return key_dim, transformer_config.v_head_dim
+    if not config.multi_latent_attention:
+        return config.kv_channels, config.kv_channels
+    return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 
-def expert_shape(transformer_config: Any) -> ExpertShape | None:
-    """Experts of a model; None where it has none.
-
-    Raises:
-        ConfigError: they cannot be, or their layers are not those of the model.
-    """
-    config = transformer_config
+def expert_shape(config: Any) -> ExpertShape | None:
+    """Experts of a model; None where it has none. Raises a :class:`ConfigError` where their layers
+    are not those of the model."""
     if not config.num_moe_experts:
         return None
     every, layers = config.moe_layer_freq, config.num_layers
@@ -292,29 +280,27 @@ def expert_shape(transformer_config: Any) -> ExpertShape | None:
     )
 
 
-def micro_batch_group_size(transformer_config: Any) -> int | None:
+def micro_batch_group_size(config: Any) -> int | None:
     """Micro-batches of a group of the interleaved schedule; None for the number of stages, and
     where stages have no chunks."""
-    size = transformer_config.microbatch_group_size_per_vp_stage
-    stages = transformer_config.pipeline_model_parallel_size
-    if transformer_config.virtual_pipeline_model_parallel_size is None or size in (None, stages):
+    size, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
+    if config.virtual_pipeline_model_parallel_size is None or size in (None, stages):
         return None
     return int(size)
 
 
-def expert_group_ranks(transformer_config: Any) -> int:
+def expert_group_ranks(config: Any) -> int:
     """Neighbouring data-parallel ranks, context-parallel ones counted, that exchange tokens in
     every layer of experts.
 
     An expert-parallel group with its tensor-parallel ranks is so many neighbouring ranks of a
     stage, and ranks of one tensor-parallel group wait for one another, too.
     """
-    if not transformer_config.num_moe_experts:
+    if not config.num_moe_experts:
         return 1
-    tensor = transformer_config.tensor_model_parallel_size
-    expert_tensor = transformer_config.expert_tensor_parallel_size or tensor
-    together = math.lcm(transformer_config.expert_model_parallel_size * expert_tensor, tensor)
-    return int(together // tensor)
+    tensor = config.tensor_model_parallel_size
+    expert_tensor = config.expert_tensor_parallel_size or tensor
+    return math.lcm(config.expert_model_parallel_size * expert_tensor, tensor) // int(tensor)
 
 
 def host_job(
@@ -328,12 +314,11 @@ def host_job(
 ) -> HostJob:
     """The job of this model; ``others`` are fields that its config does not hold.
 
-    Args:
-        vocab_size: rows of the embedding, padding included.
-        data_parallel_size: counts context-parallel ranks too.
-        lockstep_ranks: None is as many as an expert group has.
+    ``data_parallel_size`` counts context-parallel ranks too, ``vocab_size`` padding;
+    ``lockstep_ranks``: None is as many as an expert group has.
     """
     shape = model_shape(transformer_config, vocab_size)
+    ranks_per_node = RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count()
     if lockstep_ranks is None:
         lockstep_ranks = expert_group_ranks(transformer_config)
     granularity = transformer_config.recompute_granularity
@@ -347,7 +332,7 @@ def host_job(
             lockstep_ranks=lockstep_ranks,
         ),
         shape=shape,
-        neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
+        neighbours_per_node=max(1, ranks_per_node // shape.tensor_parallel_size),
         expert_parallel_size=transformer_config.expert_model_parallel_size,
         recompute_all=granularity == "full",
         recompute_attention=granularity == "selective"

@@ -97,8 +97,7 @@ class HostRun:
         Args:
             lengths_tokens: of the samples of each of this rank's micro-batches, in order; as many
                 micro-batches on all ranks. Context-parallel ranks give the same.
-            pinned_LS: budgets that this rank's samples keep, in the same order; see
-                :meth:`.HostPlanner.plan`.
+            pinned_LS: of this rank's samples in the same order; see :meth:`.HostPlanner.plan`.
         """
         group = data_parallel_group()
         own = [[int(length) for length in row] for row in lengths_tokens]
@@ -129,10 +128,9 @@ class HostRun:
         Args:
             position: of the micro-batch among those of this data-parallel rank.
             values: name -> [tokens, ...], of the micro-batch's samples in the plan's order: inputs,
-                labels, a loss mask, what else the loss needs. A token's label goes with it: a
-                rank's tokens are not neighbours, so shift labels before.
-            padding: the value of what is computed besides, where a rank's tokens must be a
-                multiple.
+                labels, a loss mask, what else the loss needs. Shift labels before: a rank's tokens
+                are not neighbours.
+            padding: the value of tokens that are computed besides.
 
         Returns:
             name -> [tokens of this rank, ...], and ``position_ids``, which begin anew in every
@@ -207,11 +205,10 @@ class HostRun:
             packed_seq_params: None where :meth:`cut` cuts the model's inputs, which it must where
                 ranks share micro-batches. Else those of the host's own sequence, in the thd layout,
                 which are copied; its samples are those of the plan's micro-batch, in order, and
-                what follows them is padding. Their boundaries are read on the host, which waits for
-                the device where they are there.
-            model: the chunk that runs; needed where ranks share micro-batches, whose rotary
-                embeddings follow the true positions of a rank's tokens, and with expert
-                parallelism, to measure own times: without it device speeds are not learnt.
+                what follows them is padding. The host waits for boundaries that are on the device.
+            model: the chunk that runs; needed where ranks share micro-batches, to rotate by the
+                true positions of a rank's tokens, and with expert parallelism, to measure own
+                times: without it device speeds are not learnt.
             vp_stage: model chunk, with virtual pipeline stages.
             learn: whether the pass is part of a training step, measured and observed. A pass that
                 is not executes the planned budgets as they are.

@@ -2,8 +2,7 @@
 """A run on an index of samples, and the forward step of its planned micro-batches.
 
 Trainers that call Megatron's schedules themselves begin one, and :mod:`.training_hooks` puts one
-into ``megatron.training``, which is not loaded here. :class:`.inputs.Inputs` is what could be
-checked before process groups exist; :class:`.run.Run` and the iterators need them.
+into ``megatron.training``, which is not loaded here.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
@@ -64,11 +63,12 @@ class TrainerRun:
     owns its loop.
 
     Args:
+        inputs: what could be checked before process groups exist.
         transformer_config: the model's; None where :meth:`layer_spec` is not called.
         ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
             otherwise the trainer calls :meth:`end_step`.
         after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
-        make_scheduler: gives what plans the run; the place to put another scheduler.
+        make_scheduler: gives what plans the run.
     """
 
     def __init__(
@@ -113,13 +113,8 @@ class TrainerRun:
         """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
 
         Args:
-            spec: the trainer's own, left as it is: a ``ModuleSpec`` of a transformer layer, or
-                ``TransformerBlockSubmodules``. None is what Megatron chooses for the model's
-                config.
+            spec: see :func:`.replace_core_attention`; None is what Megatron chooses for the model.
             vp_stage: model chunk, with virtual pipeline stages.
-
-        Raises:
-            ConfigError: if a layer has no core attention to replace.
         """
         if spec is None:
             spec = default_layer_spec(self._transformer_config, vp_stage)
@@ -130,9 +125,7 @@ class TrainerRun:
 
         Args:
             forward_step: ``(data_iterator, model) -> (output, loss_func)``. Its iterator yields one
-                dict: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, tokens] or
-                None on stages that read none, and ``packed_seq_params``, which the model must be
-                given. ``loss_func(output)`` returns (sum of token losses, number of tokens,
+                :data:`Batch`; ``loss_func(output)`` returns (sum of token losses, number of tokens,
                 report).
 
         Returns:
@@ -155,9 +148,8 @@ class TrainerRun:
 
         Args:
             consumed_samples: trained on before; a step must begin there.
-            iteration: steps trained before, as the trainer counts them; None for a trainer that
-                does not say. With another global batch size than now, it is not what the samples
-                make.
+            iteration: steps trained before, as the trainer counts them, perhaps of another size;
+                None for a trainer that does not say.
 
         Raises:
             IntegrationError: if loaded state goes on from another sample, or steps may have
@@ -270,17 +262,15 @@ class TrainerRun:
         It is endless: after the last sample of an epoch comes the first of the next.
 
         Args:
-            consumed_samples: trained on before, a multiple of ``global_batch_size``.
+            consumed_samples: see :meth:`start`.
             vp_stage: model chunk, with virtual pipeline stages.
 
         Raises:
             IntegrationError, StateError: see :meth:`start`.
         """
         self.start(consumed_samples=consumed_samples)
-        sizes = self.inputs.settings.batch_sizes
-        return self._iterator(
-            self.scheduler, self.inputs.train, consumed_samples, vp_stage, sizes, training=True
-        )
+        index = self.inputs.train
+        return self._iterator(self.scheduler, index, consumed_samples, vp_stage, training=True)
 
     def evaluation_data_iterator(
         self, index: SampleIndex, consumed_samples: int = 0, vp_stage: int | None = None
@@ -290,8 +280,7 @@ class TrainerRun:
         batch_size = self.inputs.settings.evaluation_batch_size
         scheduler = self.inputs.evaluation_scheduler(index, self.scheduler.coverage)
         begun = consumed_samples // batch_size * batch_size
-        sizes = BatchSizes.constant(batch_size)
-        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
+        return self._iterator(scheduler, index, begun, vp_stage, training=False)
 
     def _iterator(
         self,
@@ -299,14 +288,13 @@ class TrainerRun:
         index: SampleIndex,
         consumed_samples: int,
         vp_stage: int | None,
-        sizes: BatchSizes,
         *,
         training: bool,
     ) -> MicroBatchIterator:
         job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
         last = job.pipeline_stages - 1, job.virtual_stages - 1
         reads = self.all_stages_read or (place.pipeline_rank, chunk) in ((0, 0), last)
-        step = sizes.step_at(consumed_samples)
+        step = scheduler.batch_sizes.step_at(consumed_samples)
         assert step is not None, "start has checked it"
         return MicroBatchIterator(
             scheduler,
@@ -317,7 +305,6 @@ class TrainerRun:
             chunk=chunk,
             training=training,
             step=step,
-            batch_sizes=sizes,
             worker=ThreadPoolExecutor(1, "sparse-balance-read"),
         )
 
@@ -426,9 +413,7 @@ def checked_config(
 ) -> SparseBalanceConfig:
     """The choices, turned on; refuses what the trainer's loop cannot follow, or the model.
 
-    Args:
-        longest_tokens: of a sample.
-        owns_data: whether the trainer is a host.
+    ``longest_tokens``: of a sample. ``owns_data``: whether the trainer is a host.
     """
     for name, unusable, remedy in (
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
@@ -464,14 +449,8 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
 
 
 class ForwardStep:
-    """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
-
-    Args:
-        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
-            loss function returns (sum of token losses, token count, report).
-        trainer: the run that training micro-batches are reported to, which has started before the
-            first step.
-    """
+    """Makes a trainer's forward step one of planned micro-batches; see
+    :meth:`TrainerRun.wrap_forward_step`."""
 
     def __init__(
         self,
@@ -483,8 +462,9 @@ class ForwardStep:
         self._max_seqlen_tokens = trainer.inputs.settings.seq_length
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
+        run, scheduler = self._trainer.run, self._trainer.scheduler
         if model.training:
-            self._trainer.run.install(model_config_of(model), model)
+            run.install(model_config_of(model), model)
         read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         for name, values_T in (read.inputs or {}).items():
@@ -496,13 +476,12 @@ class ForwardStep:
             use_true_positions(model)
         leave_out_padding(model)
         if micro_batch.observe:
-            planned = self._trainer.scheduler.planned(micro_batch.step)
-            self._trainer.run.begin_micro_batch(micro_batch, planned)
+            run.begin_micro_batch(micro_batch, scheduler.planned(micro_batch.step))
         batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.observe:
             # The model's kernels are launched: time to plan the next step.
-            self._trainer.scheduler.plan_following(micro_batch.step)
+            scheduler.plan_following(micro_batch.step)
         return output, partial(self._loss, loss_function, micro_batch.observe)
 
     def _loss(

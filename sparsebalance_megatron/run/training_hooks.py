@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callables that a script hands to ``megatron.training``, whose loop calls them.
-
-Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
-micro-batch) and, as :class:`.run.Run` wants it, ``finalize_model_grads_func`` (per step, on every
-rank).
-"""
+"""Callables that a script hands to ``megatron.training``: the dataset provider, which is called
+once per model chunk, and the forward step, once per micro-batch."""
 
 from __future__ import annotations
 
@@ -74,9 +70,8 @@ class TrainingHooks:
     def watching_repetitions(self) -> Repetitions:
         """Have the layers of models that are built from here on add up their attention to far
         repetitions."""
-        inputs = self.run.inputs
-        heads = inputs.settings.host_job.shape.num_attention_heads
-        found = Repetitions(inputs.job.layers, heads, self.run.device)
+        shape, layers = self.run.inputs.settings.host_job.shape, self.run.inputs.job.layers
+        found = Repetitions(layers, shape.num_attention_heads, self.run.device)
         self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
         return found
 
@@ -94,13 +89,12 @@ class TrainingHooks:
             print_rank_0(f"sparse balance: {line}")
         if (state := arguments.take_saved_state()) is not None:
             run.load_state_dict(state)
-        consumed = arguments.consumed_train_samples
+        consumed, validated = arguments.consumed_samples
         run.start(consumed_samples=consumed, iteration=arguments.iteration)
         train = run.train_data_iterator(consumed_samples=consumed, vp_stage=vp_stage)
-        indexes = run.inputs.valid, run.inputs.test
         valid, test = (
             None if index is None else run.evaluation_data_iterator(index, samples, vp_stage)
-            for index, samples in zip(indexes, (arguments.consumed_valid_samples, 0), strict=True)
+            for index, samples in ((run.inputs.valid, validated), (run.inputs.test, 0))
         )
         return train, valid, test
 
@@ -113,11 +107,8 @@ def make_training_hooks(
 ) -> TrainingHooks:
     """Check flags, data and cost table, and make the hooks; ``args`` are Megatron's, validated.
 
-    What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        report: is told what the checkpoint decides otherwise than the default, in a line.
+    What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it, and
+    ``report`` is told where it is otherwise than the default, in a line.
 
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.

@@ -200,7 +200,7 @@ def test_a_layer_that_ran_twice_attends_again(backward_of: int, forwards: list[i
         x, params = micro_batch()
         outs = [model(x * scale, params) for scale in (1.0, 2.0)]
         outs[backward_of].square().sum().backward()
-        if model.attention[0]._options.keeps:
+        if model.attention[0]._options.config.recompute_attention == "keep":
             assert params.micro_batch.recompute.totals().tolist() == [0, LAYERS, 0]
         return [x.grad]
 

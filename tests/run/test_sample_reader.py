@@ -19,7 +19,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
@@ -64,7 +64,6 @@ def iterator_of(
         chunk=0,
         training=True,
         step=0,
-        batch_sizes=BatchSizes.constant(8),
         worker=worker,
     )
 
