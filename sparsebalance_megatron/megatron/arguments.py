@@ -105,7 +105,7 @@ def add_sparse_balance_args(
 def args_provider(
     *, enabled: bool, on_cpu: bool, report: Callable[[str], None] | None = None
 ) -> Callable[[ArgumentParser], ArgumentParser]:
-    """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win, and
+    """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
     ``report`` is told, in one line, which of Megatron's defaults change."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:

@@ -416,8 +416,8 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 
 def check_resumed_optimizer(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism: experts
-    of an expert-parallel group have an optimizer of their own."""
+    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism:
+    experts of an expert-parallel group have an optimizer of their own."""
     if not args.num_experts or args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)

@@ -67,11 +67,8 @@ _SHARDED_PARAMETERS = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
 class DescribedJob:
     """What flags describe.
 
-    Attributes:
-        args: Megatron's, as training gets them.
-        device_type: "cpu" or "cuda", of this process.
-        notes: lines about defaults that are other than Megatron's, and its own warnings.
-        unchecked: a line for each thing that only training finds out.
+    ``args``: Megatron's, as training gets them. ``notes``: lines about defaults that are other than
+    Megatron's, and its own warnings. ``unchecked``: of what only training finds out.
     """
 
     args: Namespace
@@ -82,11 +79,8 @@ class DescribedJob:
     unchecked: tuple[str, ...]
 
     def workload(self, lengths_tokens: np.ndarray | None, place: str, steps: int) -> Workload:
-        """The first steps: of documents of these lengths in their order, or of the data sets that
-        the flags name, of which only ``.idx`` files are read.
-
-        Args:
-            place: where the lengths come from, for errors.
+        """The first steps: of documents of these lengths, which come from ``place``, in their
+        order, or of the data sets that the flags name, of which only ``.idx`` files are read.
 
         Raises:
             ConfigError, DataError, WorkloadError: no step can be made, or planned.
@@ -122,12 +116,8 @@ class DescribedJob:
 
 
 def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> DescribedJob:
-    """Check flags of training for so many ranks, whether they exist or not.
-
-    Args:
-        flags: words after the program's name.
-        ranks: 0 for those that were launched.
-        on_cpu: whether the CPU adapter is installed.
+    """Check flags of training for so many ranks, whether they exist or not; 0 for those that were
+    launched.
 
     Raises:
         ConfigError: training refuses the flags.
@@ -181,22 +171,16 @@ def _world(flags: Sequence[str], ranks: int) -> Iterator[None]:
     """
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     connections = "8" if _SHARDED_PARAMETERS & set(flags) else "1"
-    place = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get(
-        "CUDA_DEVICE_MAX_CONNECTIONS", connections
-    )
-    saved = {name: os.environ.get(name) for name in place}
-    words, sys.argv = sys.argv, [sys.argv[0], *flags]
-    os.environ.update(place)
+    environment, words = dict(os.environ), sys.argv
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    os.environ.update({"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
+    sys.argv = [sys.argv[0], *flags]
     try:
         yield
     finally:
         sys.argv = words
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @contextmanager
@@ -242,11 +226,8 @@ _MOST_RANKS = 16
 
 
 def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
-    """Check flags and inputs, plan the first steps and the largest validation batch, print.
-
-    Args:
-        ranks: of the job; 0 for those that were launched.
-    """
+    """Check flags and inputs, plan the first steps and the largest validation batch, print; see
+    :func:`described_job`."""
     job = described_job(argv, ranks, on_cpu=on_cpu)
     columns, unchecked = terminal_columns(), [*job.unchecked]
     for note in job.notes:
@@ -285,10 +266,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
 def describe(
     args: Namespace, inputs: Inputs, planned: PlannedStep, unchecked: Sequence[str]
 ) -> list[str]:
-    """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
-
-    ``unchecked`` has a line for each thing that a dry run cannot know.
-    """
+    """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch."""
     job, expected, settings = inputs.job, planned.plan.expectation, inputs.settings
     context = (
         f"context {settings.context_parallel_size} x " if settings.context_parallel_size > 1 else ""

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--sparse-balance-dry-run``: everything that precedes training, then the first plan, then stop.
 
-One process stands for all ranks: no process group, no device, nothing written. Flags go through
-Megatron's own validation and data, costs and plan through the code that training runs, so what
-passes here is what training starts from. Imports Megatron only once the device is decided.
+Imports Megatron only once the device is decided.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +28,13 @@ def run(argv: Sequence[str]) -> None:
 
     ``argv`` are the words after the program's name.
     """
-    early = _early_flags(argv)
+    # The flags that must be known before Megatron is imported or reads the environment.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
+    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    parser.add_argument(FLAG, dest="dry_run", type=int, nargs="?", const=0)
+    early, _ = parser.parse_known_args(argv)
+    SparseBalanceConfig(dry_run=early.dry_run)
     if not early.enabled:
         raise ConfigError(
             f"{FLAG} without --sparse-balance: there is no plan; add --sparse-balance"
@@ -45,12 +48,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def runs_on_cpu(device: str) -> bool:
-    """Whether a process that stands for others runs on the CPU; then Megatron is made ready for
-    it, before it is imported.
-
-    Args:
-        device: of ``--sparse-balance-device``.
-    """
+    """Whether a process that stands for others runs on the CPU, by ``--sparse-balance-device``;
+    then Megatron is made ready for it, before it is imported."""
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     if on_cpu:
         from sparsebalance_megatron.megatron import cpu
@@ -58,14 +57,3 @@ def runs_on_cpu(device: str) -> bool:
         with quiet_imports():
             cpu.install()
     return on_cpu
-
-
-def _early_flags(argv: Sequence[str]) -> Namespace:
-    """The flags that must be known before Megatron is imported or reads the environment."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
-    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
-    parser.add_argument(FLAG, dest="dry_run", type=int, nargs="?", const=0)
-    early, _ = parser.parse_known_args(argv)
-    SparseBalanceConfig(dry_run=early.dry_run)
-    return early

@@ -42,7 +42,6 @@ class Inputs:
     Attributes:
         valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
-        cost: with the run's recomputation and bandwidth.
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
             checkpoint has.
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
@@ -90,11 +89,7 @@ class Inputs:
     def uneven_stages(self) -> tuple[str, ...]:
         """A line about layers per stage that make up for the output head, where micro-batches may
         have segments, whose pipelines are short enough for it to show. Plans the first step a few
-        times.
-
-        Raises:
-            PlanError: the first step has no plan.
-        """
+        times, or raises a :class:`.PlanError`."""
         if self.plan_settings.max_segments == 1:
             return ()
         stages = even_stages(self.workload(1))

@@ -96,7 +96,6 @@ class Run:
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
-        coverage: the curves that plans are made from.
         ends_steps: whether a step ends when Megatron's loop has final gradients, whose log line
             then has the step's figures. Otherwise the trainer calls :meth:`end_whole_step`.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
@@ -155,11 +154,9 @@ class Run:
         self._recorder.begin_step()
 
     def install(self, model_config: Any, model: Any) -> None:
-        """A forward step begins: see to the hooks in Megatron's config and in the model.
+        """A forward step begins: see to the hooks in Megatron's config and in the chunk that runs.
 
-        Args:
-            model: the chunk that runs; None where a host does not give it, so that waiting for
-                other ranks in its layers is not measured.
+        Where a host does not give the chunk, waiting for other ranks in its layers is not measured.
         """
         self._host_time.begin_forward_step()
         end_step = self.end_step if self._ends_steps else lambda: None
@@ -170,8 +167,7 @@ class Run:
                 watch_expert_collectives(model, self._recorder)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
-        """Name the forward that is running, and keep it for the end of the step that ``planned``
-        is for."""
+        """Name the forward that runs, and keep it for the end of its step."""
         running, step = self.running, planned.plan.step
         first = running is None
         if running is None:
@@ -202,10 +198,8 @@ class Run:
             self._reports.append(report)
 
     def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
-        """End a step where the trainer calls; see :meth:`.TrainerRun.end_step`.
-
-        ``remedy`` is for missing forwards, ``model_remedy`` what to give the model.
-        """
+        """End a step where the trainer calls; ``remedy`` is for missing forwards, ``model_remedy``
+        what to give the model."""
         problem = self._problem(remedy, model_remedy)
         digest = b"" if self.running is None else self.running.plan.digest()
         failing = check_executed_plans(problem is not None, digest, self._device)
@@ -237,10 +231,7 @@ class Run:
 
     def end_step(self) -> dict[str, float]:
         """Learn from the step and return its figures; called after the gradient reduction, on every
-        rank.
-
-        Raises:
-            PlanMismatchError: on all ranks alike, if they executed different plans.
+        rank. Raises a :class:`PlanMismatchError` on all of them if they executed different plans.
         """
         planned = self.running
         assert planned is not None, "a step has forwards"
@@ -314,11 +305,8 @@ class Run:
 def add_figures(
     reports: Sequence[dict[str, Tensor]], figures: Mapping[str, float], device: torch.device
 ) -> None:
-    """Add a step's figures to what Megatron logs of it.
-
-    Megatron reads the micro-batches' reports only after the step, so those of the last stage can
-    still take what is known at its end. It averages a single value over micro-batches alone.
-    """
+    """Add a step's figures to what Megatron logs of it: it reads the micro-batches' reports only
+    after the step, and averages a single value over micro-batches alone."""
     if reports:
         values = copied_to(torch.tensor(list(figures.values()), dtype=torch.float), device)
         for report in reports:

@@ -133,8 +133,7 @@ class StepReducer:
         Args:
             segments_M, most_segments: of this rank's micro-batches; of one of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
-            recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
-                micro-batches; None where there are none.
+            recompute: [3] sum of :meth:`.RecomputeCounts.totals`; None where there are none.
             digest: of the plan this rank executed.
         """
         shapes = self._shapes(len(segments_M), most_segments)
