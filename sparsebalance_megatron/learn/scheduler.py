@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -173,20 +173,21 @@ class Scheduler:
         if step not in self._planned:
             return
         followers, self._followers = self._followers, []
-
-        def plan_and_pass_on() -> PlannedStep:
-            planned = self._plan(step + 1, known)
-            for then in followers:
-                then(planned)
-            return planned
-
-        self._ahead = {step + 1: self.worker.submit(plan_and_pass_on)}
+        self._ahead = {step + 1: self.worker.submit(self._plan_for, step + 1, known, followers)}
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """Call ``then`` with the next plan that the worker makes, on its thread; never without a
         worker, nor if planning fails, which :meth:`planned` will raise."""
         if self.worker is not None:
             self._followers.append(then)
+
+    def _plan_for(
+        self, step: int, known: Knowledge, followers: Sequence[Callable[[PlannedStep], None]]
+    ) -> PlannedStep:
+        planned = self._plan(step, known)
+        for then in followers:
+            then(planned)
+        return planned
 
     def _next_plan(self, step: int) -> PlannedStep:
         known = self.planner.knowledge()

@@ -176,8 +176,6 @@ class StepPlanner:
         """
         check_version(state)
         afresh = []
-        if "coverage_balance" in state:
-            afresh.append("the account of coverage goes: budgets only rise above base budgets")
         measured_with = state.get("selection", self.selection)
         for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
             if name == "coverage" and measured_with != self.selection:

@@ -140,17 +140,6 @@ def test_a_restored_scheduler_goes_on_as_if_never_stopped(
         assert begun + run(second, range(stop, STEPS)) == whole
 
 
-def test_an_account_of_coverage_is_left_behind(index: SampleIndex) -> None:
-    """Checkpoints of before hold one; everything else is taken over."""
-    first = scheduler(index, LateExecutor())
-    run(first, range(3))
-    second = scheduler(index, LateExecutor())
-    (said,) = second.load_state_dict(first.state_dict() | {"coverage_balance": {"deficit": [0.1]}})
-    assert "account of coverage" in said
-    assert second.state_dict()["coverage"] == first.state_dict()["coverage"]
-    second.planned(3)
-
-
 def test_state_of_planning_ahead_loads_on_demand_and_back(
     index: SampleIndex, worker: Executor
 ) -> None:
@@ -278,12 +267,6 @@ def test_steps_are_those_that_megatron_walks_through(schedule: tuple[tuple[int, 
         assert sizes.step_at(samples) == begins.get(samples)
     walked = [sizes.size_of(step) for step in range(3, 40)]
     assert sizes.sizes_from(3)[: len(set(walked))] == tuple(dict.fromkeys(walked))
-
-
-def test_a_fixed_size_has_one_phase() -> None:
-    sizes = BatchSizes.constant(8)
-    assert [sizes.first_sample(step) for step in (0, 1, 10**9)] == [0, 8, 8 * 10**9]
-    assert (sizes.step_at(24), sizes.step_at(25)) == (3, None)
 
 
 @pytest.mark.parametrize("schedule", [(), ((4, 8),), ((0, 8), (0, 4)), ((0, 0),)])

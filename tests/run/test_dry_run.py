@@ -213,19 +213,6 @@ def test_a_dry_run_without_the_plugin_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "requested"),
-    [
-        (["--sparse-balance-dry-run"], True),
-        (["--sparse-balance-dry-run=8"], True),
-        (["--sparse-balance", "--sparse-balance-dry-runs"], False),
-        (["--save", "sparse-balance-dry-run"], False),
-    ],
-)
-def test_is_requested(argv: list[str], requested: bool) -> None:
-    assert dry_run.is_requested(argv) == requested
-
-
-@pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (

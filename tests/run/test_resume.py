@@ -18,15 +18,13 @@ from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.data.data_set import SampleCounts
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import Calibration, StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
 from sparsebalance_megatron.run.agreement import compare_runs
-from sparsebalance_megatron.run.inputs import source_record
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""
@@ -226,32 +224,3 @@ def test_other_settings_are_said_and_other_samples_refused() -> None:
     )
     with pytest.raises(StateError, match="--finetune"):
         compare_runs(saved, saved | {"training samples": "b"})
-
-
-def test_a_changed_blend_is_named() -> None:
-    web, books = (source("web", weight=0.7), source("books", weight=0.3))
-    saved = {"training samples": "a", "source 1": web, "source 2": books}
-    for changed in (
-        source("books", weight=0.4),
-        source("books", weight=0.3, digest="d" * 64),
-        source("code", weight=0.3),
-        "absent",
-    ):
-        now = saved | {"training samples": "b", "source 2": changed}
-        with pytest.raises(StateError) as raised:
-            compare_runs(saved, now)
-        assert f"(source 2 is {changed}, in the checkpoint {books})" in str(raised.value)
-
-
-def source(name: str, *, weight: float, digest: str = "0" * 64) -> str:
-    counts = SampleCounts(
-        documents=1,
-        samples=1,
-        tokens=1,
-        dropped_documents=0,
-        dropped_tokens=0,
-        truncated_tokens=0,
-        split_documents=0,
-    )
-    facts = SourceFacts(prefix=f"/data/{name}", weight=weight, counts=counts, digest=digest)
-    return source_record(facts)
