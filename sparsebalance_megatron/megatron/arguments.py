@@ -26,7 +26,8 @@ from sparsebalance_megatron.flags import (
     defaults_given_by,
     flag_groups,
 )
-from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
+from sparsebalance_megatron.megatron import cpu
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
 from sparsebalance_megatron.text_table import one_line
 
@@ -47,17 +48,33 @@ _WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
 """Megatron arguments by which ``set_global_variables`` writes files or calls a service."""
 
 
-def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
-    """Whether ``--sparse-balance`` is given, and "cpu" or "cuda": how Megatron must be imported."""
+def early_flags(argv: Sequence[str]) -> Namespace:
+    """``enabled``, ``device`` and ``dry_run``: flags that must be known before Megatron is
+    imported, or reads the environment."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
     parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    parser.add_argument(flag_name("dry_run"), dest="dry_run", type=int, nargs="?", const=0)
     early, _ = parser.parse_known_args(argv)
-    visible = torch.cuda.is_available()
-    if early.device == "cuda" and not visible:
+    return early
+
+
+def device_type_of(argv: Sequence[str]) -> str:
+    """Where a command line trains, "cpu" or "cuda": how Megatron must be imported."""
+    device, visible = early_flags(argv).device, torch.cuda.is_available()
+    if device == "cuda" and not visible:
         raise ConfigError(f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu")
-    device_type = "cuda" if visible and early.device != "cpu" else "cpu"
-    return early.enabled, device_type
+    return "cuda" if visible and device != "cpu" else "cpu"
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Whether a process that stands for others runs on the CPU, by ``--sparse-balance-device``;
+    then Megatron is made ready for it, before it is imported."""
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if on_cpu:
+        with quiet_imports():
+            cpu.install()
+    return on_cpu
 
 
 def destination(field_name: str) -> str:
@@ -112,7 +129,7 @@ def args_provider(
         _cut_long_errors(parser)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
-        changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
+        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
         added = _as_flags(parser, changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
         if report and added:

@@ -26,7 +26,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import memory_lines
-from sparsebalance_megatron.data.samples import open_samples, read_blends
+from sparsebalance_megatron.data.samples import read_blends
 from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -55,6 +55,7 @@ from sparsebalance_megatron.run.inputs import (
     first_batches,
     read_costs,
     read_inputs,
+    samples_of_split,
     workload_of,
 )
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
@@ -88,18 +89,7 @@ class DescribedJob:
         settings, size = self.settings, self.settings.batch_sizes.size_of(0)
         if lengths_tokens is None:
             blend = read_blends(settings)["train"]
-            index = None
-            if blend is not None:
-                index = open_samples(
-                    blend,
-                    "train",
-                    max_tokens=settings.seq_length,
-                    overlong=self.config.overlong,
-                    seed=settings.seed,
-                    split_weights=settings.split,
-                    missing_loss_mask="train",
-                    lengths_only=True,
-                )
+            index = samples_of_split(settings, self.config, blend, "train", lengths_only=True)
             if index is None:
                 raise WorkloadError("the flags leave no document to train on; see --split")
             batches = first_batches(index, size, steps)

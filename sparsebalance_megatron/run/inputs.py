@@ -16,7 +16,13 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples, read_blends
+from sparsebalance_megatron.data.samples import (
+    Blend,
+    SampleIndex,
+    SourceFacts,
+    open_samples,
+    read_blends,
+)
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
@@ -140,6 +146,30 @@ class Inputs:
         return self.evaluation_scheduler(index, coverage).planned(largest)
 
 
+def samples_of_split(
+    settings: RunSettings,
+    config: SparseBalanceConfig,
+    blend: Blend | None,
+    split: Split,
+    *,
+    lengths_only: bool = False,
+) -> SampleIndex | None:
+    """The samples of a split, or their lengths alone, from ``.idx`` files; None where it has
+    none."""
+    if blend is None:
+        return None
+    return open_samples(
+        *(blend, split),
+        max_tokens=settings.seq_length,
+        overlong=config.overlong,
+        seed=settings.seed,
+        split_weights=settings.split,
+        vocab_size=None if lengths_only else settings.host_job.shape.vocab_size,
+        missing_loss_mask="train" if lengths_only else config.missing_loss_mask,
+        lengths_only=lengths_only,
+    )
+
+
 def first_batches(index: SampleIndex, size: int, steps: int) -> tuple[tuple[int, ...], ...]:
     """Lengths of the samples of the first steps."""
     return tuple(
@@ -182,29 +212,13 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
-
-    def samples(split: Split) -> SampleIndex | None:
-        blend = blends[split]
-        if blend is None:
-            return None
-        return open_samples(
-            blend,
-            split,
-            max_tokens=settings.seq_length,
-            overlong=config.overlong,
-            seed=settings.seed,
-            split_weights=settings.split,
-            vocab_size=settings.host_job.shape.vocab_size,
-            missing_loss_mask=config.missing_loss_mask,
-        )
-
-    train = samples("train")
+    train = samples_of_split(settings, config, blends["train"], "train")
     if train is None:
         raise ConfigError(f"--split {settings.split}: no document is left for training")
     valid = test = None
     if settings.eval_iters:
-        valid = samples("valid")
-        test = samples("test")
+        valid = samples_of_split(settings, config, blends["valid"], "valid")
+        test = samples_of_split(settings, config, blends["test"], "test")
         if valid is None:
             given = (
                 f"with --split {settings.split}: no document is left for validation; give it a "

@@ -22,14 +22,14 @@ from harness import (
 from plan import plan_cases
 from step_cases import SHAPE
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.run import dry_run
+from sparsebalance_megatron.pretrain_gpt import main
 from sparsebalance_megatron.run.described_job import _positions
 from sparsebalance_megatron.text_table import shown_ms
 
@@ -207,9 +207,10 @@ def test_sequences_beyond_the_models_positions_are_told(
     assert not told or "--seq-length 131,072 is beyond the 40,960 of " in lines[0]
 
 
-def test_a_dry_run_without_the_plugin_is_refused() -> None:
-    with pytest.raises(ConfigError, match="add --sparse-balance"):
-        dry_run.run(["--num-layers", "2", "--sparse-balance-dry-run", "8"])
+def test_a_dry_run_without_the_plugin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--num-layers", "2", "--sparse-balance-dry-run", "8"])
+    assert "there is no plan; add --sparse-balance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
