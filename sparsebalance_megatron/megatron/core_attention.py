@@ -38,12 +38,7 @@ from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.layer_budgets import (
-    DENSE,
-    MAX_BLOCKS,
-    base_budgets,
-    dense_up_to_blocks,
-)
+from sparsebalance_megatron.layer_budgets import DENSE, MAX_BLOCKS, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,

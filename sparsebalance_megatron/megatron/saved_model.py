@@ -20,11 +20,7 @@ import msgspec
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.global_vars import set_global_variables
 from torch import Tensor
@@ -32,12 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsebalance_megatron.errors import ConvertError, listed
-from sparsebalance_megatron.json_file import (
-    UnreadableFileError,
-    open_regular,
-    read_json,
-    read_text,
-)
+from sparsebalance_megatron.json_file import UnreadableFileError, open_regular, read_json, read_text
 
 _MAX_ITERATION_DIGITS = 12
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")

@@ -36,9 +36,7 @@ from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import (
-    settle_attention,
-)
+from sparsebalance_megatron.megatron.training_arguments import settle_attention
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan

@@ -15,21 +15,12 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.megatron.arguments import (
-    check_supported,
-    config_from_args,
-    destination,
-)
-from sparsebalance_megatron.megatron.core_attention import (
-    sparse_balance_layer_spec,
-)
+from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args, destination
+from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.hooks import count_sequences, token_loss
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import (
-    TrainingArguments,
-    settle_attention,
-)
+from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, settle_attention
 from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
 from sparsebalance_megatron.run.agreement import print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs

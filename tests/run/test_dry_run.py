@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cost.cost_cases import measured
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    TRAINING_FLAGS,
-    run_program,
-    run_training,
-)
+from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_program, run_training
 from plan import plan_cases
 from step_cases import SHAPE
 
