@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans steps from lengths and from what earlier steps have taught.
 
-A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and knowledge changes only
-in :meth:`StepPlanner.learn`, from measurements that are identical on all ranks. So ranks that make
-the same calls make the same plans.
+A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and measurements that
+:meth:`StepPlanner.learn` is given are identical on all ranks. So ranks make the same plans.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ class Calibration:
     weighing as much as its predicted time: many short ones must not speak for the long ones that
     make up the step. The median of the last nine steps outvotes odd steps; an exponential average
     smooths what is left. Nothing moves before three steps have been seen; the first estimate is
-    taken whole. Without randomness or clocks: equal inputs give equal scales on every rank.
+    taken whole.
     """
 
     def __init__(self, stages: int, virtual_stages: int = 1) -> None:
@@ -294,8 +293,7 @@ class DeviceSlowness:
     A step yields one ratio of measured to predicted time per device, relative to the median of its
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
     that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
-    a plan that follows a device whose speed changes every few steps comes too late each time. Equal
-    inputs give equal factors on every rank.
+    a plan that follows a device whose speed changes every few steps comes too late each time.
     """
 
     def __init__(self, data_parallel_size: int, stages: int) -> None:

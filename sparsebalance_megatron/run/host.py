@@ -154,17 +154,15 @@ class HostRun:
         self, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Put together what the model gives per token, log-probabilities say: the inverse of
-        :meth:`cut`.
-
-        Collective over the ranks that share the micro-batch.
+        :meth:`cut`, collective over the ranks that share the micro-batch.
 
         Args:
             values: name -> [tokens of this rank, ...], padding included.
 
         Returns:
-            name -> [tokens of the samples, ...], in the plan's order, on every rank that shares
-            them. A gradient flows through this rank's part alone. A loss from whole samples is
-            computed on all of those ranks; count its value and its tokens on one.
+            name -> [tokens of the samples, ...], in the plan's order. A gradient flows through this
+            rank's part alone. A loss from whole samples is computed on all of those ranks; count
+            its value and its tokens on one.
         """
         micro_batch, _ = self._own(planned, position)
         held = replace(self._packing.held(micro_batch), device=self._device)

@@ -105,9 +105,8 @@ class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
     The buffer has places for the times and the least coverage of every rank and stage and for the
-    plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
-    of micro-batches, which may differ between steps and not between ranks. ``waited_ms`` is what
-    the last reduction waited for the slowest rank.
+    plan digest of every world rank, so that a plain sum also gathers. ``waited_ms`` is what the
+    last reduction waited for the slowest rank.
     """
 
     job: Job
