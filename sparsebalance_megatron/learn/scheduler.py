@@ -208,9 +208,13 @@ class Scheduler:
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
         first, size = self.batch_sizes.first_sample(step), self.batch_sizes.size_of(step)
-        samples = self.index.global_batch(first, size)
+        samples, job = self.index.global_batch(first, size), self.job
         lengths_tokens = self.index.lengths_of(samples).tolist()
-        plan = partial(self.planner.plan, step, lengths_tokens, self._job_of(step), known)
+        if size < (largest := self.batch_sizes.largest):
+            name = f"step {step}: --step-batch-size-schedule size"
+            sizes = {"samples of a position": largest // job.micro_batches}
+            job = replace(job, micro_batches=whole_parts(size, name, sizes))
+        plan = partial(self.planner.plan, step, lengths_tokens, job, known)
         try:
             return plan(samples=samples)
         except PlanError as error:
@@ -226,15 +230,6 @@ class Scheduler:
             max_tokens_per_micro_batch=sum(lengths_tokens),
         )
         return plan(samples=samples, plan_settings=in_order)
-
-    def _job_of(self, step: int) -> Job:
-        """The job with as many micro-batches as the step has samples for."""
-        size, largest = self.batch_sizes.size_of(step), self.batch_sizes.largest
-        if size == largest:
-            return self.job
-        name = f"step {step}: --step-batch-size-schedule size"
-        sizes = {"samples of a position": largest // self.job.micro_batches}
-        return replace(self.job, micro_batches=whole_parts(size, name, sizes))
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""

@@ -295,15 +295,3 @@ def metric_writers() -> tuple[Any, Any, int] | None:
     if tensorboard is None and wandb is None:
         return None
     return tensorboard, wandb, get_args().log_interval
-
-
-def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
-    """Feed the true sequence lengths to Megatron's FLOP count, so many ``times``.
-
-    Megatron sums over ranks only where this one has fed anything; 0 says that it takes part.
-    """
-    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-
-    update_seqlen_stats_from_cu_seqlens(cu_seqlens if times else cu_seqlens * 0)
-    for _ in range(times - 1):
-        update_seqlen_stats_from_cu_seqlens(cu_seqlens)

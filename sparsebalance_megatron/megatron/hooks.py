@@ -13,11 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config as get_model_config
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from sparsebalance_megatron.megatron.compat import update_sequence_statistics
-from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.timing import (
     FORWARD_TIMER,
     MicroBatchRecorder,
@@ -51,26 +51,22 @@ def _hand_over_positions(
     return args, {**kwargs, "rotary_pos_emb": of_tokens}
 
 
-def model_config_of(model: Any) -> Any:
-    """The ``TransformerConfig`` of a model chunk, wrapped by Megatron or not."""
-    return get_model_config(model)
-
-
-def count_sequences(packed: BudgetedPackedSeqParams) -> None:
+def count_sequences(cu_seqlens: Tensor, micro_batch: LocalMicroBatch) -> None:
     """Have Megatron's FLOP count see a sequence once, without padding, however many ranks share it.
+
     It divides by the context-parallel size, as if each of those ranks had counted every sequence.
+    Every rank feeds something, 0 where another one counts, or it would leave out the collective
+    that adds up.
     """
-    micro_batch = packed.micro_batch
-    cu_seqlens, sequence = packed.cu_seqlens_q, None
-    if micro_batch is not None:
-        cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
-        sequence = micro_batch.sequence
-    if sequence is None:
-        update_sequence_statistics(cu_seqlens)
-        return
-    counts = micro_batch is not None and micro_batch.counts
-    times = parallel_state.get_context_parallel_world_size() if counts else 0
-    update_sequence_statistics(cu_seqlens, times=times)
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
+    times = 1
+    if micro_batch.sequence is not None:
+        times = parallel_state.get_context_parallel_world_size() * micro_batch.counts
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens if times else cu_seqlens * 0)
+    for _ in range(times - 1):
+        update_seqlen_stats_from_cu_seqlens(cu_seqlens)
 
 
 _NO_TOKENS = 1e-30

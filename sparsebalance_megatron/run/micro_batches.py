@@ -206,11 +206,8 @@ class MicroBatchIterator:
         return StepShape(planned.micro_batches, segment_tokens, schedule)
 
     def __next__(self) -> LocalMicroBatch:
-        if not self._segments:
-            self._segments.extend(self._next_micro_batch())
-        return self._segments.popleft()
-
-    def _next_micro_batch(self) -> list[LocalMicroBatch]:
+        if self._segments:
+            return self._segments.popleft()
         planned, step, position = self.scheduler.planned(self.step), self.step, self._position
         micro_batches = self._micro_batches(planned)
         plan = micro_batches[position]
@@ -221,7 +218,7 @@ class MicroBatchIterator:
         if self._position == len(micro_batches):
             self.step, self._position = self.step + 1, 0
         packed = None if self.index is None else self.packed(planned, position)
-        return local_micro_batches(
+        self._segments += local_micro_batches(
             plan,
             self.packing.cu_seqlens(plan),
             self.packing.slices(plan),
@@ -232,6 +229,7 @@ class MicroBatchIterator:
             chunk=self.chunk,
             inputs=None if packed is None else [vars(each) for each in packed],
         )
+        return self._segments.popleft()
 
     def read_ahead(self, planned: PlannedStep) -> None:
         """Start to read a step's samples, unless they were the last to be started; any thread."""

@@ -148,6 +148,7 @@ class Run:
         """Forget what the running step has observed."""
         self.seen: list[LocalMicroBatch] = []
         self.running: PlannedStep | None = None
+        self._schedule: SegmentedSchedule
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._hears_collectives = self._knows_collectives
@@ -172,7 +173,8 @@ class Run:
         first = running is None
         if running is None:
             self.running = planned
-            order = backward_order(self.job, self.place.pipeline_rank, self._schedule(planned))
+            self._schedule = planned.plan.schedule_of(self.place.data_parallel_rank)
+            order = backward_order(self.job, self.place.pipeline_rank, self._schedule)
             self._recorder.expect(order)
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
@@ -211,7 +213,7 @@ class Run:
     def _problem(self, remedy: str, model_remedy: str) -> str | None:
         """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        forwards = sum(self._schedule(running).segments_M) if running else self.job.micro_batches
+        forwards = sum(self._schedule.segments_M) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
             return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -242,7 +244,7 @@ class Run:
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_O = self._reducer.reduce(
-                segments_M=self._schedule(planned).segments_M,
+                segments_M=self._schedule.segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
                 observed=observed,
@@ -288,10 +290,6 @@ class Run:
                 self.sinks.write(finished)
         self.begin_step()
         return logged
-
-    def _schedule(self, planned: PlannedStep) -> SegmentedSchedule:
-        """Segments of this rank's micro-batches, in the order in which they run."""
-        return planned.plan.schedule_of(self.place.data_parallel_rank)
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""

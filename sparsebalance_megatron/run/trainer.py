@@ -29,7 +29,7 @@ from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.experts import leave_out_padding
-from sparsebalance_megatron.megatron.hooks import model_config_of, use_true_positions
+from sparsebalance_megatron.megatron.hooks import get_model_config, use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -67,7 +67,7 @@ class TrainerRun:
         transformer_config: the model's; None where :meth:`layer_spec` is not called.
         ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
             otherwise the trainer calls :meth:`end_step`.
-        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+        keep_state: is given :meth:`state_dict` when a step has been learnt from.
         make_scheduler: gives what plans the run.
     """
 
@@ -78,7 +78,7 @@ class TrainerRun:
         transformer_config: Any = None,
         *,
         ends_steps: bool = False,
-        after_step: Callable[[], None] = lambda: None,
+        keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None,
         make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
         self.inputs = inputs
@@ -88,7 +88,7 @@ class TrainerRun:
         self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
-        self._after_step = after_step
+        self._keep_state = keep_state
         self._make_scheduler = make_scheduler
         self._run: Run | None = None
         self._packing: SequencePacking
@@ -243,7 +243,7 @@ class TrainerRun:
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         self.scheduler.finish_step(planned.plan.step, measured)
-        self._after_step()
+        self._keep_state(self.state_dict)
 
     def _token_counts(self, plan: StepPlan) -> dict[str, int]:
         """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
@@ -464,7 +464,7 @@ class ForwardStep:
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         run, scheduler = self._trainer.run, self._trainer.scheduler
         if model.training:
-            run.install(model_config_of(model), model)
+            run.install(get_model_config(model), model)
         read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         for name, values_T in (read.inputs or {}).items():

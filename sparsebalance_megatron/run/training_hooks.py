@@ -50,7 +50,7 @@ class TrainingHooks:
             inputs,
             device,
             ends_steps=True,
-            after_step=lambda: arguments.keep_state(run.state_dict),
+            keep_state=arguments.keep_state,
             make_scheduler=make_scheduler,
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
@@ -124,12 +124,11 @@ def packed_forward_step(
     """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
     machinery."""
     batch = next(data_iterator)
-    count_sequences(batch["packed_seq_params"])
+    packed = batch["packed_seq_params"]
+    count_sequences(packed.cu_seqlens_q, packed.micro_batch)
     output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
+        *(batch["tokens"], batch["position_ids"], None),
         labels=batch["labels"],
-        packed_seq_params=batch["packed_seq_params"],
+        packed_seq_params=packed,
     )
     return output, partial(token_loss, batch["loss_mask"], check_for_nan)
