@@ -70,10 +70,7 @@ class Knowledge:
         """Saved knowledge of the job that this is about."""
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
-        return Knowledge(
-            coverage=coverage,
-            scales=StageScales.of(np.array(state["scales_2PV"])),
-        )
+        return Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -241,10 +238,7 @@ class Calibration:
         median_2PV = np.nanmedian(np.where(steps_2PV, self._history_W2PV, 0.0), axis=0)
         smooth_2PV = _DECAY * self._scales_2PV + (1.0 - _DECAY) * median_2PV
         self._scales_2PV = np.select(
-            [
-                ~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS),
-                steps_2PV == _FIRST_ESTIMATE_STEPS,
-            ],
+            [~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS), steps_2PV == _FIRST_ESTIMATE_STEPS],
             [self._scales_2PV, median_2PV],
             default=smooth_2PV,
         )

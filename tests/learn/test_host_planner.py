@@ -259,28 +259,6 @@ def test_what_no_host_can_have_is_refused(choices: dict[str, Any], named: str) -
         HostPlanner(SparseBalanceConfig(**choices), job)
 
 
-@pytest.mark.parametrize("known", ["waiting", "nothing", "all is called work"])
-def test_no_device_is_called_slow_for_waiting_in_lockstep(known: str) -> None:
-    """One rank is given less in every step, and takes as long as the other, which it waits for."""
-    made = planner(host_job(layout={"lockstep_ranks": 2}))
-    for step in range(8):
-        planned = made.plan(
-            [LONGEST - step, 1000, LONGEST - 2 * step, 900], placement=(((0,), (2,)), ((1,), (3,)))
-        )
-        measured = measurement(planned, made.coverage)
-        times_2RPVM = np.broadcast_to(
-            planned.times_2RPVM.max(axis=1, keepdims=True), planned.times_2RPVM.shape
-        )
-        waiting_2RPVM = times_2RPVM - planned.times_2RPVM
-        if known != "waiting":
-            waiting_2RPVM = np.full_like(times_2RPVM, np.nan if known == "nothing" else 0.0)
-        made.learn(planned, replace(measured, times_2RPVM=times_2RPVM, waiting_2RPVM=waiting_2RPVM))
-    scales = made.plan(lengths()).scales
-    assert (scales.device_slowness_RP == 1.0).all() == (known != "all is called work")
-    if known == "waiting":
-        assert scales.scales_2PV == pytest.approx(1.0)
-
-
 def test_a_lockstep_group_runs_long_positions_first() -> None:
     plan = planner(host_job(4, layout={"lockstep_ranks": 4})).plan(lengths(), micro_batches=4).plan
     assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()

@@ -154,10 +154,7 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     ("flags", "expected"),
     [
         (("--attention-dropout", "0.1", "--sparse-balance-dry-run"), "use --attention-dropout 0"),
-        (
-            ("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"),
-            "/proc/x",
-        ),
+        (("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"), "/proc/x"),
         (
             ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "3"),
             "Megatron refuses the flags (",

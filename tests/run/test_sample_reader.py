@@ -247,14 +247,6 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     assert packing.padded_tokens(plan) == padded
 
 
-def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
-    packing = SequencePacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
-    plan = micro_batch([5], cp_size=4)
-    assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
-    assert packing.padded_tokens(plan) == 2
-    assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
-
-
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
     packing = SequencePacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
     plan = micro_batch([5, 2])
