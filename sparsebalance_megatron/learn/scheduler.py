@@ -89,11 +89,26 @@ class BatchSizes:
         coming = zip(self._phases, [*ends, math.inf], strict=True)
         return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
 
-    def step_at(self, consumed_samples: int) -> int | None:
-        """The step that begins after so many samples; None if none does."""
+    def step_at(self, consumed_samples: int) -> int:
+        """The step that begins after so many samples.
+
+        Raises:
+            StateError: none does, with the flag and the remedy.
+        """
         phase = [each for each in self._phases if each.first_sample <= consumed_samples][-1]
         steps, rest = divmod(consumed_samples - phase.first_sample, phase.size)
-        return None if rest else phase.first_step + steps
+        if rest:
+            what = (
+                f"no multiple of --global-batch-size {phase.size}; resume with another global "
+                "batch size"
+            )
+            if len(self.schedule) > 1:
+                what = (
+                    "after which no step of --step-batch-size-schedule begins; resume with the "
+                    "schedule that it was trained with"
+                )
+            raise StateError(f"the checkpoint has consumed {consumed_samples} samples, {what}")
+        return phase.first_step + steps
 
     def _phase_of(self, step: int) -> _Phase:
         return [phase for phase in self._phases if phase.first_step <= step][-1]
@@ -251,13 +266,7 @@ class Scheduler:
             StateError: if it was written by another version, or no step begins there.
         """
         check_version(state)
-        following = self.batch_sizes.step_at(int(state["consumed_samples"]))
-        if following is None:
-            raise StateError(
-                f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
-                "step begins; resume with another global batch size"
-            )
-        self._finished_step = following - 1
+        self._finished_step = self.batch_sizes.step_at(int(state["consumed_samples"])) - 1
         self._drop_plans_ahead()
         self._planned.clear()
         afresh = self.planner.load_state_dict(state)

@@ -87,9 +87,9 @@ class SequenceGroups:
 
 
 def make_sequence_groups(
-    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float
-) -> SequenceGroups:
-    """Make the groups; collective over all ranks, once.
+    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float = 10.0
+) -> SequenceGroups | None:
+    """Make the groups; collective over all ranks, once. None where no two ranks share a sequence.
 
     Args:
         largest: ranks of the largest group, a power of two that divides the data-parallel times
@@ -97,6 +97,8 @@ def make_sequence_groups(
         ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
         timeout_minutes: after which a rank that waits in vain for another member fails.
     """
+    if largest == 1:
+        return None
     maker = _Maker(timedelta(minutes=timeout_minutes))
     groups = {1 << power: maker.neighbours(1 << power) for power in range(largest.bit_length())}
     inner = max(size for size in groups if size <= ranks_per_node)

@@ -131,10 +131,11 @@ def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:
         )
 
 
-def print_rank_0(message: str) -> None:
+def print_rank_0(*lines: str) -> None:
     """Print on the first rank of the default group only."""
     if torch.distributed.get_rank() == 0:
-        print(message, flush=True)
+        for line in lines:
+            print(f"sparse balance: {line}", flush=True)
 
 
 def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
@@ -171,5 +172,4 @@ def take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, 
             f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
             "resume from another checkpoint, or with --finetune"
         ) from error
-    for note in notes:
-        print_rank_0(f"sparse balance: resumed: {note}")
+    print_rank_0(*(f"resumed: {note}" for note in notes))

@@ -29,7 +29,11 @@ from sparsebalance_megatron.megatron.hooks import use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import (
+    data_parallel_group,
+    data_parallel_size,
+    make_sequence_groups,
+)
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import check_shared_plan, gather_or_raise, shown
@@ -61,11 +65,14 @@ class HostRun:
         self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
-        self._packing = SequencePacking.of_run(
-            config,
-            largest_cp_size=self.planner.max_cp_size,
+        self._packing = SequencePacking(
+            block_size=config.block_size,
             pad_to_multiple_of=token_multiple(transformer_config),
-            neighbours_per_node=job.neighbours_per_node,
+            groups=make_sequence_groups(
+                self.planner.max_cp_size,
+                exchange=config.exchange,
+                ranks_per_node=job.neighbours_per_node,
+            ),
         )
         self._run = Run(
             *(job.layout, self.planner.coverage, self._learn, device),

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.data.packing import (
     PackedSequence,
     Sample,
@@ -32,7 +31,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
 from sparsebalance_megatron.megatron.planned_schedule import StepShape
-from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -52,30 +51,6 @@ class SequencePacking:
     block_size: int
     pad_to_multiple_of: int = 1
     groups: SequenceGroups | None = None
-
-    @classmethod
-    def of_run(
-        cls,
-        config: SparseBalanceConfig,
-        *,
-        largest_cp_size: int,
-        pad_to_multiple_of: int,
-        neighbours_per_node: int,
-        timeout_minutes: float = 10.0,
-    ) -> SequencePacking:
-        """The packing of a run, with its groups; collective over all ranks where it has some."""
-        return cls(
-            block_size=config.block_size,
-            pad_to_multiple_of=pad_to_multiple_of,
-            groups=None
-            if largest_cp_size == 1
-            else make_sequence_groups(
-                largest_cp_size,
-                exchange=config.exchange,
-                ranks_per_node=neighbours_per_node,
-                timeout_minutes=timeout_minutes,
-            ),
-        )
 
     @property
     def agreement(self) -> ProcessGroup | None:

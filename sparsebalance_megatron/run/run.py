@@ -142,7 +142,7 @@ class Run:
         )
         self.begin_step()
         if notice := lockstep_notice(job.lockstep_ranks):
-            print_rank_0(f"sparse balance: {notice}")
+            print_rank_0(notice)
 
     def begin_step(self) -> None:
         """Forget what the running step has observed."""

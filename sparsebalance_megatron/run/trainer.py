@@ -34,7 +34,10 @@ from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import (
+    data_parallel_size,
+    make_sequence_groups,
+)
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -174,17 +177,6 @@ class TrainerRun:
             )
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
-        if steps is None:
-            raise StateError(
-                f"the checkpoint has consumed {consumed_samples} samples, "
-                + (
-                    "after which no step of --step-batch-size-schedule begins; resume with the "
-                    "schedule that it was trained with"
-                    if settings.batch_size_schedule
-                    else f"no multiple of --global-batch-size {settings.global_batch_size}; resume "
-                    "with another global batch size"
-                )
-            )
         settings.check_batch_sizes(steps)
         if self._run is None:
             if iteration is None:
@@ -198,7 +190,7 @@ class TrainerRun:
         settings = inputs.settings
         what = inputs.config, settings.host_job.shape, settings.dtype, self.device
         (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
-        print_rank_0(f"sparse balance: {checked}")
+        print_rank_0(checked)
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
@@ -207,23 +199,24 @@ class TrainerRun:
             take_over(self._loaded_state, scheduler, self._record)
         elif resumed:
             print_rank_0(
-                "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
-                "corrections start afresh"
+                "the checkpoint has no plugin state; coverage curves and cost corrections start "
+                "afresh"
             )
-        for line in inputs.train.describe():
-            print_rank_0(f"sparse balance: {line}")
+        print_rank_0(*inputs.train.describe())
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
         dense = dense_length_line(inputs.config, inputs.cost, settings.seq_length)
-        for line in (dense, *inputs.layer_lines, *untrained, *uneven):
-            print_rank_0(f"sparse balance: {line}")
-        self._packing = packing = SequencePacking.of_run(
-            inputs.config,
-            largest_cp_size=inputs.plan_settings.max_context_parallel,
+        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven)
+        self._packing = packing = SequencePacking(
+            block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            neighbours_per_node=settings.host_job.neighbours_per_node,
-            timeout_minutes=settings.distributed_timeout_minutes,
+            groups=make_sequence_groups(
+                inputs.plan_settings.max_context_parallel,
+                exchange=inputs.config.exchange,
+                ranks_per_node=settings.host_job.neighbours_per_node,
+                timeout_minutes=settings.distributed_timeout_minutes,
+            ),
         )
         self.scheduler = scheduler
         run = Run(
@@ -294,8 +287,6 @@ class TrainerRun:
         job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
         last = job.pipeline_stages - 1, job.virtual_stages - 1
         reads = self.all_stages_read or (place.pipeline_rank, chunk) in ((0, 0), last)
-        step = scheduler.batch_sizes.step_at(consumed_samples)
-        assert step is not None, "start has checked it"
         return MicroBatchIterator(
             scheduler,
             index if reads else None,
@@ -304,7 +295,7 @@ class TrainerRun:
             data_parallel_rank=place.data_parallel_rank,
             chunk=chunk,
             training=training,
-            step=step,
+            step=scheduler.batch_sizes.step_at(consumed_samples),
             worker=ThreadPoolExecutor(1, "sparse-balance-read"),
         )
 
@@ -331,8 +322,7 @@ class TrainerRun:
         on all ranks."""
         if self._run is not None:
             state = self.scheduler.state_dict()
-            steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
-            assert steps is not None, "the scheduler counts by the same sizes"
+            steps = self.scheduler.batch_sizes.step_at(state["consumed_samples"])
             return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
@@ -445,7 +435,7 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
     number = max(gather_or_raise(make, LogDirectoryError))
     if number:
         (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
-        print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
+        print_rank_0(f"logs of an earlier run are kept in {kept}")
 
 
 class ForwardStep:

@@ -76,8 +76,7 @@ class TrainingHooks:
         """Megatron's dataset provider: iterators for ``external`` loading, once checkpoints are
         read."""
         arguments, run = self._arguments, self.run
-        for line in arguments.other_attention():
-            print_rank_0(f"sparse balance: {line}")
+        print_rank_0(*arguments.other_attention())
         if (state := arguments.take_saved_state()) is not None:
             run.load_state_dict(state)
         consumed, validated = arguments.consumed_samples
