@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import (
@@ -29,7 +28,6 @@ from sparsebalance_megatron.learn.step_planner import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
-from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _PLANS_KEPT = 2
@@ -252,6 +250,33 @@ class Scheduler:
             self._finished_step = step
             self.planner.learn(self._planned[step], measured)
 
+    def for_evaluation(
+        self, index: SampleLengths, job: Job, global_batch_size: int, *, dense: bool
+    ) -> Scheduler:
+        """A scheduler of evaluation as training is planned: the same placement, cp_sizes and cap,
+        no tuning.
+
+        Budgets are the same in every step, so that losses are comparable: those that cover the
+        longest sample where evaluation is ``dense``, else base budgets. No backward pass needs the
+        cap.
+        """
+        training = self.planner
+        plan_settings = replace(
+            training.plan_settings, tuning="off", max_segments=1, plans_positions=False
+        )
+        if dense:
+            most = training.coverage.max_blocks
+            plan_settings = replace(plan_settings, base_budget=most, layer_budgets=None)
+        planner = StepPlanner(
+            job=job,
+            plan_settings=plan_settings,
+            cost=training.cost,
+            coverage=training.coverage,
+            calibrate="off",
+        )
+        sizes = BatchSizes.constant(global_batch_size)
+        return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
         return self.planner.state_dict() | {
@@ -274,31 +299,3 @@ class Scheduler:
         if self.worker is not None and not afresh and state["next_plan"] is not None:
             self._known_for_next = self.planner.knowledge().restored(state["next_plan"])
         return afresh
-
-
-def evaluation_scheduler(
-    *,
-    job: Job,
-    plan_settings: PlanSettings,
-    cost: CostModel,
-    coverage: CoverageCurves,
-    index: SampleLengths,
-    global_batch_size: int,
-    dense: bool,
-) -> Scheduler:
-    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
-
-    Budgets are the same in every step, so that losses are comparable: those that cover the longest
-    sample where evaluation is ``dense``, else base budgets. No backward pass needs the cap.
-    """
-    if dense:
-        plan_settings = replace(plan_settings, base_budget=coverage.max_blocks, layer_budgets=None)
-    planner = StepPlanner(
-        job=job,
-        plan_settings=replace(plan_settings, tuning="off", max_segments=1, plans_positions=False),
-        cost=cost,
-        coverage=coverage,
-        calibrate="off",
-    )
-    sizes = BatchSizes.constant(global_batch_size)
-    return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)

@@ -242,7 +242,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     memory = memory_lines(given.stages, given.stages_at_most, _WEIGHTS_SOURCE)
     print("", *memory, "", *lines, sep="\n", flush=True)
     if inputs.valid is not None:
-        largest = inputs.largest_evaluation_step(inputs.valid, scheduler.coverage).plan
+        largest = inputs.largest_evaluation_step(inputs.valid, scheduler).plan
         tokens_RM = largest.rank_tokens_RM()
         print(
             f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "

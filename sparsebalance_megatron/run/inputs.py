@@ -24,13 +24,12 @@ from sparsebalance_megatron.data.samples import (
     read_blends,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.comparison import even_stages
@@ -121,29 +120,23 @@ class Inputs:
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
         return Scheduler(planner, job=self.job, index=self.train, batch_sizes=sizes, worker=worker)
 
-    def evaluation_scheduler(self, index: SampleIndex, coverage: CoverageCurves) -> Scheduler:
-        """Make the scheduler of evaluation, with the coverage curves of the training run."""
+    def evaluation_scheduler(self, index: SampleIndex, training: Scheduler) -> Scheduler:
+        """Make the scheduler of evaluation, with what the training run knows."""
         settings = self.settings
         batch_size = settings.evaluation_batch_size
         micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
         micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
-        return evaluation_scheduler(
-            job=replace(self.job, micro_batches=micro_batches),
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=coverage,
-            index=index,
-            global_batch_size=batch_size,
-            dense=self.config.eval_attention == "dense",
-        )
+        job = replace(self.job, micro_batches=micro_batches)
+        dense = self.config.eval_attention == "dense"
+        return training.for_evaluation(index, job, batch_size, dense=dense)
 
-    def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:
+    def largest_evaluation_step(self, index: SampleIndex, training: Scheduler) -> PlannedStep:
         """The plan of the evaluation step with most tokens, among those of an epoch."""
         batch_size = self.settings.evaluation_batch_size
         steps = -(-index.counts.samples // batch_size)
         lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
         largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
-        return self.evaluation_scheduler(index, coverage).planned(largest)
+        return self.evaluation_scheduler(index, training).planned(largest)
 
 
 def samples_of_split(

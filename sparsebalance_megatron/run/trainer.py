@@ -271,7 +271,7 @@ class TrainerRun:
         """Micro-batches of validation or test samples, at base budgets; the last step that has
         begun begins anew."""
         batch_size = self.inputs.settings.evaluation_batch_size
-        scheduler = self.inputs.evaluation_scheduler(index, self.scheduler.coverage)
+        scheduler = self.inputs.evaluation_scheduler(index, self.scheduler)
         begun = consumed_samples // batch_size * batch_size
         return self._iterator(scheduler, index, begun, vp_stage, training=False)
 

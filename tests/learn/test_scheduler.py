@@ -20,8 +20,8 @@ from step_cases import step_measurement
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler, evaluation_scheduler
-from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError, StepPlanner
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 STEPS = 6
@@ -190,16 +190,16 @@ class InOrder:
 def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choices: Any) -> StepPlan:
     """The second step of 16 samples, of four micro-batches on every rank."""
     job = job_shape(ranks, 4, 2)
-    schedule = evaluation_scheduler(
+    planner = StepPlanner(
         job=job,
         plan_settings=plan_settings(**choices),
         cost=cost_model(),
         coverage=coverage_curves(job.layers, seed=2),
-        index=InOrder(lengths),
-        global_batch_size=16,
-        dense=dense,
+        calibrate="measured",
     )
-    found = schedule.planned(1)
+    index, sizes = InOrder(lengths), BatchSizes.constant(16)
+    training = Scheduler(planner, job=job, index=index, batch_sizes=sizes)
+    found = training.for_evaluation(index, job, 16, dense=dense).planned(1)
     assert found.samples.tolist() == list(range(16, 32))
     return found.plan
 
