@@ -143,50 +143,52 @@ def enable_variable_lengths(transformer_config: Any) -> None:
         transformer_config.moe_token_dispatcher_type = "alltoall"
 
 
-def default_layer_spec(config: Any, vp_stage: int | None) -> Any:
+def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
     """The decoder spec that Megatron itself would choose for this config."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    use_transformer_engine = config.transformer_impl == "transformer_engine"
-    if config.num_moe_experts is not None:
+    use_transformer_engine = transformer_config.transformer_impl == "transformer_engine"
+    if transformer_config.num_moe_experts is not None:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
-            config,
+            transformer_config,
             use_transformer_engine=use_transformer_engine,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
+            normalization=transformer_config.normalization,
+            qk_l2_norm=transformer_config.qk_l2_norm,
             vp_stage=vp_stage,
         )
     if use_transformer_engine:
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm,
-            qk_l2_norm=config.qk_l2_norm,
-            use_te_activation_func=config.use_te_activation_func,
-            use_grouped_gemm_for_dense_mlp=config.use_grouped_gemm_for_dense_mlp,
-            multi_latent_attention=config.multi_latent_attention,
+            qk_layernorm=transformer_config.qk_layernorm,
+            qk_l2_norm=transformer_config.qk_l2_norm,
+            use_te_activation_func=transformer_config.use_te_activation_func,
+            use_grouped_gemm_for_dense_mlp=transformer_config.use_grouped_gemm_for_dense_mlp,
+            multi_latent_attention=transformer_config.multi_latent_attention,
         )
     return gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-        multi_latent_attention=config.multi_latent_attention,
+        qk_layernorm=transformer_config.qk_layernorm,
+        normalization=transformer_config.normalization,
+        multi_latent_attention=transformer_config.multi_latent_attention,
     )
 
 
-def stage_layers(config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Global, zero-based layer indices of every stage and virtual chunk, by Megatron's rule."""
-    if config.pipeline_model_parallel_layout is not None:
-        return _custom_layout(config.pipeline_model_parallel_layout)
+    if transformer_config.pipeline_model_parallel_layout is not None:
+        return _custom_layout(transformer_config.pipeline_model_parallel_layout)
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    virtual = config.virtual_pipeline_model_parallel_size
+    virtual = transformer_config.virtual_pipeline_model_parallel_size
     chunks: list[int | None] = [None] if virtual is None else list(range(virtual))
-
-    def layers(stage: int, chunk: int | None) -> tuple[int, ...]:
-        first = get_transformer_layer_offset(config, chunk, stage)
-        return tuple(range(first, first + get_num_layers_to_build(config, chunk, stage)))
-
-    stages = range(config.pipeline_model_parallel_size)
-    return tuple(tuple(layers(stage, chunk) for chunk in chunks) for stage in stages)
+    stages = []
+    for stage in range(transformer_config.pipeline_model_parallel_size):
+        stage_chunks = []
+        for chunk in chunks:
+            offset = get_transformer_layer_offset(transformer_config, chunk, stage)
+            count = get_num_layers_to_build(transformer_config, chunk, stage)
+            stage_chunks.append(tuple(range(offset, offset + count)))
+        stages.append(tuple(stage_chunks))
+    return tuple(stages)
 
 
 def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -206,57 +206,63 @@ def _micro_batches(
     return whole_parts(global_batch_size, flag, sizes)
 
 
-def dtype_name(config: Any) -> str:
+def dtype_name(transformer_config: Any) -> str:
     """The model's dtype, torch's name without the prefix."""
-    return str(config.params_dtype).removeprefix("torch.")
+    return str(transformer_config.params_dtype).removeprefix("torch.")
 
 
-def token_multiple(config: Any) -> int:
+def token_multiple(transformer_config: Any) -> int:
     """Divisor of a rank's tokens of a packed sequence: sequence parallelism cuts them, and fp8 and
     fp4 multiply tiles."""
-    parts = int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
-    return parts * quantized_token_multiple(config)
+    parallel = transformer_config.sequence_parallel
+    parts = int(transformer_config.tensor_model_parallel_size) if parallel else 1
+    return parts * quantized_token_multiple(transformer_config)
 
 
-def model_shape(config: Any, vocab_size: int) -> ModelShape:
-    """The sizes that a layer's cost depends on, of a ``TransformerConfig``."""
-    key_dim, value_dim = head_dims(config)
+def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
+    """The sizes that a layer's cost depends on."""
+    key_dim, value_dim = head_dims(transformer_config)
     latent_weights = None
-    if config.multi_latent_attention:
+    if transformer_config.multi_latent_attention:
         latent_weights = latent_attention_weights(
-            hidden_size=config.hidden_size,
-            heads=config.num_attention_heads,
-            q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            qk_dim=config.qk_head_dim,
-            rotary_dim=config.qk_pos_emb_head_dim,
+            hidden_size=transformer_config.hidden_size,
+            heads=transformer_config.num_attention_heads,
+            q_rank=transformer_config.q_lora_rank,
+            kv_rank=transformer_config.kv_lora_rank,
+            qk_dim=transformer_config.qk_head_dim,
+            rotary_dim=transformer_config.qk_pos_emb_head_dim,
             value_dim=value_dim,
         )
     return ModelShape(
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
+        hidden_size=transformer_config.hidden_size,
+        ffn_hidden_size=transformer_config.ffn_hidden_size,
+        num_attention_heads=transformer_config.num_attention_heads,
+        num_query_groups=transformer_config.num_query_groups,
         head_dim=key_dim,
         value_head_dim=None if value_dim == key_dim else value_dim,
         attention_weights=latent_weights,
-        experts=expert_shape(config),
+        experts=expert_shape(transformer_config),
         vocab_size=vocab_size,
-        gated_linear_unit=config.gated_linear_unit,
-        tensor_parallel_size=config.tensor_model_parallel_size,
+        gated_linear_unit=transformer_config.gated_linear_unit,
+        tensor_parallel_size=transformer_config.tensor_model_parallel_size,
     )
 
 
-def head_dims(config: Any) -> tuple[int, int]:
+def head_dims(transformer_config: Any) -> tuple[int, int]:
     """Head dim of queries and keys, and of values."""
-    if not config.multi_latent_attention:
-        return config.kv_channels, config.kv_channels
-    return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    if not transformer_config.multi_latent_attention:
+        return transformer_config.kv_channels, transformer_config.kv_channels
+    key_dim = transformer_config.qk_head_dim + transformer_config.qk_pos_emb_head_dim
+    return key_dim, transformer_config.v_head_dim
 
 
-def expert_shape(config: Any) -> ExpertShape | None:
-    """Experts of a model; None where it has none. Raises a :class:`ConfigError` where their layers
-    are not those of the model."""
+def expert_shape(transformer_config: Any) -> ExpertShape | None:
+    """Experts of a model; None where it has none.
+
+    Raises:
+        ConfigError: they cannot be, or their layers are not those of the model.
+    """
+    config = transformer_config
     if not config.num_moe_experts:
         return None
     every, layers = config.moe_layer_freq, config.num_layers
@@ -280,27 +286,29 @@ def expert_shape(config: Any) -> ExpertShape | None:
     )
 
 
-def micro_batch_group_size(config: Any) -> int | None:
+def micro_batch_group_size(transformer_config: Any) -> int | None:
     """Micro-batches of a group of the interleaved schedule; None for the number of stages, and
     where stages have no chunks."""
-    size, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
-    if config.virtual_pipeline_model_parallel_size is None or size in (None, stages):
+    size = transformer_config.microbatch_group_size_per_vp_stage
+    stages = transformer_config.pipeline_model_parallel_size
+    if transformer_config.virtual_pipeline_model_parallel_size is None or size in (None, stages):
         return None
     return int(size)
 
 
-def expert_group_ranks(config: Any) -> int:
+def expert_group_ranks(transformer_config: Any) -> int:
     """Neighbouring data-parallel ranks, context-parallel ones counted, that exchange tokens in
     every layer of experts.
 
     An expert-parallel group with its tensor-parallel ranks is so many neighbouring ranks of a
     stage, and ranks of one tensor-parallel group wait for one another, too.
     """
-    if not config.num_moe_experts:
+    if not transformer_config.num_moe_experts:
         return 1
-    tensor = config.tensor_model_parallel_size
-    expert_tensor = config.expert_tensor_parallel_size or tensor
-    return math.lcm(config.expert_model_parallel_size * expert_tensor, tensor) // int(tensor)
+    tensor = transformer_config.tensor_model_parallel_size
+    expert_tensor = transformer_config.expert_tensor_parallel_size or tensor
+    together = math.lcm(transformer_config.expert_model_parallel_size * expert_tensor, tensor)
+    return int(together // tensor)
 
 
 def host_job(
