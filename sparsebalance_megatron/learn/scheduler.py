@@ -166,7 +166,15 @@ class Scheduler:
         """The plan of a step."""
         if step not in self._planned:
             started = self.planner.clock()
-            planned = self._next_plan(step)
+            known, future = self.planner.knowledge(), self._ahead.pop(step, None)
+            if self.worker is None:
+                planned = self._plan(step, known)
+            else:
+                self._drop_plans_ahead()
+                late = self._known_for_next or known
+                planned = future.result() if future else self._plan(step, late)
+                self._known_for_next = known
+                self._followers.clear()
             wait_ms = (self.planner.clock() - started) * 1e3
             self._planned[step] = replace(planned, wait_ms=wait_ms)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
@@ -200,17 +208,6 @@ class Scheduler:
         planned = self._plan(step, known)
         for then in followers:
             then(planned)
-        return planned
-
-    def _next_plan(self, step: int) -> PlannedStep:
-        known = self.planner.knowledge()
-        if self.worker is None:
-            return self._plan(step, known)
-        future = self._ahead.pop(step, None)
-        self._drop_plans_ahead()
-        planned = future.result() if future else self._plan(step, self._known_for_next or known)
-        self._known_for_next = known
-        self._followers.clear()
         return planned
 
     def _drop_plans_ahead(self) -> None:

@@ -214,11 +214,7 @@ class Calibration:
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step, leaving out times that are not finite and positive."""
-        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.own_2RPVM)
-        self._remember(planned.scales.scales_2PV * ratio_2PV)
-
-    def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
-        """Weighted median of measured / predicted over a step; NaN if nothing counts."""
+        predicted_2RPVM, measured_2RPVM = planned.times_2RPVM, measured.own_2RPVM
         usable = _finite_and_positive(predicted_2RPVM) & _finite_and_positive(measured_2RPVM)
         ratio_2RPVM = np.full(usable.shape, np.nan)
         np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
@@ -227,10 +223,8 @@ class Calibration:
             np.moveaxis(values, (1, 4), (0, 1)).reshape(-1, *self._scales_2PV.shape)
             for values in (ratio_2RPVM, weight_2RPVM)
         )
-        return _weighted_median(ratio_I2PV, weight_I2PV)
-
-    def _remember(self, ratio_2PV: np.ndarray) -> None:
-        """Shift each cell's history by its own new ratio, then follow the median."""
+        ratio_2PV = planned.scales.scales_2PV * _weighted_median(ratio_I2PV, weight_I2PV)
+        # Each cell's history is shifted where it has a new ratio, and its median followed.
         known_2PV = np.isfinite(ratio_2PV)
         shifted_W2PV = np.concatenate([self._history_W2PV[1:], ratio_2PV[None]])
         self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)

@@ -100,22 +100,21 @@ class LocalMicroBatch:
         return self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
 
     def dense_documents(self, layer: int, dense_blocks: int) -> int:
-        """Number of first documents, padding left out, of which a layer reads everything: of up to
-        ``dense_blocks``, within their budgets."""
-        dense_S = self._dense_S(layer, dense_blocks)
+        """Number of first documents, padding left out and those of later segments included, of
+        which a layer reads everything: of up to ``dense_blocks``, within their budgets."""
+        if self.budgets_on_host_LS is None:
+            return 0
+        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
+        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
+        dense_S = dense_S[: len(dense_S) - self.padding_documents]
         return len(dense_S) if dense_S.all() else int(dense_S.argmin())
 
     def is_dense(self, layer: int, dense_blocks: int) -> bool:
-        """Whether a layer reads everything of all documents, those of later segments included."""
-        dense_S = self._dense_S(layer, dense_blocks)
-        return len(dense_S) > 0 and bool(dense_S.all())
-
-    def _dense_S(self, layer: int, dense_blocks: int) -> np.ndarray:
-        if self.budgets_on_host_LS is None:
-            return np.zeros(0, dtype=bool)
-        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
-        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
-        return np.asarray(dense_S[: len(dense_S) - self.padding_documents])
+        """Whether a layer reads everything of all documents."""
+        documents, budgets_LS = self.dense_documents(layer, dense_blocks), self.budgets_on_host_LS
+        return budgets_LS is not None and (
+            0 < documents == budgets_LS.shape[1] - self.padding_documents
+        )
 
     def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
         """Note that layers whose attention is the model's own read everything."""

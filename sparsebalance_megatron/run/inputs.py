@@ -19,7 +19,6 @@ from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.data.samples import (
     Blend,
     SampleIndex,
-    SourceFacts,
     open_samples,
     read_blends,
 )
@@ -246,8 +245,10 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         for name, value in asdict(inputs.config).items()
         if name not in ("log_dir", "cost_table")
     }
+    # A blend's share to as many digits as weights have.
     sources = {
-        f"source {number}": source_record(source)
+        f"source {number}": f"{Path(source.prefix).name}, weight {source.weight:.9g}, samples "
+        f"{source.digest[:16]}"
         for number, source in enumerate(inputs.train.sources, start=1)
     }
     others = {
@@ -267,9 +268,3 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         else f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
         for name, value in (flags | sources | others).items()
     }
-
-
-def source_record(source: SourceFacts) -> str:
-    """Identity of a blend's source: its share to as many digits as weights have."""
-    name, samples = Path(source.prefix).name, source.digest[:16]
-    return f"{name}, weight {source.weight:.9g}, samples {samples}"

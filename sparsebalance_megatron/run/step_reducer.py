@@ -71,10 +71,15 @@ class ObservedCoverage:
                 pieces.append(Piece(context.position, layer, samples))
                 buckets.append(bucket_S)
                 columns.append(_columns(observation, context.layout.tokens_S, samples))
+        values_OC = None
+        if columns:
+            # The same few operations on the device, however many observations.
+            grid_OK, *extra = (torch.cat(parts).double() for parts in zip(*columns, strict=True))
+            values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
         return cls(
             pieces=tuple(pieces),
             bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
-            values_OC=_side_by_side(columns) if pieces else None,
+            values_OC=values_OC,
         )
 
     def group_O(self, buckets: int) -> np.ndarray:
@@ -92,12 +97,6 @@ def _columns(
     columns = (executed_S, base_S, tokens_S, lost_S)
     every = (observation.grid_SK, torch.ones_like(executed_S), *columns)
     return tuple(column[:samples] for column in every)
-
-
-def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[O, K + 5]; the same few operations on the device, however many observations."""
-    grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
-    return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
 
 
 @dataclass(eq=False)
