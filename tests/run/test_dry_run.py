@@ -9,7 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from cost.cost_cases import measured
 from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_program, run_training
@@ -18,11 +17,9 @@ from step_cases import SHAPE
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_problem import PlanInputs
+from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.pretrain_gpt import main
 from sparsebalance_megatron.run.described_job import _positions
 from sparsebalance_megatron.text_table import shown_ms
@@ -241,21 +238,14 @@ def planned(
     ranks: int, micro_batches: int, lengths: list[int], *, stages: int = 1, **plan_settings: Any
 ) -> PlannedStep:
     job = plan_cases.job_shape(ranks, micro_batches, stages=stages)
-    inputs = PlanInputs(
-        lengths_tokens=tuple(lengths),
+    planner = StepPlanner(
         job=job,
         plan_settings=plan_cases.plan_settings(**plan_settings),
         cost=plan_cases.cost_model(),
-        scales=StageScales.ones(stages, 1),
         coverage=plan_cases.coverage_curves(job.layers),
+        calibrate="off",
     )
-    return PlannedStep(
-        plan=plan_step(0, inputs),
-        samples=np.arange(len(lengths)),
-        scales=inputs.scales,
-        plan_ms=1.0,
-        wait_ms=0.0,
-    )
+    return planner.plan(0, lengths, job, planner.knowledge())
 
 
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:

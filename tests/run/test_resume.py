@@ -11,7 +11,7 @@ import pytest
 from cost.cost_cases import Times
 from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, TrainingRun, run_training
 from harness import train as train_small_model
-from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, LONGEST_TOKENS, make_scheduler
+from learn.scheduler_cases import GLOBAL_BATCH, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from megatron.core.dist_checkpointing import load_common_state_dict
 from plan.plan_cases import job_shape
@@ -146,17 +146,10 @@ def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
     assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
 
 
-def scheduler(
-    index: SampleIndex,
-    *,
-    data_parallel_size: int = 2,
-    stages: int = 2,
-    global_batch_size: int = GLOBAL_BATCH,
-    max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
-) -> Scheduler:
-    micro_batches = global_batch_size // data_parallel_size // 2
+def scheduler(index: SampleIndex, *, data_parallel_size: int = 2, stages: int = 2) -> Scheduler:
+    micro_batches = GLOBAL_BATCH // data_parallel_size // 2
     job = job_shape(data_parallel_size, micro_batches, stages, layers_per_chunk=LAYERS // stages)
-    return make_scheduler(index, job=job, batch_sizes=global_batch_size, max_blocks=max_blocks)
+    return make_scheduler(index, job=job)
 
 
 def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
@@ -185,14 +178,6 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert other.state_dict() == state
 
 
-def test_another_global_batch_size_goes_on_learning(index: SampleIndex) -> None:
-    """As many samples have been consumed in more steps than the resumed run counts."""
-    resumed = scheduler(index, global_batch_size=16)
-    assert resumed.load_state_dict(learnt(index, 48)) == ()
-    assert resumed._finished_step == 2
-    assert resumed.state_dict()["consumed_samples"] == 48
-
-
 def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
     index: SampleIndex,
 ) -> None:
@@ -202,17 +187,6 @@ def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
     assert note.startswith("calibration starts afresh: ")
     assert resumed.state_dict()["coverage"] == state["coverage"]
     assert resumed.state_dict()["calibration"] == Calibration(1).state_dict()
-
-
-def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
-    index: SampleIndex,
-) -> None:
-    state = learnt(index, 24)
-    resumed = scheduler(index, max_blocks=16)
-    (note,) = resumed.load_state_dict(state)
-    assert note.startswith("coverage starts afresh: ") and "block size" in note
-    assert resumed.state_dict()["calibration"] == state["calibration"]
-    assert not resumed.coverage.observed_LU.any()
 
 
 def test_other_settings_are_said_and_other_samples_refused() -> None:
