@@ -12,13 +12,15 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from sparsebalance_megatron.config import flag_name
-from sparsebalance_megatron.megatron.arguments import destination
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
     enable_variable_lengths,
     saved_state,
 )
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
 STATE_ATTRIBUTE = "sparse_balance_state"
@@ -80,6 +82,16 @@ class TrainingArguments:
 
         model_config.transformer_layer_spec = spec_for_builder
         enable_variable_lengths(model_config.transformer)
+
+
+def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, RunSettings]:
+    """What flags say, once Megatron has completed them, and a sentence for each where the
+    checkpoint decides otherwise than the default."""
+    lines = settle_attention(args)
+    config = config_from_args(args)
+    check_supported(args, config)
+    check_resumed_optimizer(args)
+    return lines, config, RunSettings.from_args(args)
 
 
 def trained_first_blocks(trained: Namespace) -> int:

@@ -31,13 +31,12 @@ from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.files import LogDirectory
-from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
+from sparsebalance_megatron.megatron.arguments import arguments_without_ranks
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import settle_attention
-from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
+from sparsebalance_megatron.megatron.training_arguments import checked_settings
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.workload import (
@@ -121,12 +120,9 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
-        notes += settle_attention(args)
-        config = config_from_args(args)
-        check_supported(args, config)
-        check_resumed_optimizer(args)
         with _one_line_refusals():
-            settings = RunSettings.from_args(args)
+            lines, config, settings = checked_settings(args)
+        notes += lines
     return DescribedJob(
         args=args,
         config=config,

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args, destination
+from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.hooks import count_sequences, token_loss
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
-from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, settle_attention
-from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
+from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, checked_settings
 from sparsebalance_megatron.run.agreement import print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -103,12 +101,10 @@ def make_training_hooks(
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    for line in settle_attention(args):
+    lines, config, settings = checked_settings(args)
+    for line in lines:
         report(f"sparse balance: {line}")
-    config = config_from_args(args)
-    check_supported(args, config)
-    check_resumed_optimizer(args)
-    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    inputs = read_inputs(settings, config, device_type)
     # Checkpoints hold what was trained with, not where it came from.
     for name in ("layer_budgets", "dense_up_to"):
         setattr(args, destination(name), getattr(inputs.config, name))
