@@ -134,8 +134,8 @@ class _Job:
             ValueError: of this package: the flags, or their data, make no job.
         """
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+        from sparsebalance_megatron.megatron.arguments import runs_on_cpu
         from sparsebalance_megatron.megatron.datasets import quiet_imports
-        from sparsebalance_megatron.run.dry_run import runs_on_cpu
 
         device = value_of(flag_name("device"), self.flags) or SparseBalanceConfig.device
         on_cpu = runs_on_cpu(device)

@@ -23,7 +23,7 @@ from sparsebalance_megatron.megatron.arguments import (
     args_provider,
     check_typed_flags,
     destination,
-    early_flags,
+    device_type_of,
 )
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
@@ -50,7 +50,7 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     enabled = flag_name("enabled")
     sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
     sys.argv += ["--eval-iters", "0"]
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 

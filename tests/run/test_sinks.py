@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from sparsebalance_megatron import cli
 from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES
-from sparsebalance_megatron.view.report.run_report import gather
-from sparsebalance_megatron.view.report.timeline import Timeline, predicted_timeline
 
 pytestmark = pytest.mark.distributed
 
@@ -155,17 +152,3 @@ def test_the_trace_holds_every_forward_and_backward(directory: Path, tmp_path: P
             ]
             assert len(slices) == 2 * 2 * MICRO_BATCHES * STAGES
             assert len(set(slices)) == 2 * 2 * MICRO_BATCHES
-
-
-def test_the_schedule_that_ran_is_the_one_that_is_simulated(directory: Path) -> None:
-    evidence = gather(read_run_log(directory), (STEPS,))
-    measured = evidence.timelines(STEPS).get("measured")
-    simulated = predicted_timeline(evidence.log.steps[-1])
-    assert measured is not None and simulated is not None
-    for stage in range(STAGES):
-        assert operations(measured, stage) == operations(simulated, stage)
-
-
-def operations(timeline: Timeline, stage: int) -> list[tuple[Any, ...]]:
-    """Directions, chunks and micro-batches in the order they ran."""
-    return [span[:3] for span in sorted(timeline.spans[0, stage], key=lambda span: span.start_ms)]
