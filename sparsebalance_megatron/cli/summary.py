@@ -21,6 +21,7 @@ from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import picture_of_both
 from sparsebalance_megatron.view.report.words import (
+    HOW_KNOWN,
     caveats,
     changes,
     descriptions,
@@ -110,8 +111,9 @@ def show(
     print_wrapped(settings_that_differ(numbers, beside))
     others = [speedup_text(comparison, name) for name, comparison in beside.items()]
     print_wrapped([headline(numbers), *changes(numbers), *others, *caveats(numbers)])
-    # The page says besides how each number is known.
-    names, rows = numbers_table(numbers, beside)
-    cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]
-    print(*text_table(cells, columns=terminal_columns()), sep="\n")
+    rows = numbers_table(numbers, beside)
+    for row in rows:
+        # The page has it.
+        del row[HOW_KNOWN]
+    print(*text_table(rows, columns=terminal_columns()), sep="\n")
     print_notes(notes)

@@ -89,7 +89,7 @@ class Watch:
             yield step_row(step, typical_ms, iterations)
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
-            yield slowest_text(*slowest, read_rank_logs(self.directory, ()))
+            yield slowest_text(*slowest, read_rank_logs(self.directory))
         self.ended = iterations is not None and last >= iterations
         if self.ended:
             yield f"{last} of {iterations}, ended"

@@ -7,7 +7,7 @@ What a damaged file still says is kept, and every line that had to be left out i
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -75,11 +75,11 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """Records of all ranks; ``steps[iteration][place]``."""
+    """Who the ranks are, and what they logged of one step."""
 
-    headers: Mapping[Place, RankHeader] = field(default_factory=dict)
-    steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    headers: Mapping[Place, RankHeader]
+    steps: Mapping[Place, RankStep]
+    problems: tuple[str, ...]
 
 
 class _Line(msgspec.Struct):
@@ -100,13 +100,13 @@ class _LogReader[R: Record]:
     Attributes:
         path: the newest file; an older one is read before it.
         decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
-        wanted: iterations to decode; None for all.
+        iteration: the step to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
 
     path: Path
     decoder: msgspec.json.Decoder[R]
-    wanted: Collection[int] | None = None
+    iteration: int | None = None
     last_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
     damaged_lines: int = 0
@@ -167,9 +167,7 @@ class _LogReader[R: Record]:
         if self.last_bytes is not None and not text.endswith(b"\n"):
             # It is being written.
             return True
-        if self.wanted is None or line.iteration is None:
-            return False
-        return line.iteration not in self.wanted
+        return self.iteration is not None and line.iteration not in (None, self.iteration)
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
@@ -227,18 +225,16 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
     )
 
 
-def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
-    """Read the header and the given iterations of every rank.
-
-    Of an iteration that is there twice the later line counts.
+def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
+    """Read the header of every rank, and one step if asked for; of lines of it the last counts.
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """
     headers: dict[Place, RankHeader] = {}
-    steps: dict[int, dict[Place, RankStep]] = {}
+    steps: dict[Place, RankStep] = {}
     problems: list[str] = []
     for path in sorted(rank_log_path(directory, 0).parent.glob("rank-*.jsonl")):
-        reader = _LogReader(path=path, decoder=RANK_LOG, wanted=frozenset(iterations))
+        reader = _LogReader(path=path, decoder=RANK_LOG, iteration=iteration)
         header: RankHeader | None = None
         try:
             for record in reader.records():
@@ -247,10 +243,10 @@ def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
                     if header.tensor_parallel_rank:
                         break
                     headers[header.place] = header
-                    if not iterations:
+                    if iteration is None:
                         break
                 elif header is not None:
-                    steps.setdefault(record.iteration, {})[header.place] = record
+                    steps[header.place] = record
         except (UnreadableFileError, OSError) as error:
             reader.problems.append(f"{path}: {error}; this rank is left out")
         if header is None:

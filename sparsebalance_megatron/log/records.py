@@ -184,21 +184,10 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         """Whether stages ran segments."""
         return bool((self.segments_RM > 1).any())
 
-    @property
-    def waits_in_layers(self) -> bool:
-        """Whether ranks wait for one another in layers."""
-        return self.measured.waiting_2RPVM is not None
-
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own times of every micro-batch, of one of :data:`SIDES`; NaN where nothing was
         measured."""
         return self.measured.own_2RPVM if side == "measured" else self.predicted.times_2RPVM
-
-    def passed_2RPVM(self, side: str) -> np.ndarray:
-        """What passed from the begin to the end of every micro-batch: with waiting in layers,
-        where it was measured."""
-        times = self.measured if side == "measured" else self.predicted
-        return times.times_2RPVM
 
     @property
     def complete(self) -> bool:

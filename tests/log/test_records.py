@@ -82,7 +82,7 @@ def test_a_record_holds_what_the_run_knew() -> None:
     assert step.figures.coverage == pytest.approx(0.45)
     assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert not step.waits_in_layers and not step.in_segments
+    assert step.measured.waiting_2RPVM is None and not step.in_segments
 
 
 def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
@@ -91,8 +91,7 @@ def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
     own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
     measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
     step = step_from(written(planned, measured=measured))
-    assert step.waits_in_layers
-    np.testing.assert_array_equal(step.passed_2RPVM("measured"), passed_2RPVM)
+    np.testing.assert_array_equal(step.measured.times_2RPVM, passed_2RPVM)
     np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
     figures = step.figures
     assert figures.imbalance == pytest.approx(figures.imbalance_predicted)

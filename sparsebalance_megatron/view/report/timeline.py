@@ -26,13 +26,11 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
-    all spans together, for other ranks in their layers. ``remarks``: what is not in it.
-    ``contents``: what the ranks logged of the step.
+    ``waited_ms``: of all spans together, for other ranks in their layers. ``remarks``: what is not
+    in it. ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
-    segments: Sequence[Sequence[int]] = ()
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
     contents: Mapping[Place, RankStep] = field(default_factory=dict)
@@ -47,13 +45,6 @@ class Timeline:
         available_ms = self.makespan_ms * len(self.spans)
         busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
         return busy_ms / available_ms if available_ms else 1.0
-
-    def segment_words(self, place: Place, span: Span) -> str:
-        """``" segment 2 of 4"``; empty where the micro-batch has one segment."""
-        # A rank's own log may say more than the step's.
-        known = self.segments[place[0]] if place[0] < len(self.segments) else ()
-        segments = known[span.position] if span.position < len(known) else 1
-        return f" segment {span.segment + 1} of {segments}" if segments > 1 else ""
 
     def held(self, place: Place, span: Span) -> RankMicroBatch | None:
         """The micro-batch of a span; None where its rank did not log it."""
@@ -72,7 +63,7 @@ def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) 
             spans[rank, event.stage].append(span)
     except PlanError:
         return None
-    return Timeline(spans=spans, segments=record.segments_RM.tolist())
+    return Timeline(spans=spans)
 
 
 def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
@@ -132,7 +123,6 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
         ]
     return Timeline(
         spans=spans,
-        segments=record.segments_RM.tolist(),
         waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
         remarks=tuple(remarks),
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -130,11 +130,8 @@ def run_facts(header: RunHeader | None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
-class Table(NamedTuple):
-    """Text in rows; a cell is empty where the logs do not say."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+Row = dict[str, str]
+"""Cells of a table by their headings, of which each row has the same."""
 
 
 def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
@@ -145,14 +142,21 @@ def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
 
 def numbers_table(
     numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
-) -> Table:
+) -> list[Row]:
     """The runs side by side, and where each number comes from."""
     runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
-    rows = [
-        (name, *(_shown(run, path, layout) for run in runs.values()), kind)
+    return [
+        {
+            "": name,
+            **{of: _shown(run, path, layout) for of, run in runs.items()},
+            HOW_KNOWN: kind,
+        }
         for name, kind, path, layout in _ROWS
     ]
-    return Table(("", *runs, "how it is known"), rows)
+
+
+HOW_KNOWN = "how it is known"
+"""Heading of the last column."""
 
 
 _ROWS = (
@@ -195,13 +199,13 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
     return shown_ms(value) if layout == "ms" else format(value, layout)
 
 
-def coverage_table(record: CoverageRecord | None) -> Table:
+def coverage_table(record: CoverageRecord | None) -> list[Row]:
     """Coverage at budgets of powers of two, the mean of the layers and the least, by length.
 
     Samples of one block are left out: every budget covers them.
     """
     if record is None:
-        return Table((), ())
+        return []
     budgets = [budget for budget in record.grid if budget.bit_count() == 1]
     rows = []
     for bucket, blocks in enumerate(record.bucket_blocks):
@@ -209,30 +213,33 @@ def coverage_table(record: CoverageRecord | None) -> Table:
         curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
         if blocks == 1 or not len(curves_LK):
             continue
-        of_budgets = (curves_LK[:, record.grid.index(budget)] for budget in budgets)
-        cells = (f"{each_L.mean():.3f} ({each_L.min():.3f})" for each_L in of_budgets)
-        shown = [
-            cell if budget < blocks else "" for budget, cell in zip(budgets, cells, strict=True)
-        ]
         least = 1 << bucket
-        rows.append((f"{least} to {blocks}" if least < blocks else str(blocks), *shown))
-    return Table(("blocks", *map(str, budgets)), rows)
+        row = {"blocks": f"{least} to {blocks}" if least < blocks else str(blocks)}
+        for budget in budgets:
+            each_L = curves_LK[:, record.grid.index(budget)]
+            cell = f"{each_L.mean():.3f} ({each_L.min():.3f})"
+            row[str(budget)] = cell if budget < blocks else ""
+        rows.append(row)
+    return rows
 
 
-def layers_table(header: RunHeader | None) -> Table:
+def layers_table(header: RunHeader | None) -> list[Row]:
     """Base budgets by layer, largest first; no rows where all layers have the same."""
     config = header.config if header else {}
     if header is None or config.get("layer_budgets") is None:
-        return Table((), ())
+        return []
     budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
     layers: dict[int, list[str]] = {}
     for layer, budget in enumerate(budget_L):
         layers.setdefault(budget, []).append(str(layer))
     rows = [
-        ("all: dense" if budget == DENSE else str(budget), ", ".join(layers[budget]))
+        {
+            "base budget, blocks": "all: dense" if budget == DENSE else str(budget),
+            "layers": ", ".join(layers[budget]),
+        }
         for budget in sorted(layers, reverse=True)
     ]
-    return Table(("base budget, blocks", "layers"), rows if len(rows) > 1 else ())
+    return rows if len(rows) > 1 else []
 
 
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
