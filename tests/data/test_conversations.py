@@ -18,11 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.conversations import (
-    RenderError,
-    render_conversation,
-    render_plain,
-)
+from sparsebalance_megatron.data.conversations import ConversationRenderer
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
 
@@ -31,37 +27,15 @@ words = st.text(alphabet="ab \n", min_size=1, max_size=5)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
 
 
-def messages_of(pairs: Sequence[tuple[str, str]]) -> list[Message]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
 @given(pairs=turns)
 def test_plain_template_trains_what_assistants_say(pairs: list[tuple[str, str]]) -> None:
-    document = render_conversation(messages_of(pairs), render_plain)
+    messages: list[Message] = [{"role": role, "content": content} for role, content in pairs]
+    document = ConversationRenderer().document(messages, None)
     assert document.text == "".join(f"{role}: {content}\n" for role, content in pairs)
     assert document.trained_spans is not None
     trained = [document.text[start:end] for start, end in document.trained_spans]
     assert trained == [f"{content}\n" for role, content in pairs if role == "assistant"]
     assert document.ends_trained == (pairs[-1][0] == "assistant")
-
-
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
-    def only_the_last_turn(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages[-1:], open_assistant_turn)
-
-    conversation = messages_of([("user", "a"), ("assistant", "b"), ("user", "c")])
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(conversation, only_the_last_turn)
-
-
-def test_template_whose_prompt_is_not_what_a_turn_begins_with_is_refused() -> None:
-    """Where the assistant's words begin cannot be told."""
-
-    def another_prompt(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages, False) + ("Now you: " if open_assistant_turn else "")
-
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(messages_of([("user", "a"), ("assistant", "b")]), another_prompt)
 
 
 CHATML = (
@@ -86,7 +60,7 @@ MARKS = (
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}"
 )
-TIME = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ strftime_now('%f') }}"
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TALK: list[Message] = [
     {"role": "user", "content": "is it?"},
     {"role": "assistant", "content": "it is 2024"},
@@ -261,11 +235,23 @@ def test_documents_in_which_a_tag_marks_nothing_are_counted(tmp_path: Path, caps
     assert f"note: 1 documents, {tokens} tokens, have no token that is trained" in done.out
 
 
-def test_a_template_that_writes_the_time_is_noted_and_seconds_are_refused(
-    tmp_path: Path, capsys: Capsys
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (TURNS + "{{ strftime_now('%f') }}", "it writes another text each time"),
+        ("{{ messages[-1].content }}", "it does not render turn 2 as a suffix"),
+        (TURNS + "{% if add_generation_prompt %}Now you: {% endif %}", "turn 2 as a suffix"),
+    ],
+)
+def test_a_template_that_hides_where_turns_begin_is_refused(
+    template: str, named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    done = Prepared(tmp_path / "seconds", TIME, [{"messages": TALK}], capsys)
-    assert done.status == 2 and "it writes another text each time" in done.err
+    """It writes the time, rewrites earlier turns, or opens turns otherwise than it writes them."""
+    done = Prepared(tmp_path, template, [{"messages": [*TALK, TALK[0]]}], capsys)
+    assert done.status == 2 and named in done.err
+
+
+def test_a_template_that_writes_the_time_is_noted(tmp_path: Path, capsys: Capsys) -> None:
     years = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
     flags = ("--chat-template-kwargs", '{"date": "1999"}')
     done = Prepared(tmp_path / "years", years, [{"messages": TALK}], capsys, *flags)
@@ -305,7 +291,7 @@ def test_flags_that_mean_nothing_are_refused(
 @pytest.mark.parametrize(
     ("template", "noted"),
     [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", True),
+        (TURNS, True),
         (MARKS, False),
         (CHATML, False),
     ],
