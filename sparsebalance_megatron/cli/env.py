@@ -22,7 +22,6 @@ _CHECKS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``env``."""
     parser.description = "Show versions, devices, and whether PyTorch and Megatron are supported."
     parser.add_argument(
         "--check",

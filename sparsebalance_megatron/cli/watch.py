@@ -23,7 +23,6 @@ _TAIL_BYTES = 4 << 20
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``watch``."""
     parser.description = (
         "Print a row for every step of a run that writes into --sparse-balance-log-dir, and which "
         "device is slowest. It ends with the run, or by Ctrl-C."

@@ -49,22 +49,18 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """A run's header and steps by rising iteration; ``problems`` says what the file lacks.
-
-    ``coverage``: the last record of coverage curves. It and the header are None where they are
-    missing.
-    """
+    """A run's header, steps by rising iteration, and last coverage curves; ``problems`` says what
+    the file lacks."""
 
     directory: Path
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
     coverage: CoverageRecord | None = None
-    damaged_lines: int = 0
 
     @property
     def schedule(self) -> MegatronSchedule:
-        """The pipeline schedule that the run planned with; Megatron's default without a header."""
+        """Of the pipeline; Megatron's default without a header."""
         return self.header.job.schedule if self.header else megatron_order
 
     @property
@@ -99,7 +95,6 @@ class _LogReader[R: Record]:
 
     Attributes:
         path: the newest file; an older one is read before it.
-        decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
         iteration: the step to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
@@ -109,7 +104,6 @@ class _LogReader[R: Record]:
     iteration: int | None = None
     last_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
-    damaged_lines: int = 0
 
     def records(self) -> Iterator[R]:
         """The records as they are read; damaged lines are noted and left out, as are lines behind
@@ -120,10 +114,10 @@ class _LogReader[R: Record]:
         """
         discarded = dropped = foreign = 0
         is_foreign = False
-        older = older_file(self.path)
-        for path in (
-            (older, self.path) if self.last_bytes is None and older.exists() else (self.path,)
-        ):
+        paths = [self.path]
+        if self.last_bytes is None and older_file(self.path).exists():
+            paths.insert(0, older_file(self.path))
+        for path in paths:
             with open_regular(path) as stream:
                 for number, text in enumerate(self._lines(stream), start=1):
                     line = _Line()
@@ -137,7 +131,6 @@ class _LogReader[R: Record]:
                     try:
                         record = decode(text, self.decoder)
                     except DamagedLineError as error:
-                        self.damaged_lines += 1
                         self.problems.append(f"{path} line {number}: {error}; left out")
                         continue
                     dropped += record.lines_dropped or 0
@@ -174,9 +167,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
     """Read ``DIRECTORY/steps.jsonl``, and the file before it where the log outgrew one.
 
     A resumed run appends to its log: of the steps before, those that it repeats are left out.
-
-    Args:
-        last_bytes: read only so much of the end of a log that may still be written; None: all.
+    Of a log that may still be written, only ``last_bytes`` of the end are read.
 
     Raises:
         RunLogError: if the file is missing, unreadable, or holds no step at all.
@@ -221,7 +212,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         steps=tuple(steps),
         problems=tuple(problems),
         coverage=coverage,
-        damaged_lines=reader.damaged_lines,
     )
 
 

@@ -181,31 +181,55 @@ def test_tools_are_written_and_calls_trained(
     ]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKS, None])
-@pytest.mark.parametrize("key", ["tools", "tool_calls"])
-def test_what_a_template_does_not_write_is_refused(
-    template: str | None, key: str, tmp_path: Path, capsys: Capsys
+UNREADABLE = {"function": {"name": "clock", "arguments": "{"}}
+CALLING = {"messages": [*TALK, TALK[0], CALL]}
+FOLLOWED = {"messages": [*TALK, TALK[0]]}
+REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
+    *(
+        (each, {"messages": TALK, "tools": [TOOL]}, "write tools;")
+        for each in (CHATML, MARKS, None)
+    ),
+    *((each, CALLING, "write tool_calls;") for each in (CHATML, MARKS, None)),
+    (QWEN, {"messages": [TALK[0], CALL | {"tool_calls": [{"name": "clock"}]}]}, "tool_calls[0]"),
+    (
+        QWEN,
+        {"messages": [TALK[0], CALL | {"tool_calls": [UNREADABLE]}]},
+        "messages[1]: arguments: ",
+    ),
+    (
+        QWEN,
+        {"messages": [TALK[0], CALL | {"tool_calls": []}]},
+        "content is empty, and there are no tool_calls",
+    ),
+    (CHATML, {"messages": TALK[::-1] + TALK}, "begin with a user or system turn"),
+    # The time, a rewriting of earlier turns, another opening than what turns begin with.
+    (TURNS + "{{ strftime_now('%f') }}", FOLLOWED, "it writes another text each time"),
+    ("{{ messages[-1].content }}", FOLLOWED, "it does not render turn 2 as a suffix"),
+    (TURNS + "{% if add_generation_prompt %}Now: {% endif %}", FOLLOWED, "turn 2 as a suffix"),
+]
+
+
+@pytest.mark.parametrize(("template", "record", "named"), REFUSED)
+def test_what_cannot_be_rendered_is_named_with_its_line(
+    template: str | None, record: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    record = {"messages": [*TALK, TALK[0], CALL]} if key == "tool_calls" else {"messages": TALK}
-    record |= {"tools": [TOOL]} if key == "tools" else {}
     done = Prepared(tmp_path, template, [record], capsys)
-    assert done.status == 2
-    assert f"in.jsonl:1: the chat template cannot render it: it does not write {key}" in done.err
+    assert done.status == 2 and "in.jsonl:1: " in done.err and named in done.err
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("template", "flags", "named"),
     [
-        ({"tool_calls": [{"name": "clock"}]}, "tool_calls[0]"),
-        ({"tool_calls": [{"function": {"name": "clock", "arguments": "{"}}]}, "arguments"),
-        ({"tool_calls": []}, "content is empty, and there are no tool_calls"),
+        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
+        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
     ],
 )
-def test_calls_that_are_none_are_named(
-    change: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
+def test_flags_that_mean_nothing_are_refused(
+    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    done = Prepared(tmp_path, QWEN, [{"messages": [TALK[0], CALL | change]}], capsys)
-    assert done.status == 2 and "in.jsonl:1: messages[1]" in done.err and named in done.err
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
+    assert done.status == 2 and named in done.err
 
 
 @pytest.mark.parametrize(
@@ -235,22 +259,6 @@ def test_documents_in_which_a_tag_marks_nothing_are_counted(tmp_path: Path, caps
     assert f"note: 1 documents, {tokens} tokens, have no token that is trained" in done.out
 
 
-@pytest.mark.parametrize(
-    ("template", "named"),
-    [
-        (TURNS + "{{ strftime_now('%f') }}", "it writes another text each time"),
-        ("{{ messages[-1].content }}", "it does not render turn 2 as a suffix"),
-        (TURNS + "{% if add_generation_prompt %}Now you: {% endif %}", "turn 2 as a suffix"),
-    ],
-)
-def test_a_template_that_hides_where_turns_begin_is_refused(
-    template: str, named: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    """It writes the time, rewrites earlier turns, or opens turns otherwise than it writes them."""
-    done = Prepared(tmp_path, template, [{"messages": [*TALK, TALK[0]]}], capsys)
-    assert done.status == 2 and named in done.err
-
-
 def test_a_template_that_writes_the_time_is_noted(tmp_path: Path, capsys: Capsys) -> None:
     years = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
     flags = ("--chat-template-kwargs", '{"date": "1999"}')
@@ -274,21 +282,6 @@ def test_texts_begin_with_a_token_if_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("template", "flags", "named"),
-    [
-        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
-        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
-        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
-    ],
-)
-def test_flags_that_mean_nothing_are_refused(
-    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
-    assert done.status == 2 and named in done.err
-
-
-@pytest.mark.parametrize(
     ("template", "noted"),
     [
         (TURNS, True),
@@ -302,11 +295,6 @@ def test_a_template_that_opens_no_turn_is_noted(
     done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
     assert done.status == 0
     assert ("note: the chat template ignores add_generation_prompt" in done.out) == noted
-
-
-def test_a_conversation_that_the_assistant_begins_is_named(tmp_path: Path, capsys: Capsys) -> None:
-    done = Prepared(tmp_path, CHATML, [{"messages": TALK[::-1] + TALK}], capsys)
-    assert "in.jsonl:1: " in done.err and "begin with a user or system turn" in done.err
 
 
 def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:

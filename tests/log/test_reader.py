@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_cases import FIGURES, HEADER, header_of
 from record_cases import step_line as record
-from step_cases import JOB, finished_step, planned_step
+from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.log.files import LogWriter, step_log_path
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, coverage_record, encode, step_record
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.log.records import LOG_FORMAT, encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
@@ -38,22 +34,6 @@ def write(directory: Path, *lines: Any) -> Path:
     text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
     return directory
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    header = header_of(JOB)
-    log = LogWriter(step_log_path(tmp_path), header)
-    for iteration in (1, 2):
-        iteration_ms = None if iteration == 1 else 10.0
-        step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
-        log.append(partial(step_record, step))
-    log.append(lambda: coverage_record(2, CoverageCurves(1, 2, 0.9)))
-    log.close()
-    read = read_run_log(tmp_path)
-    assert read.problems == ()
-    assert read.header == header
-    assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
-    assert read.coverage is not None and read.coverage.iteration == 2
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -90,7 +70,7 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
     line, message = BAD_LINES[case]
     log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
     assert [step.iteration for step in log.steps] == [1, 3]
-    assert log.damaged_lines == 1 and log.coverage is None
+    assert log.coverage is None
     (problem,) = log.problems
     assert "line 3: " in problem
     assert message in problem
@@ -297,16 +277,6 @@ def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path: Path, lines: list
     tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1)
     assert [each.iteration for each in tail.steps] == [4, 5, 6] and not tail.problems
     assert tail.header == read_run_log(tmp_path).header
-
-
-def test_a_log_that_outgrew_its_file_is_read_from_the_next(
-    tmp_path: Path, lines: list[bytes]
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_bytes(b"".join(lines[:4]))
-    os.replace(path, tmp_path / "steps.jsonl.1")
-    path.write_bytes(lines[0] + b"".join(lines[5:]))
-    assert iterations(tmp_path)[-1] == 6
 
 
 def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: list[bytes]) -> None:

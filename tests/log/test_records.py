@@ -16,7 +16,6 @@ from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     RANK_LOG,
     STEP_LOG,
     DamagedLineError,
@@ -26,7 +25,6 @@ from sparsebalance_megatron.log.records import (
     coverage_record,
     decode,
     encode,
-    rank_header,
     rank_step,
     step_record,
 )
@@ -232,22 +230,6 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
     read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
-
-
-def test_the_header_says_which_rank() -> None:
-    header = rank_header(PLACE, JOB, "node-1")
-    assert as_json(header) == {
-        "type": "rank",
-        "log_format": LOG_FORMAT,
-        "world_rank": 3,
-        "data_parallel_rank": 1,
-        "pipeline_rank": 1,
-        "tensor_parallel_rank": 0,
-        "layers": [[2, 3], [6, 7]],
-        "host": "node-1",
-    }
-    assert decode(encode(header), RANK_LOG) == header
-    assert header.place == (1, 1)
 
 
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:

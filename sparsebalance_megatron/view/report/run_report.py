@@ -25,7 +25,6 @@ from sparsebalance_megatron.view.report.timeline import (
     named_places,
     predicted_timeline,
 )
-from sparsebalance_megatron.view.report.words import caveats, slowest_device, slowest_text
 
 
 class ReportError(ValueError):
@@ -54,9 +53,8 @@ def gather(log: RunLog, iteration: int) -> tuple[RankLogs, dict[str, Timeline]]:
 
 
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
-    """The iteration asked for, or else a typical one that was measured.
-
-    Typical: of the median time, after the warm-up, of the steps that both runs took.
+    """The iteration asked for, or else one of the median time, after the warm-up, of the steps
+    that both runs took.
 
     Raises:
         ReportError: if the log does not hold the iteration asked for.
@@ -83,8 +81,8 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
 class Report:
     """Contents of a page.
 
-    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``timelines``: of
-    the step that is drawn. ``missing``: what cannot be, and why. ``notes``: what the logs lack.
+    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
+    cannot be, and why. ``notes``: what the logs lack.
     """
 
     title: str
@@ -99,10 +97,7 @@ class Report:
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
-    """Everything a page shows.
-
-    Args:
-        step: the iteration to draw; None: a typical one.
+    """Everything a page shows; ``step`` is the iteration to draw, None a typical one.
 
     Raises:
         RunLogError: if a directory holds no readable log.
@@ -123,9 +118,9 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         problems += (*ranks_of_baseline.problems, *numbers.problems)
         headers = {"Baseline": baseline_log.header} | headers
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
-    remarks = caveats(numbers)
-    if (slowest := slowest_device(settled(log.steps))) is not None:
-        remarks.append(f"This run's {slowest_text(*slowest, ranks)}.")
+    remarks = words.caveats(numbers)
+    if (slowest := words.slowest_device(settled(log.steps))) is not None:
+        remarks.append(f"This run's {words.slowest_text(*slowest, ranks)}.")
     logs = [log] if baseline_log is None else [log, baseline_log]
     return Report(
         # The last two parts of a directory name a run.
@@ -166,7 +161,6 @@ def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
 
 
 def render_page(report: Report) -> str:
-    """The HTML page of a report, which needs no other file."""
     import jinja2
 
     environment = jinja2.Environment(

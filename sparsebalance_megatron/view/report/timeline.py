@@ -6,7 +6,7 @@ Shape legend: U segments, O operations, 2 forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -86,17 +86,11 @@ def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Ev
 
 
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
-    """What the ranks logged of a step.
+    """What the ranks logged of a step; None where none did.
 
     Ranks are set side by side by the wall clocks of their hosts, as long as those can be right:
     ranks begin a step together to within what they wait for data, so clocks that lie further apart
     were set wrong, or set anew in the middle of the step.
-
-    Args:
-        ranks: what every rank logged of this step.
-
-    Returns:
-        None where no rank logged anything.
     """
     spoken = {place: step for place, step in sorted(ranks.items()) if step.spans}
     if not spoken:
@@ -121,19 +115,11 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
             span._replace(start_ms=offset_ms + span.start_ms, end_ms=offset_ms + span.end_ms)
             for span in step.spans
         ]
-    return Timeline(
-        spans=spans,
-        waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
-        remarks=tuple(remarks),
-    )
-
-
-def _waited_ms(record: StepRecord, places: Iterable[Place]) -> float:
-    """What these places waited for other ranks within layers."""
-    waiting_2RPVM = record.measured.waiting_2RPVM
-    if waiting_2RPVM is None:
-        return 0.0
-    return float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
+    waiting_2RPVM, waited_ms = record.measured.waiting_2RPVM, 0.0
+    if waiting_2RPVM is not None:
+        places = [place for place in record.places if place in spans]
+        waited_ms = float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
+    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks))
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -68,7 +68,6 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
-    """Sentences on how the times of a rank's own work are known."""
     notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
     alike = len(set(notices.values())) == 1
     named = [
@@ -122,7 +121,6 @@ _TUNED = {
 
 
 def run_facts(header: RunHeader | None) -> str:
-    """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
@@ -187,7 +185,6 @@ _ROWS = (
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:
-    """A number of a summary in a layout; "ms" is one of times."""
     part, _, name = path.rpartition(".")
     if part == "figures":
         value = run.figures[name]
@@ -200,10 +197,8 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
 
 
 def coverage_table(record: CoverageRecord | None) -> list[Row]:
-    """Coverage at budgets of powers of two, the mean of the layers and the least, by length.
-
-    Samples of one block are left out: every budget covers them.
-    """
+    """Coverage at budgets of powers of two, the mean of the layers and the least, by length in
+    blocks; every budget covers one block."""
     if record is None:
         return []
     budgets = [budget for budget in record.grid if budget.bit_count() == 1]
@@ -243,13 +238,8 @@ def layers_table(header: RunHeader | None) -> list[Row]:
 
 
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
-    """The stage that exceeds its prediction most, and how many times as slow as the median it is.
-
-    None where that is hardly slower, or not known. Long steps count for more.
-
-    Args:
-        steps: of them those of the last one's shape count.
-    """
+    """The stage that exceeds its prediction most, and how many times as slow as the median it is;
+    None where that is hardly slower, or not known. Steps of the last one's shape count."""
     alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
     if not alike or len(alike[-1].places) < 2:
         return None
@@ -266,7 +256,6 @@ def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
 
 
 def slowest_text(place: Place, slowness: float, ranks: RankLogs) -> str:
-    """A device of :func:`slowest_device`, with its host."""
     rank, stage = place
     where = f" on {printable(ranks.headers[place].host)}" if place in ranks.headers else ""
     return (
