@@ -16,6 +16,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.plan.pipeline.simulator import operations_through_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -159,6 +160,12 @@ def flat(times_2RPVM, schedule=megatron_order, cp_sizes_RM=None):
     _, ranks, _, _, positions = times_2RPVM.shape
     cp_sizes_RM = unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM
     return OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule)
+
+
+def longest_through(times):
+    """[R, P, V, M] ms of the longest chain through either operation of each micro-batch."""
+    through_2PVMR = operations_through_ms(times).reshape(*times.graph.shape_2PVM, -1)
+    return np.moveaxis(through_2PVMR.max(axis=0), -1, 0)
 
 
 def random_cp_sizes(ranks, positions, widest, seed):
