@@ -33,7 +33,7 @@ from sparsebalance_megatron.plan.budgets.price import (
 )
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.lockstep_times import layers_of
+from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST
 from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
@@ -123,7 +123,7 @@ def _micro_batches(
     pair_ms_2RMC = np.broadcast_to(
         share_RM[..., None] * costs.pair_ms_C, (2, *share_RM.shape, costs.chunks)
     )
-    pair_ms_RMC = costs.on_devices(pair_ms_2RMC, np.arange(len(share_RM)), cp_sizes_RM)[0]
+    pair_ms_RMC = costs.on_devices(pair_ms_2RMC, cp_sizes_RM)[0]
     growth_JCQ = _pairs_JXQ(problem, ladder, place_S, layers_CL)
     growth_JCQ *= pair_ms_RMC.reshape(-1, costs.chunks, 1)
     unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
@@ -135,7 +135,8 @@ def _rows(
 ) -> tuple[np.ndarray, BudgetsOfLevels]:
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
-    layers, layer_L1 = layers_of(costs, where), np.arange(job.layers)[:, None]
+    layer_L1 = np.arange(job.layers)[:, None]
+    share_S = costs.share_W[where.cp_sizes_RM.reshape(-1)[place_S]]
 
     def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
         of_groups = values_JLQ.reshape(
@@ -146,10 +147,10 @@ def _rows(
 
     member_levels = np.arange(LEVELS + 1)[_MEMBER_LEVELS]
     levels = len(member_levels)
-    floor_2SX = layers.ms_2SX(costs.sparse_pairs_LS(problem.allowed.floor_LS))
+    floor_2SX = layer_ms_2SX(costs, problem.allowed.floor_LS, where)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
     every_L = np.eye(job.layers, dtype=bool)
-    ms_JLQ = _pairs_JXQ(problem, ladder, place_S, every_L, _MEMBER_LEVELS, layers.pair_share_S)
+    ms_JLQ = _pairs_JXQ(problem, ladder, place_S, every_L, _MEMBER_LEVELS, share_S)
     ms_JLQ *= costs.pair_ms_L[:, None]
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]

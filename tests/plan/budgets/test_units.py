@@ -22,7 +22,7 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
-from sparsebalance_megatron.plan.lockstep_times import layers_of
+from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -92,8 +92,7 @@ def test_members_that_do_not_stick_out_take_no_time(seed, shape):
     """A row whose other members fall to their floors takes as long."""
     case = Case(seed, shape)
     budgets_LS = case.budgets_LS(case.level_XC)
-    layers = layers_of(case.costs, case.where)
-    ms_2SX = layers.ms_2SX(case.costs.sparse_pairs_LS(budgets_LS))
+    ms_2SX = layer_ms_2SX(case.costs, budgets_LS, case.where)
     own_LS = ms_2SX[..., : case.job.layers].sum(axis=0).T
     place_S = case.where.micro_batch_of_S
     own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])
