@@ -77,7 +77,10 @@ class TrainingHooks:
         inputs = self.run.inputs
         heads = inputs.settings.host_job.shape.num_attention_heads
         found = Repetitions(inputs.job.layers, heads, self.run.device)
-        self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
+        # Dense layers read lists of everything, which may be cut.
+        config = replace(self._options.config, layer_budgets=None)
+        options = replace(self._options, config=config, repetitions=found, leaves_attention=False)
+        self.layer_spec = sparse_balance_layer_spec(options)
         return found
 
     def configure_model(self, model_config: Any) -> None:
