@@ -199,7 +199,6 @@ LAYOUTS = {
 
 SHARED_ROWS = {
     "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
-    "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "context-static-yarn": Layout(
         "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
     ),
@@ -302,6 +301,7 @@ POSITIONS = {
         f"{SEQUENCE} {SELECTIVE}",
         WITH_NORMS,
     ),
+    "positions-shared": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
     "positions-own": Layout("exact experts", 2, "--expert-model-parallel-size 2", OWN_ATTENTION),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
@@ -309,7 +309,7 @@ POSITIONS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
     ),
 }
-"""Steps have fewer micro-batches than the batch sizes make, where ranks run in lockstep."""
+"""Steps have fewer micro-batches than the batch sizes make: ranks run in lockstep or share them."""
 
 ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
 
