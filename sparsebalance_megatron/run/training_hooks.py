@@ -61,7 +61,10 @@ class TrainingHooks:
         repetitions."""
         shape, layers = self.run.inputs.settings.host_job.shape, self.run.inputs.job.layers
         found = Repetitions(layers, shape.num_attention_heads, self.run.device)
-        self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
+        # Dense layers read lists of everything, which may be cut.
+        config = replace(self._options.config, layer_budgets=None)
+        options = replace(self._options, config=config, repetitions=found, leaves_attention=False)
+        self.layer_spec = sparse_balance_layer_spec(options)
         return found
 
     def configure_model(self, model_config: Any) -> None:
