@@ -188,9 +188,9 @@ LAYOUTS = {
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
     "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
+    "sharded": Layout("llama", 2, SHARDED),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 4, "--pipeline-model-parallel-size 4"),
-    "sharded": Layout("llama", 2, SHARDED),
     "own-pipeline": Layout("exact", 2, f"{PIPELINE} {RECOMPUTE} uniform", OWN_ATTENTION),
     "own-sharded": Layout("exact", 2, SHARDED, OWN_ATTENTION),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
@@ -200,7 +200,6 @@ LAYOUTS = {
 
 SHARED_ROWS = {
     "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
-    "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "context-static-yarn": Layout(
         "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
     ),
@@ -298,13 +297,14 @@ POSITIONS = {
         f"{SEQUENCE} {SELECTIVE}",
         WITH_NORMS,
     ),
+    "positions-shared": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
     "positions-context": Layout(
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
     ),
 }
-"""Steps have fewer micro-batches than the batch sizes make, where ranks run in lockstep."""
+"""Steps have fewer micro-batches than the batch sizes make: ranks run in lockstep or share them."""
 
 ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
 
@@ -423,6 +423,9 @@ def test_layout_trains_to_the_losses_of_one_rank(
         *(model.batching, tmp_path, layout.program),
     )
     _assert_trains_alike(run, expected, model)
+    for figures in run.logged("figures"):
+        assert (figures["kept_attention"] > 0) == (KEEP in layout.flags)
+        assert figures["attended_again"] == figures["recomputed_otherwise"] == 0
     if name not in SEGMENTS:
         _assert_order_is_simulated(tmp_path, layout.ranks)
     if name in LAYOUTS:
