@@ -304,7 +304,9 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
             failures.append(error)
         positions = positions // 2 if problem.plans_positions else 0
     found = [] if equal is None else [equal]
-    own = [start for start in starts if start.problem.job.micro_batches == problem.job.micro_batches]
+    own = [
+        start for start in starts if start.problem.job.micro_batches == problem.job.micro_batches
+    ]
     fewer = [start for start in starts if start not in own]
     for some in (own, fewer):
         found += [_searched(start, limit, 1.0 / len(some)) for start in some]
