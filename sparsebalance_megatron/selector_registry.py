@@ -90,7 +90,7 @@ def names() -> tuple[str, ...]:
 
 def check_name(name: str) -> None:
     """Refuse an unknown name, without loading anything."""
-    if name not in names():
+    if name not in BUILT_IN and name not in names():
         raise ConfigError(
             f"{FLAG} {name}: must be one of {', '.join(names())} "
             f"(other packages add names by entry points of {GROUP})"

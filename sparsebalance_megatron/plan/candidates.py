@@ -253,10 +253,9 @@ def _rows(problem: StepProblem) -> list[Candidate]:
     """Rows of equal height, the highest ones on the group with least work; none where the samples
     do not fit so many."""
     job, costs = problem.job, problem.costs
-    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
     of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
-    weights_S = (problem.expected_2SC - costs.layers.together_2SC).sum(axis=(0, 2))
+    weights_S = (problem.expected_2SC - costs.together_2SC).sum(axis=(0, 2))
     packings = packed_rows(
         weights_S,
         costs.lengths_tokens_S,
@@ -304,11 +303,10 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
             failures.append(error)
         positions = positions // 2 if problem.plans_positions else 0
     found = [] if equal is None else [equal]
-    own = [
-        start for start in starts if start.problem.job.micro_batches == problem.job.micro_batches
-    ]
-    fewer = [start for start in starts if start not in own]
-    for some in (own, fewer):
+    most = problem.job.micro_batches
+    of_job = [start for start in starts if start.problem.job.micro_batches == most]
+    fewer = [start for start in starts if start.problem.job.micro_batches < most]
+    for some in (of_job, fewer):
         found += [_searched(start, limit, 1.0 / len(some)) for start in some]
     if not found:
         raise failures[0]
