@@ -28,8 +28,11 @@ from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
-from sparsebalance_megatron.megatron.experts import leave_out_padding
-from sparsebalance_megatron.megatron.hooks import get_model_config, use_true_positions
+from sparsebalance_megatron.megatron.hooks import (
+    get_model_config,
+    leave_out_padding,
+    use_true_positions,
+)
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
