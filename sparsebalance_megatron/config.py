@@ -224,7 +224,7 @@ class SparseBalanceConfig:
     try a run beside a GPU in use."""
 
     log_dir: str | None = None
-    """Directory for the logs that summary, report, watch and trace read."""
+    """Directory for the logs that summary, report and watch read."""
 
     log_megabytes: int = 64
     """Most megabytes of a log file and its predecessor together; the oldest lines go. Raise it to

@@ -54,11 +54,8 @@ class Repetitions:
         softmax_scale: float,
         first_head: int = 0,
     ) -> None:
-        """Look at up to 1,024 evenly spaced queries of every document.
-
-        Args:
-            first_head: of ``q_THD`` in the model; other tensor-parallel ranks have the others.
-        """
+        """Look at up to 1,024 evenly spaced queries of every document, of heads from
+        ``first_head`` of the model on."""
         if self.tokens_T is None:
             return
         heads = slice(first_head, first_head + q_THD.shape[1])

@@ -11,7 +11,6 @@ from sparsebalance_megatron.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``sensitivity``."""
     parser.description = (
         "Read some training samples with dense attention, and write how sensitive each layer is, "
         "for --sparse-balance-sensitivity. Everything after -- is what training gets, --load with "

@@ -253,10 +253,9 @@ def _rows(problem: StepProblem) -> list[Candidate]:
     """Rows of equal height, the highest ones on the group with least work; none where the samples
     do not fit so many."""
     job, costs = problem.job, problem.costs
-    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
     of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
-    weights_S = (problem.expected_2SC - costs.layers.together_2SC).sum(axis=(0, 2))
+    weights_S = (problem.expected_2SC - costs.together_2SC).sum(axis=(0, 2))
     packings = packed_rows(
         weights_S,
         costs.lengths_tokens_S,

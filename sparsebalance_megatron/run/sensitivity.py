@@ -30,7 +30,7 @@ from sparsebalance_megatron.megatron.arguments import (
     args_provider,
     check_typed_flags,
     destination,
-    early_flags,
+    device_type_of,
 )
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.plan.budgets.by_layer import OWN_AND_FIRST
@@ -61,7 +61,7 @@ def measure_sensitivities(
     enabled = flag_name("enabled")
     sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
     sys.argv += ["--eval-iters", "0"]
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 
@@ -105,7 +105,7 @@ def measure_sensitivities(
             nonlocal reading
             first: list[LocalMicroBatch] = []
             read = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
-            for each in islice(read, batches * read.micro_batches()):
+            for each in islice(read, batches * read.next_step().micro_batches):
                 assert each.inputs is not None, "all stages read"
                 reading = 0
                 repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
