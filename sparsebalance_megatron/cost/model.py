@@ -126,12 +126,9 @@ class CostModel:
     device: str = "an unknown device"
     covered_pair_share: float = 1.0
 
-    def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
-        return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
-
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature; zeros for experts of a model without any."""
-        rows = self._of(direction)
+        rows = self.forward_ms if direction is Direction.FORWARD else self.backward_ms
         has_none = part is Part.EXPERTS and part not in rows
         return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
 
@@ -155,12 +152,11 @@ class CostModel:
         return replace(self, backward_ms=backward_ms)
 
     def with_frozen_weights(self) -> CostModel:
-        """A model whose weights take no gradients: of low-rank adapters (LoRA), say.
+        """A model whose weights take no gradients, as under low-rank adapters (LoRA).
 
         Backward of a projection is two products as large as its forward, one for its input and one
-        for its weights; the second falls away, and with it half the backward of the linear parts
-        and the head, and all of the embedding's. Attention has no weights. The adapters' own
-        products are left out: they are smaller by their rank over the hidden size.
+        for its weights; the second falls away. The adapters' own products are left out: they are
+        smaller by their rank over the hidden size.
         """
         kept = {Part.LINEAR: 0.5, Part.HEAD: 0.5, Part.EMBEDDING: 0.0}
         backward_ms = {
@@ -185,13 +181,16 @@ class CostModel:
         if Part.DENSE_ATTENTION in self.forward_ms:
             return self
         pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")
-        found = {}
+        rows = []
         for direction in Direction:
             row = self.coefficients_ms(Part.ATTENTION, direction)
             row[visible], row[pairs] = row[visible] + row[pairs], 0.0
-            found[direction] = {**self._of(direction), Part.DENSE_ATTENTION: tuple(row.tolist())}
+            rows.append({Part.DENSE_ATTENTION: tuple(row.tolist())})
+        forward, backward = rows
         return replace(
-            self, forward_ms=found[Direction.FORWARD], backward_ms=found[Direction.BACKWARD]
+            self,
+            forward_ms={**self.forward_ms, **forward},
+            backward_ms={**self.backward_ms, **backward},
         )
 
     @classmethod
@@ -296,11 +295,10 @@ def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
 def attended_token_pairs(
     tokens: ArrayLike, budget_blocks: ArrayLike, block_size: int
 ) -> np.ndarray:
-    """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks.
+    """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks, without
+    those that causality masks.
 
-    A query reads the tokens of its own block up to itself, and all of k - 1 blocks before it, or of
-    as many as there are: the block pairs of selection, without what causality masks. A budget of
-    infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
+    A budget of infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
     """
     tokens = np.asarray(tokens, dtype=np.int64)
     whole_blocks, tail = np.divmod(tokens, block_size)
