@@ -13,7 +13,6 @@ FOLDERS = ("examples", "patches")
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``examples``."""
     parser.description = (
         "Show where the example scripts, the adapters for other trainers, a package of selectors "
         "and the patches for Megatron's own pretrain_gpt.py are, or copy them."

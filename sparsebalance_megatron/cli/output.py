@@ -23,7 +23,6 @@ class OutputError(ValueError):
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document."""
     print(json.dumps(document, indent=2))
 
 
@@ -34,7 +33,6 @@ def print_wrapped(sentences: Sequence[str]) -> None:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print the first few, and how many more there are."""
     for note in notes[:NOTES_SHOWN]:
         print(f"note: {note}")
     if len(notes) > NOTES_SHOWN:
@@ -54,11 +52,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before the minutes that what it holds takes.
-
-    Raises:
-        OutputError: with the reason.
-    """
+    """Refuse a file that could not be written, before the minutes that what it holds takes."""
     with writing(path):
         if path.is_dir():
             raise OutputError(f"--output {path}: is a directory; name a file")
@@ -67,14 +61,7 @@ def check_writable(path: Path) -> None:
 
 
 def refuse_one_file(outputs: Mapping[str, Path | None]) -> None:
-    """Raise if two outputs are one file.
-
-    Args:
-        outputs: flag to the path, None if it was not given.
-
-    Raises:
-        OutputError: naming the flags and the file.
-    """
+    """Raise if two outputs, by their flags, are one file."""
     given = [(flag, path) for flag, path in outputs.items() if path is not None]
     for (flag, path), (other, other_path) in itertools.combinations(given, 2):
         if os.path.abspath(path) == os.path.abspath(other_path) or (
@@ -84,22 +71,13 @@ def refuse_one_file(outputs: Mapping[str, Path | None]) -> None:
 
 
 def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> None:
-    """Raise if an output would replace a log of the runs that are read.
-
-    Raises:
-        ConfigError: naming both files.
-    """
+    """Raise if an output would replace a log of the runs that are read."""
     if output is not None:
         logs = (path for each in directories if each for path in each.rglob("*.jsonl*"))
         refuse_output_over_input(output, logs, "--output")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file.
-
-    Raises:
-        OutputError: with the reason, if it cannot be written.
-    """
     with writing(path):
         # Names of files may be no text.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -49,7 +49,6 @@ _ASKED_FOR: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``plan``."""
     parser.description = (
         "Plan the first steps of a job of so many GPUs, of which none need exist, and predict what "
         "they take: with dense attention in order of arrival and placed by the plan, at fixed "
@@ -134,8 +133,8 @@ class _Job:
             ValueError: of this package: the flags, or their data, make no job.
         """
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+        from sparsebalance_megatron.megatron.arguments import runs_on_cpu
         from sparsebalance_megatron.megatron.datasets import quiet_imports
-        from sparsebalance_megatron.run.dry_run import runs_on_cpu
 
         device = value_of(flag_name("device"), self.flags) or SparseBalanceConfig.device
         on_cpu = runs_on_cpu(device)
@@ -154,14 +153,8 @@ def _model_words(model: Path) -> tuple[str, ...]:
 
     with quiet_imports():
         from sparsebalance_megatron.convert.hf_config import read_config
-        from sparsebalance_megatron.convert.megatron_model import (
-            default_divisor,
-            model_flags,
-            words,
-        )
-    found = read_config(model)
-    rows = found.vocab_size
-    return words(model_flags(found, divisor=default_divisor(rows), padded_vocab_size=rows))
+        from sparsebalance_megatron.convert.megatron_model import model_flags, words
+    return words(model_flags(read_config(model)))
 
 
 def _completed(flags: Sequence[str], longest: int | None) -> list[str]:

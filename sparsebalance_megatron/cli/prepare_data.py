@@ -26,7 +26,6 @@ PREFIX_loss_mask.bin and .idx say which tokens count.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``prepare-data``."""
     parser.description = _DESCRIPTION
     parser.formatter_class = ParagraphsHelpFormatter
     parser.add_argument(

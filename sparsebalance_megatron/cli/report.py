@@ -17,7 +17,6 @@ from sparsebalance_megatron.view.report.run_report import make_report, render_pa
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``report``."""
     parser.description = (
         "Read what a run wrote into --sparse-balance-log-dir and show it as one HTML "
         "page that needs no other file."

@@ -23,7 +23,6 @@ _TAIL_BYTES = 4 << 20
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``watch``."""
     parser.description = (
         "Print a row for every step of a run that writes into --sparse-balance-log-dir, and which "
         "device is slowest. It ends with the run, or by Ctrl-C."
@@ -89,7 +88,7 @@ class Watch:
             yield step_row(step, typical_ms, iterations)
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
-            yield slowest_text(*slowest, read_rank_logs(self.directory, ()))
+            yield slowest_text(*slowest, read_rank_logs(self.directory))
         self.ended = iterations is not None and last >= iterations
         if self.ended:
             yield f"{last} of {iterations}, ended"

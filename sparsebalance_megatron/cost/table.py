@@ -305,7 +305,9 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
 
     ``measure``: attention of a layer's best head to far tokens that the text repeats
     (:mod:`..attention.repetitions`). ``block_size``: of the blocks that say what is far.
-    ``samples``: training samples that were read. ``versions``: package -> version.
+    ``samples``: training samples that were read. ``versions``: package -> version. ``cuts``: nats
+    that a copied token loses where that layer alone reads the least budget, and all others
+    everything; empty where it was not measured.
     """
 
     sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
@@ -314,6 +316,7 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     versions: dict[str, str]
     date: str
+    cuts: tuple[float, ...] = ()
     format_version: Literal[1] = 1
 
     def text(self) -> str:

@@ -34,8 +34,7 @@ class SampleCounts:
 
     Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
     token is never a label) + ``truncated_tokens`` + ``dropped_tokens``. ``samples`` and ``tokens``,
-    input tokens, are of one epoch. Dropped documents have no sample: they are below 2 tokens, or
-    overlong and dropped.
+    input tokens, are of one epoch. Dropped documents are below 2 tokens, or overlong.
     """
 
     documents: int
@@ -175,7 +174,7 @@ class DataSet:
 
 
 def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of ``range(samples)``, int64, a function of the arguments alone.
+    """Permutation of ``range(samples)``, int64.
 
     Sorts raw Philox output, a stream that numpy promises for all versions: a run resumed under
     another numpy keeps its order.

@@ -57,7 +57,6 @@ _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
 _SUMMARY_SUFFIX = ".json"
 _SUFFIXES = (*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, _SUMMARY_SUFFIX)
-"""In the order in which files get their names."""
 _LARGEST_UINT16_VOCABULARY = 65499
 """Megatron's preprocessing stores larger vocabularies as int32."""
 
@@ -95,9 +94,8 @@ class StoredValues:
 class Documents:
     """The documents of one data set, in stored order.
 
-    ``prefix`` is the path without ``.bin`` or ``.idx``; ``starts`` says where each document starts
-    in ``tokens`` and where the last one ends, int64; ``tokens`` is None where only lengths were
-    asked for; ``loss_mask`` is uint8 per stored token, or None.
+    ``starts`` says where each document starts in ``tokens`` and where the last one ends, int64;
+    ``tokens`` is None where only lengths were asked for; ``loss_mask`` is uint8 per stored token.
     """
 
     prefix: str
@@ -106,19 +104,15 @@ class Documents:
     loss_mask: StoredValues | None = None
 
     @classmethod
-    def open(cls, prefix: str | Path) -> Documents:
-        """Open and check; reads the index, no token."""
+    def open(cls, prefix: str | Path, *, lengths_only: bool = False) -> Documents:
+        """Open and check; reads the index, no token. ``lengths_only``: the ``.idx`` file alone."""
         prefix = str(prefix)
+        if lengths_only:
+            starts, _ = _read_index(prefix)
+            return cls(prefix=prefix, starts=starts, tokens=None)
         starts, tokens = _open_checked(prefix)
-        return cls(
-            prefix=prefix, starts=starts, tokens=tokens, loss_mask=_open_loss_mask(prefix, starts)
-        )
-
-    @classmethod
-    def lengths_only(cls, prefix: str | Path) -> Documents:
-        """Open the ``.idx`` file alone: documents have lengths, and no token can be read."""
-        starts, _ = _read_index(str(prefix))
-        return cls(prefix=str(prefix), starts=starts, tokens=None)
+        mask = _open_loss_mask(prefix, starts)
+        return cls(prefix=prefix, starts=starts, tokens=tokens, loss_mask=mask)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -268,7 +262,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _Summary(msgspec.Struct):
-    """Fields that are read from the summary that ``sparse-balance prepare-data`` writes."""
+    """What is read of the summary that ``sparse-balance prepare-data`` writes."""
 
     tokenizer: _Tokenizer
 
@@ -326,8 +320,7 @@ class DatasetWriter:
     """Context manager that writes tokens and loss masks in Megatron's format.
 
     Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
-    was written. The loss mask is kept only if some token is masked. ``vocab_size`` decides the
-    stored dtype, uint16 or int32, as Megatron's preprocessing does.
+    was written. The loss mask is kept only if some token is masked.
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
@@ -360,8 +353,7 @@ class DatasetWriter:
     def commit(self, summary: str) -> None:
         """Finish the files and give them their names, replacing an older data set.
 
-        The index, without which nothing reads a data set, gets its name after the data;
-        ``PREFIX.json`` with the summary comes last.
+        The index, without which nothing reads a data set, gets its name after the data.
         """
         self._tokens.close()
         self._masks.close()

@@ -38,7 +38,6 @@ class Sample:
 
     @property
     def length_tokens(self) -> int:
-        """Input tokens n."""
         return len(self.tokens) - 1
 
 
@@ -68,7 +67,6 @@ class PackedSequence:
 
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
-    """Padding that makes ``tokens`` divide by ``pad_to_multiple_of``."""
     return -tokens % pad_to_multiple_of
 
 
@@ -80,10 +78,8 @@ def packed_cu_seqlens(
     Padding is a sequence of its own, so that no sample's attention, position or budget depends on
     it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
 
-    Args:
-        pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
-        padding_documents: of one token each, behind the samples (a sequence that several ranks
-            share needs something for each of them).
+    ``padding_documents``, of one token each, lie behind the samples: a sequence that several ranks
+    share needs something for each of them.
     """
     if not lengths_tokens or min(lengths_tokens) < 1:
         raise ValueError(

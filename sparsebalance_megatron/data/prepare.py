@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsebalance_megatron.data.conversations import (
-    PLAIN,
     ConversationRenderer,
     RenderedDocument,
-    template_renderer,
+    TemplateRenderer,
 )
 from sparsebalance_megatron.data.documents import DatasetWriter, check_output
 from sparsebalance_megatron.data.records import (
@@ -87,8 +86,8 @@ def prepare(
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
         eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
-        records = _with_progress(source, bad)
-        for tokens, mask in _encoded(records, tokenizer, eod, bos, bad, counts):
+        documents = _rendered(source, tokenizer.conversations, bad)
+        for tokens, mask in _encoded(documents, tokenizer, eod, bos, bad, counts):
             writer.add(tokens, mask)
             trained = int(mask.sum())
             counts["loss_tokens"] += trained
@@ -124,38 +123,34 @@ def prepare(
     return summary
 
 
-def _with_progress(source: RecordFiles, bad: BadRecords) -> Iterator[Record]:
+_Rendered = tuple[Record, RenderedDocument]
+
+
+def _rendered(
+    source: RecordFiles, conversations: ConversationRenderer, bad: BadRecords
+) -> Iterator[_Rendered]:
     from tqdm import tqdm
 
     bar_of = {"desc": "tokenise", "unit": "B", "unit_scale": True, "disable": None}
     with tqdm(total=source.total_bytes, **bar_of) as bar:
         for record in source.records(bad):
-            yield record
+            if record.messages is None:
+                yield record, RenderedDocument(text=record.text or "")
+            else:
+                try:
+                    document = conversations.document(record.messages, record.tools)
+                    check_encodable(document.text)
+                except ValueError as error:
+                    reason = "the chat template cannot render it"
+                    bad.found(record.place, reason, f"{reason}: {error}")
+                else:
+                    yield record, document
             bar.update(record.size_bytes)
 
 
-def _rendered(
-    records: Iterable[Record], conversations: ConversationRenderer, bad: BadRecords
-) -> Iterator[tuple[Record, RenderedDocument]]:
-    for record in records:
-        if record.messages is None:
-            yield record, RenderedDocument(text=record.text or "")
-            continue
-        try:
-            document = conversations(record.messages, record.tools)
-            check_encodable(document.text)
-        except ValueError as error:
-            reason = "the chat template cannot render it"
-            bad.found(record.place, reason, f"{reason}: {error}")
-        else:
-            yield record, document
-
-
-def _batches(
-    documents: Iterable[tuple[Record, RenderedDocument]],
-) -> Iterator[list[tuple[Record, RenderedDocument]]]:
+def _batches(documents: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
     """Consecutive documents, bounded in number and characters."""
-    batch: list[tuple[Record, RenderedDocument]] = []
+    batch: list[_Rendered] = []
     characters = 0
     for record, document in documents:
         batch.append((record, document))
@@ -168,7 +163,7 @@ def _batches(
 
 
 def _encoded(
-    records: Iterable[Record],
+    documents: Iterable[_Rendered],
     tokenizer: DocumentTokenizer,
     eod: int | None,
     bos: int | None,
@@ -178,7 +173,7 @@ def _encoded(
     """Token ids (int64), with ``eod`` at the end and ``bos`` before texts, and loss mask (uint8) of
     every document."""
     end_text = None if eod is None else tokenizer.backend.id_to_token(eod)
-    for batch in _batches(_rendered(records, tokenizer.conversations, bad)):
+    for batch in _batches(documents):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
             with_offsets=any(document.trained_spans is not None for _, document in batch),
@@ -265,7 +260,7 @@ class DocumentTokenizer:
     vocab_size: int
     eod: int | None
     bos: int | None = None
-    conversations: ConversationRenderer = PLAIN
+    conversations: ConversationRenderer
 
     def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
@@ -318,10 +313,10 @@ def load_tokenizer(
     backend.no_truncation()
     backend.no_padding()
     _check_encoding(name, loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
-    conversations = PLAIN
+    conversations = ConversationRenderer()
     if loaded.chat_template:
         try:
-            conversations = template_renderer(loaded, template_arguments or {})
+            conversations = TemplateRenderer(loaded, template_arguments or {})
         except DataError as error:
             raise DataError(f"--tokenizer {name}: {error}") from error
     elif template_arguments:

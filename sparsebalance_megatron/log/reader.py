@@ -7,7 +7,7 @@ What a damaged file still says is kept, and every line that had to be left out i
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -49,22 +49,18 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """A run's header and steps by rising iteration; ``problems`` says what the file lacks.
-
-    ``coverage``: the last record of coverage curves. It and the header are None where they are
-    missing.
-    """
+    """A run's header, steps by rising iteration, and last coverage curves; ``problems`` says what
+    the file lacks."""
 
     directory: Path
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
     coverage: CoverageRecord | None = None
-    damaged_lines: int = 0
 
     @property
     def schedule(self) -> MegatronSchedule:
-        """The pipeline schedule that the run planned with; Megatron's default without a header."""
+        """Of the pipeline; Megatron's default without a header."""
         return self.header.job.schedule if self.header else megatron_order
 
     @property
@@ -75,11 +71,11 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """Records of all ranks; ``steps[iteration][place]``."""
+    """Who the ranks are, and what they logged of one step."""
 
-    headers: Mapping[Place, RankHeader] = field(default_factory=dict)
-    steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    headers: Mapping[Place, RankHeader]
+    steps: Mapping[Place, RankStep]
+    problems: tuple[str, ...]
 
 
 class _Line(msgspec.Struct):
@@ -99,17 +95,15 @@ class _LogReader[R: Record]:
 
     Attributes:
         path: the newest file; an older one is read before it.
-        decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
-        wanted: iterations to decode; None for all.
+        iteration: the step to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
 
     path: Path
     decoder: msgspec.json.Decoder[R]
-    wanted: Collection[int] | None = None
+    iteration: int | None = None
     last_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
-    damaged_lines: int = 0
 
     def records(self) -> Iterator[R]:
         """The records as they are read; damaged lines are noted and left out, as are lines behind
@@ -120,10 +114,10 @@ class _LogReader[R: Record]:
         """
         discarded = dropped = foreign = 0
         is_foreign = False
-        older = older_file(self.path)
-        for path in (
-            (older, self.path) if self.last_bytes is None and older.exists() else (self.path,)
-        ):
+        paths = [self.path]
+        if self.last_bytes is None and older_file(self.path).exists():
+            paths.insert(0, older_file(self.path))
+        for path in paths:
             with open_regular(path) as stream:
                 for number, text in enumerate(self._lines(stream), start=1):
                     line = _Line()
@@ -137,7 +131,6 @@ class _LogReader[R: Record]:
                     try:
                         record = decode(text, self.decoder)
                     except DamagedLineError as error:
-                        self.damaged_lines += 1
                         self.problems.append(f"{path} line {number}: {error}; left out")
                         continue
                     dropped += record.lines_dropped or 0
@@ -167,18 +160,14 @@ class _LogReader[R: Record]:
         if self.last_bytes is not None and not text.endswith(b"\n"):
             # It is being written.
             return True
-        if self.wanted is None or line.iteration is None:
-            return False
-        return line.iteration not in self.wanted
+        return self.iteration is not None and line.iteration not in (None, self.iteration)
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
     """Read ``DIRECTORY/steps.jsonl``, and the file before it where the log outgrew one.
 
     A resumed run appends to its log: of the steps before, those that it repeats are left out.
-
-    Args:
-        last_bytes: read only so much of the end of a log that may still be written; None: all.
+    Of a log that may still be written, only ``last_bytes`` of the end are read.
 
     Raises:
         RunLogError: if the file is missing, unreadable, or holds no step at all.
@@ -223,22 +212,19 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         steps=tuple(steps),
         problems=tuple(problems),
         coverage=coverage,
-        damaged_lines=reader.damaged_lines,
     )
 
 
-def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
-    """Read the header and the given iterations of every rank.
-
-    Of an iteration that is there twice the later line counts.
+def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
+    """Read the header of every rank, and one step if asked for; of lines of it the last counts.
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """
     headers: dict[Place, RankHeader] = {}
-    steps: dict[int, dict[Place, RankStep]] = {}
+    steps: dict[Place, RankStep] = {}
     problems: list[str] = []
     for path in sorted(rank_log_path(directory, 0).parent.glob("rank-*.jsonl")):
-        reader = _LogReader(path=path, decoder=RANK_LOG, wanted=frozenset(iterations))
+        reader = _LogReader(path=path, decoder=RANK_LOG, iteration=iteration)
         header: RankHeader | None = None
         try:
             for record in reader.records():
@@ -247,10 +233,10 @@ def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
                     if header.tensor_parallel_rank:
                         break
                     headers[header.place] = header
-                    if not iterations:
+                    if iteration is None:
                         break
                 elif header is not None:
-                    steps.setdefault(record.iteration, {})[header.place] = record
+                    steps[header.place] = record
         except (UnreadableFileError, OSError) as error:
             reader.problems.append(f"{path}: {error}; this rank is left out")
         if header is None:

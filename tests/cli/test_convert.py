@@ -14,21 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from convert.conversions import (
-    model_args,
+    DOCUMENT_LENGTHS,
+    Conversions,
     read_documents,
     reference_logits,
     reference_loss,
-    run_commands,
     succeeded,
 )
-from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_config, tiny_model
-from harness import (
-    BALANCE_FLAGS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    run_training,
-    write_documents,
-)
+from convert.tiny_models import VARIANTS, VOCABULARY, save, tiny_config, tiny_model
 from safetensors.torch import load_file
 from sparse_hf_models import CAUSAL
 from torch.distributed.checkpoint import FileSystemReader
@@ -41,8 +34,6 @@ pytestmark = pytest.mark.distributed
 
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
-DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
-"""Stored tokens; together they are one global batch."""
 FEW_ROUNDINGS = 8 * 2.0**-23
 TOLERANCE = 1e-4
 """Largest difference of logits, whose size is about 7."""
@@ -91,12 +82,11 @@ SPARSE_READINGS = [
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
-class Work:
+class Work(Conversions):
     """Everything that ran, by name, and where it left its files."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.documents = write_documents(root / "train", DOCUMENT_LENGTHS, vocabulary=VOCABULARY)
+        super().__init__(root)
         generator = torch.Generator().manual_seed(11)
         self.tokens = [
             torch.randint(VOCABULARY, (length,), generator=generator) for length in PACKED_LENGTHS
@@ -106,21 +96,16 @@ class Work:
             save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
         config = self.hf("qwen2-tied") / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {KEY: EARLIER}))
-        self.before = run_commands(root, "before", self._commands_before())
-        self.runs = {variant: self._train(variant) for variant in TRAINED}
-        self.after = run_commands(root, "after", self._commands_after())
-
-    def hf(self, variant: str) -> Path:
-        return self.root / "hf" / variant
-
-    def checkpoint(self, variant: str) -> Path:
-        return self.root / "checkpoints" / variant
-
-    def trained(self, variant: str) -> Path:
-        return self.root / "trained" / variant
-
-    def exported(self, variant: str) -> Path:
-        return self.root / "exported" / variant
+        self.before = self.run("before", self._commands_before())
+        # One step over all documents that changes nothing, saved.
+        steps = "--train-iters 1 --lr 1e-30 --save-interval 1 --sparse-balance-base-budget 1000"
+        self.runs = {
+            variant: self.train(
+                variant, variant, *steps.split(), *layout, *TRAINED_LAYERS[variant][1]
+            )
+            for variant, (_, layout) in TRAINED.items()
+        }
+        self.after = self.run("after", self._commands_after())
 
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
@@ -181,11 +166,7 @@ class Work:
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
         trained = str(self.trained("llama-llama3"))
         commands: dict[str, Sequence[str]] = {
-            f"export {variant}": (
-                *("convert", "to-hf", str(self.trained(variant))),
-                *("--output", str(self.exported(variant)), "--hf-config", str(self.hf(variant))),
-            )
-            for variant in TRAINED
+            f"export {variant}": self.export(variant, variant) for variant in TRAINED
         }
         for name in wrong:
             commands[name] = (
@@ -198,22 +179,6 @@ class Work:
             *("--iteration", "1"),
         )
         return commands | {"no iteration": (*commands["tied"], "--iteration", "7")}
-
-    def _train(self, variant: str) -> TrainingRun:
-        """One step over all documents that changes nothing, saved."""
-        flags = (
-            *model_args(self.checkpoint(variant)),
-            *TRAINING_FLAGS,
-            *BALANCE_FLAGS,
-            *("--sparse-balance-base-budget", "1000", "--sparse-balance-tuning", "off"),
-            *("--seq-length", "256", "--tokenizer-type", "NullTokenizer"),
-            *("--train-iters", "1", "--lr", "1e-30", "--data-path", str(self.documents)),
-            *("--load", str(self.checkpoint(variant)), "--finetune", "--ckpt-format", "torch_dist"),
-            *("--save", str(self.trained(variant)), "--save-interval", "1"),
-            *TRAINED[variant][1],
-            *TRAINED_LAYERS[variant][1],
-        )
-        return run_training(2, flags, log_dir=self.trained(variant) / "log").require_success()
 
 
 @pytest.fixture(scope="module")
@@ -269,18 +234,6 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(
     assert (exact - dense).abs().max() > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("variant", [name for name in SCALED_ROPE if name not in NIGHTLY])
-def test_scaled_rope_would_be_missed(variant: str, work: Work) -> None:
-    """The logits above depend on the scaling, far beyond their tolerance."""
-    theta = tiny_config(variant).rope_parameters["rope_theta"]
-    plain_rope = {"rope_type": "default", "rope_theta": theta}
-    without = tiny_model(variant, rope_parameters=plain_rope)
-    difference = reference_logits(tiny_model(variant), work.tokens) - reference_logits(
-        without, work.tokens
-    )
-    assert difference.abs().max() > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("variant", TRAINED)
 def test_conversion_reports_what_it_did(variant: str, work: Work) -> None:
     printed = succeeded(work.before[f"convert {variant}"])
@@ -318,7 +271,7 @@ def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
 @pytest.mark.parametrize("variant", TRAINED)
 def test_the_first_training_step_has_the_loss_of_transformers(variant: str, work: Work) -> None:
     """On two ranks, through --load --finetune."""
-    documents = read_documents(work.documents, DOCUMENT_LENGTHS)
+    documents = read_documents(work.documents)
     expected = reference_loss(tiny_model(variant).double(), documents, PADDING_ROWS[variant])
     (step,) = work.runs[variant].steps
     assert step["tokens"] == sum(DOCUMENT_LENGTHS) - len(DOCUMENT_LENGTHS)

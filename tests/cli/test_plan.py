@@ -130,7 +130,7 @@ def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, fo
 
 def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path) -> None:
     model = read_config(folder / "model")
-    flags = model_flags(model, divisor=128, padded_vocab_size=model.vocab_size)
+    flags = model_flags(model)
     words = tuple(word for flag in flags for word in flag)
     expected = found(capsys)
     assert expected["flags"] == [*words, *STEP, "--sparse-balance"]

@@ -281,7 +281,7 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
     monkeypatch.setattr(candidates, "_of_equal_cp_size", lambda _: [equal])
     monkeypatch.setattr(candidates, "_SKIP_RATIO_TO_BOUND", 0.0)
     monkeypatch.setattr(candidates, "_shared_start", lambda *_: shared)
-    monkeypatch.setattr(candidates, "_searched", lambda start, _: start)
+    monkeypatch.setattr(candidates, "_searched", lambda start, *_: start)
     assert candidates.best_candidate(problem) is even
 
 

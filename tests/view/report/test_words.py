@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def test_the_slowest_device_is_named_with_its_host(tmp_path: Path) -> None:
     steps = read_run_log(tmp_path).steps
     found = slowest_device((step_record(1), *steps))
     assert found == ((1, 0), pytest.approx(1.5))
-    ranks = read_rank_logs(tmp_path, ())
+    ranks = read_rank_logs(tmp_path)
     assert slowest_text(*found, ranks).startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
     assert slowest_device((*steps, step_record(1))) is None
 
@@ -132,18 +131,17 @@ def test_coverage_is_that_of_the_layers_mean_and_least() -> None:
     record = CoverageRecord(
         iteration=5, grid=(1, 2, 3, 4), bucket_blocks=(1, 3, 7), curves_LUK=curves_LUK
     )
-    table = coverage_table(record)
-    assert table.headings == ("blocks", "1", "2", "4")
-    assert table.rows == [("4 to 7", "0.300 (0.200)", "0.500 (0.400)", "0.900 (0.800)")]
-    assert not coverage_table(None).rows
+    cells = {"1": "0.300 (0.200)", "2": "0.500 (0.400)", "4": "0.900 (0.800)"}
+    assert coverage_table(record) == [{"blocks": "4 to 7", **cells}]
+    assert not coverage_table(None)
 
 
 def test_base_budgets_of_layers() -> None:
     header = header_of(replace(JOB, stage_layers=(((0, 1, 2, 3),),)))
 
-    def rows(text: str | None) -> Sequence[Sequence[str]]:
+    def rows(text: str | None) -> list[tuple[str, ...]]:
         config = {"base_budget": 8, "layer_budgets": text}
-        return layers_table(structs.replace(header, config=config)).rows
+        return [tuple(row.values()) for row in layers_table(structs.replace(header, config=config))]
 
     assert rows("dense:0 2:1-2") == [("all: dense", "0"), ("8", "3"), ("2", "1, 2")]
-    assert not rows(None) and not rows("dense:all") and not layers_table(None).rows
+    assert not rows(None) and not rows("dense:all") and not layers_table(None)
