@@ -104,15 +104,12 @@ def selection_efficiency(selection: str) -> Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
+    """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
 
-    ``source`` says where the numbers come from, ``work`` how many block pairs the selection
-    computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
-    the pipeline in segments. Parts of a layer are per layer. ``efficiency``: at which operations
-    were counted; None where they were measured. ``device``: whose times these are.
-    ``covered_pair_share``: what a block pair takes in lists of all blocks, over one in a list of
-    the selection. Such lists stand for dense attention where ranks share a document or it is cut;
-    0 where dense attention itself does.
+    ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
+    where they were measured. ``covered_pair_share``: what a block pair takes in lists of all
+    blocks, over one in a list of the selection. Such lists stand for dense attention where ranks
+    share a document or it is cut; 0 where dense attention itself does.
     """
 
     block_size: int
@@ -166,8 +163,7 @@ class CostModel:
         return replace(self, backward_ms=backward_ms)
 
     def with_bandwidth(self, gigabytes_per_second: float | None) -> CostModel:
-        """A model whose ranks receive keys and values at one bandwidth, at every cp_size; itself
-        where that is None."""
+        """A model whose ranks receive keys and values at one bandwidth at every cp_size, if any."""
         if gigabytes_per_second is None:
             return self
         rate = ms_per_byte(gigabytes_per_second)
@@ -176,8 +172,8 @@ class CostModel:
 
     @property
     def with_dense_attention(self) -> CostModel:
-        """A model that knows dense attention even where it was not measured: it costs what as many
-        block pairs of sparse attention do, without a router."""
+        """A model that knows dense attention: if not measured, it costs what as many block pairs of
+        sparse attention do, without a router."""
         if Part.DENSE_ATTENTION in self.forward_ms:
             return self
         pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")
@@ -209,7 +205,6 @@ class CostModel:
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
-        Experts are counted by their shapes, with the exchange of tokens in both directions.
 
         Args:
             efficiency: None takes the selection's.
@@ -315,10 +310,8 @@ def training_flops(
     budgets_LS: np.ndarray | None,
     block_size: int,
 ) -> float:
-    """Operations of forward and backward of the whole model over some documents.
-
-    Matrix multiplications, two operations per multiply-add, whatever the tensor-parallel size.
-    Backward counts twice the forward, recomputation and routing not at all.
+    """Operations of matrix multiplications, forward and backward, of the whole model over some
+    documents: two per multiply-add. Recomputation and routing do not count.
 
     Args:
         layers: of the whole model.

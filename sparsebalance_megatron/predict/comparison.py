@@ -32,7 +32,7 @@ _STEPS = 4
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
-_AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
+AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
 """Samples where they arrive, and ranks that share micro-batches as Megatron has them do."""
 _CHOSEN = ("batching", "tuning")
 
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"
 ROWS: Mapping[str, Row] = {
     DENSE: Row(
-        {**MODES["exact"], **_AS_MEGATRON},
+        {**MODES["exact"], **AS_MEGATRON},
         "dense attention in order of arrival, as without the plugin",
         of_megatron=True,
     ),
@@ -70,33 +70,14 @@ ROWS: Mapping[str, Row] = {
     OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
 }
 """The first is what all others are compared with."""
-_FURTHER_ROWS: Mapping[str, Row] = {
-    "fixed budgets, arrival": Row({**_AS_MEGATRON, "tuning": "off"}, "base budgets for all"),
-    "DST": Row({**_AS_MEGATRON, "tuning": "anchor"}, "in order of arrival, the paper's budgets"),
-    "LBB": Row({"batching": "length", "tuning": "off"}, "placed by length, base budgets"),
-    "SAB": Row({"batching": "latency", "tuning": "off"}, "placed by latency, base budgets"),
-    "LBB+DST": Row({"batching": "length", "tuning": "anchor"}, "LBB, with the paper's budgets"),
-}
-_ONE_PIECE = Row({"max_segments": 1}, "ours without segments")
-_SAME_SIZE = Row({"context_parallel": "static"}, "ours, as many ranks for every micro-batch")
 
 
-def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
+def rows_of(workload: Workload) -> dict[str, Row]:
     """The rows of a workload, those of dense attention first, no others if all layers are dense.
-    One that is planned like none of them comes last, as it is given.
-
-    Args:
-        every: further rows too, which take a part of the default each.
-    """
+    One that is planned like none of them comes last, as it is given."""
     settings, rows = workload.plan_settings, dict(ROWS)
     if workload.is_dense:
         rows = {name: rows[name] for name in (DENSE, EXACT)}
-    elif every:
-        rows |= _FURTHER_ROWS
-        if settings.max_segments > 1:
-            rows["ours, one piece"] = _ONE_PIECE
-        if settings.context_parallel == "dynamic" and settings.max_context_parallel > 1:
-            rows["ours, static cp"] = _SAME_SIZE
     if given_row(workload, rows) is None:
         own = {name: getattr(settings, name) for name in _CHOSEN}
         rows[GIVEN] = Row(own, "what these flags train")

@@ -25,7 +25,7 @@ from sparsebalance_megatron.attention.api import (
     dense_attention,
 )
 from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
@@ -91,7 +91,7 @@ class ProfiledModel:
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""
-        context = self._context(lengths_tokens, budget_blocks)
+        (context,) = self._micro_batches(lengths_tokens, budget_blocks)
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
@@ -112,18 +112,26 @@ class ProfiledModel:
             case Part.HEAD:
                 return self._head(tokens)
 
-    def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> LocalMicroBatch:
-        return LocalMicroBatch(
-            layout=packed_layout(
-                tuple(accumulate(lengths_tokens, initial=0)),
-                self._options.config.block_size,
-                self._device,
-            ),
-            budgets_LS=torch.full(
-                (1, len(lengths_tokens)), budget_blocks, dtype=torch.int32, device=self._device
-            ),
-            max_budgets=(budget_blocks,),
+    def _micro_batches(
+        self,
+        lengths_tokens: Sequence[int],
+        budget_blocks: int,
+        segment_starts_blocks: tuple[int, ...] = (0,),
+        slices: Sequence[SequenceSlice | None] = (None,),
+    ) -> list[LocalMicroBatch]:
+        plan = MicroBatchPlan(
+            samples=tuple(range(len(lengths_tokens))),
+            lengths_tokens=tuple(lengths_tokens),
+            budgets_LS=np.full((1, len(lengths_tokens)), budget_blocks, dtype=np.int32),
+            rank=0,
+            position=0,
+            segment_starts_blocks=segment_starts_blocks,
+        )
+        return local_micro_batches(
+            *(plan, tuple(accumulate(lengths_tokens, initial=0)), slices),
+            block_size=self._options.config.block_size,
             observe=True,
+            device=self._device,
         )
 
     def _attention(
@@ -161,19 +169,11 @@ class ProfiledModel:
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
         reverse."""
-        cu_seqlens, block_size = (0, tokens), self._options.config.block_size
+        block_size = self._options.config.block_size
         blocks = -(-tokens // block_size)
         starts_blocks = tuple(blocks * segment // segments for segment in range(segments))
-        plan = MicroBatchPlan(
-            samples=(0,),
-            lengths_tokens=(tokens,),
-            budgets_LS=np.full((1, 1), budget_blocks, dtype=np.int32),
-            rank=0,
-            position=0,
-            segment_starts_blocks=starts_blocks,
-        )
         slices = [
-            segment_slice(cu_seqlens, starts_blocks, segment, block_size=block_size)
+            segment_slice((0, tokens), starts_blocks, segment, block_size=block_size)
             if segments > 1
             else None
             for segment in range(segments)
@@ -184,12 +184,7 @@ class ProfiledModel:
         ]
 
         def forward() -> list[Tensor]:
-            micro_batches = local_micro_batches(
-                *(plan, cu_seqlens, slices),
-                block_size=block_size,
-                observe=True,
-                device=self._device,
-            )
+            micro_batches = self._micro_batches((tokens,), budget_blocks, starts_blocks, slices)
             outputs = []
             for micro_batch, qkv in zip(micro_batches, inputs, strict=True):
                 params = micro_batch.params(self._max_seqlen_tokens)
