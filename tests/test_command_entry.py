@@ -139,8 +139,8 @@ def test_a_deleted_working_directory_is_said(run: Path) -> None:
 @pytest.mark.parametrize(
     ("outputs", "reason"),
     [
-        ("-o {0}/x --picture {0}/x", "are one file"),
-        ("-o {0}/x --picture {0}/y/../x", "are one file"),
+        ("-o {0}/x --picture {0}/x", "would replace"),
+        ("-o {0}/x --picture {0}/y/../x", "would replace"),
     ],
 )
 def test_outputs_may_not_collide(

@@ -194,7 +194,7 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
     (
         QWEN,
         {"messages": [TALK[0], CALL | {"tool_calls": [UNREADABLE]}]},
-        "messages[1]: arguments: ",
+        "arguments: not valid JSON",
     ),
     (
         QWEN,
