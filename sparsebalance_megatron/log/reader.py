@@ -60,7 +60,7 @@ class RunLog:
 
     @property
     def schedule(self) -> MegatronSchedule:
-        """Of the pipeline; Megatron's default without a header."""
+        """Schedule of the pipeline; Megatron's default without a header."""
         return self.header.job.schedule if self.header else megatron_order
 
     @property

@@ -30,7 +30,6 @@ from sparsebalance_megatron.view.report.words import (
     caveats,
     changes,
     coverage_table,
-    descriptions,
     headline,
     layers_table,
     slowest_device,
@@ -73,21 +72,6 @@ def test_a_speedup_has_an_interval_and_its_parts() -> None:
 def test_no_more_is_claimed_than_is_known() -> None:
     assert numbers(headline(compared())) == []
     assert changes(compared()) == []
-
-
-def test_runs_are_described_by_what_they_read_and_how_samples_are_placed() -> None:
-    sparse = {"block_size": 256, "base_budget": 32, "batching": "arrival", "tuning": "off"}
-    dense = sparse | {"layer_budgets": "dense:all", "batching": "makespan"}
-    headers = {
-        name: structs.replace(header_of(JOB), config=config)
-        for name, config in (("Baseline", sparse), ("This run", dense))
-    }
-    baseline, run = descriptions(headers | {"unknown": None})
-    assert (
-        baseline.startswith("Baseline: block-sparse attention") and "32 blocks of 256" in baseline
-    )
-    assert baseline.endswith("in order of arrival.")
-    assert run.startswith("This run: dense attention") and "shortest step" in run
 
 
 def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
