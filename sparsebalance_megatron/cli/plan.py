@@ -123,8 +123,8 @@ class _Job:
     def workload(self, more: Sequence[str] = ()) -> Workload:
         """The job with more flags. Raises a ValueError of this package where they make none."""
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+        from sparsebalance_megatron.megatron.arguments import runs_on_cpu
         from sparsebalance_megatron.megatron.datasets import quiet_imports
-        from sparsebalance_megatron.run.dry_run import runs_on_cpu
 
         device = value_of(flag_name("device"), self.flags) or SparseBalanceConfig.device
         on_cpu = runs_on_cpu(device)

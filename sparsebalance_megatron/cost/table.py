@@ -309,6 +309,8 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
         samples: training samples that were read.
         versions: package -> version.
         date: ISO 8601.
+        cuts: nats that a copied token loses where that layer alone reads the least budget, and
+            all others everything; empty where it was not measured.
     """
 
     sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
@@ -317,6 +319,7 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     versions: dict[str, str]
     date: str
+    cuts: tuple[float, ...] = ()
     format_version: Literal[1] = 1
 
     def text(self) -> str:

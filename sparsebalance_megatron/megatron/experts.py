@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of experts: watches their collectives, and leaves padding out of what routers count.
 
-A layer of experts exchanges tokens between the ranks of its group: it gathers how many tokens each
-rank sends, dispatches them, and combines what the experts made of them. Backward repeats the last
-two the other way round. Whoever comes first to one of them waits for the others there.
-
-Padding is computed like tokens, for sequence parallelism, fp8 and fp4, and ranks that share a
-sequence. Megatron's layers take a mask of it and hand it to their routers, for expert bias and
-balancing losses.
+A layer of experts gathers how many tokens each rank of its group sends, dispatches them, and
+combines what the experts made of them. Backward repeats the last two the other way round. Whoever
+comes first to one of them waits for the others there.
 
 Shape legend: T tokens that a rank computes, E experts.
 """
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -24,26 +20,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from sparsebalance_megatron.megatron.timing import MicroBatchRecorder
+
 _COLLECTIVES = ("preprocess", "token_dispatch", "token_combine")
 """Methods of token dispatchers that hold collectives. Not every dispatcher has the first."""
 COLLECTIVES_PER_LAYER = len(_COLLECTIVES)
 _WATCHED, _MASKED = "_sparse_balance_watched", "_sparse_balance_masked"
 
 
-class CollectiveRecorder(Protocol):
-    """Receives the beginning and the end of every collective, on the thread that runs it."""
-
-    def begin_collective(self, number: int) -> None: ...
-
-    def end_collective(self, number: int) -> None: ...
-
-
-def watch_expert_collectives(model: Any, recorder: CollectiveRecorder) -> None:
+def watch_expert_collectives(model: Any, recorder: MicroBatchRecorder) -> None:
     """Have a recorder hear of the collectives of a model chunk's expert layers; idempotent.
 
     The i-th expert layer's collectives have the numbers from i x :data:`COLLECTIVES_PER_LAYER`.
-    What is computed does not change: the dispatcher's methods are called as before, and backward
-    is heard through hooks of the autograd graph.
+    Backward is heard through hooks of the autograd graph.
     """
     if getattr(model, _WATCHED, None) is recorder:
         return
@@ -60,7 +49,7 @@ def watch_expert_collectives(model: Any, recorder: CollectiveRecorder) -> None:
 
 
 def _watched(
-    method: Callable[..., Any], recorder: CollectiveRecorder, number: int
+    method: Callable[..., Any], recorder: MicroBatchRecorder, number: int
 ) -> Callable[..., Any]:
     """The method, whose forward and backward the recorder hears of."""
 
@@ -85,10 +74,8 @@ def _nodes(values: Any) -> set[Any]:
 
 
 def leave_out_padding(model: Any) -> None:
-    """Have a model chunk's routers count no padding; idempotent.
-
-    Megatron's quantile balancing takes no mask and counts all.
-    """
+    """Have a model chunk's routers count no padding, in expert bias and balancing losses;
+    idempotent. Megatron's quantile balancing takes no mask and counts all."""
     if getattr(model, _MASKED, False):
         return
     for block in [each for each in model.modules() if isinstance(each, TransformerBlock)]:

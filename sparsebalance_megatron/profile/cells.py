@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of a cost table: a plan of cells, medians of repeated runs, clocks."""
+"""Measurements of a cost table: a plan of cells, medians of repeated runs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
+from sparsebalance_megatron.megatron.timing import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,35 +175,3 @@ def backward_from(
         output.backward(gradient)
 
     return backward
-
-
-class Clock(Protocol):
-    """Takes marks without waiting; resolves differences when the step is over."""
-
-    def mark(self) -> Any: ...
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Waits until the device has come to ``end``."""
-
-
-class HostClock:
-    """Host time; for a model on the CPU."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
-
-
-class CudaEventClock:
-    """CUDA events on the current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end)

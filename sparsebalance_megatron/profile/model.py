@@ -53,9 +53,9 @@ from sparsebalance_megatron.megatron.single_process import (
     start_single_process,
     transformer_config,
 )
+from sparsebalance_megatron.megatron.timing import Clock
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
-    Clock,
     Thoroughness,
     Timed,
     backward_from,
@@ -369,7 +369,7 @@ def measured_exchanges(
             timeout_minutes=_TIMEOUT_MINUTES,
         )
         config = transformer_config(args)
-        for size, group in groups.by_size.items():
+        for size, group in groups.by_size.items() if groups is not None else ():
             lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
             for tokens in sorted(lengths if size > 1 else ()):
                 timed = _exchange(config, group, tokens, block_size, device)

@@ -28,14 +28,12 @@ from sparsebalance_megatron.cost.table import (
     ExchangeRow,
     RunIdentity,
 )
-from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.megatron.arguments import device_type_of
 from sparsebalance_megatron.megatron.datasets import quiet_imports
+from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profile.cells import (
     Cell,
-    Clock,
-    CudaEventClock,
-    HostClock,
     Thoroughness,
     measure,
     plan_cells,
@@ -90,7 +88,7 @@ def profile(
     ``threads`` of the host are recorded in the table; ``progress`` wraps the cells in an iterator,
     and may draw a bar. The table is None on all ranks but the first.
     """
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 

@@ -7,9 +7,6 @@ sum puts them together. All tiles have one shape, and a row's place in its block
 from the rows before it: no bit of its result depends on what later rows choose. On CUDA the host
 waits to read how many tiles there are.
 
-Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is linear in tokens,
-whatever the budget.
-
 Shape legend: T tokens of the packed sequence (of queries or of keys), U of several tensors side by
 side, N blocks of the keys' sequence, X rows of a KV head that select (a token's selecting heads
 side by side; where a dummy is added, it is what padding reads and writes), E query heads of a row,
@@ -88,7 +85,6 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`.blocks.Part`."""
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
@@ -115,7 +111,6 @@ class _PastBlocks:
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """See :class:`.blocks.Part`."""
         dq_THD, dk_TGD, dv_TGF = gradients
         for head in range(self._kv_heads):
             heads = self._query_heads(head)

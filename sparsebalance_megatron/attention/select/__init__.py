@@ -77,9 +77,7 @@ def rank_sequence[Summarised, Ranked](
         ValueError: shapes do not fit, or ``max_budget`` is below 1.
     """
     return selector.rank(
-        q_THD,
-        selector.summaries(q_THD, k_TGD, layout),
-        LayoutPair.within(layout),
+        *(q_THD, selector.summaries(q_THD, k_TGD, layout), LayoutPair.within(layout)),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
         observe=observe,
@@ -91,10 +89,8 @@ def selector_named(
 ) -> Selector[Any, Any]:
     """The selector of a name that ``--sparse-balance-selection`` takes.
 
-    Args:
-        router: who computes the router; a selector that leaves the choice has ``with_router``.
-        first_blocks: blocks at the beginning of a document that every query reads; a selector that
-            leaves the choice has ``with_first_blocks``. None is its own default.
+    A selector that leaves a choice of router has ``with_router``, and of first blocks
+    ``with_first_blocks``; None is its own default.
 
     Raises:
         ConfigError: there is none of that name, it cannot be loaded, or it leaves no choice of

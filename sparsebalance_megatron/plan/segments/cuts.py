@@ -21,11 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.step_costs import (
-    PAIRS,
     SEQUENCES,
     TOKENS,
     VISIBLE,
-    LayerCosts,
+    Columns,
     StepCosts,
     as_lists,
     dense_layers,
@@ -48,31 +47,6 @@ class Cut(NamedTuple):
     tokens_U: np.ndarray
 
 
-class Columns(NamedTuple):
-    """Parts of the model whose times are told apart, such as stages, and what each takes.
-
-    ``sparse_2XF``: ms by feature of a sample that no layer attends to densely. ``denser_2XF``: how
-    much more that is per layer that does. ``pair_2X``: ms of a block pair in one layer.
-    ``column_of_L``: the part that each layer belongs to.
-    """
-
-    sparse_2XF: np.ndarray
-    denser_2XF: np.ndarray
-    pair_2X: np.ndarray
-    column_of_L: np.ndarray
-
-    @classmethod
-    def of_chunks(cls, costs: StepCosts) -> Columns:
-        """The chunks of the pipeline."""
-        return cls(costs.sparse_2CF, costs.denser_2CF, costs.pair_2C, costs.chunk_of_layer_L)
-
-    @classmethod
-    def of_layers(cls, costs: LayerCosts, layers: int) -> Columns:
-        """The columns of ranks that wait in every layer, the layers first."""
-        pair_2X = costs.columns_2XF[..., PAIRS]
-        return cls(costs.columns_2XF, costs.denser_2XF, pair_2X, np.arange(layers))
-
-
 def cut_at(
     costs: StepCosts,
     budgets_LS: np.ndarray,
@@ -88,18 +62,17 @@ def cut_at(
     Args:
         cp_sizes: of the micro-batches; None for ranks alone.
     """
-    columns = Columns.of_chunks(costs)
+    columns = costs.by_chunk
     cp_size_M = np.ones(len(micro_batches), dtype=int) if cp_sizes is None else np.array(cp_sizes)
     ms_2UP, tokens_U = pieces(
         costs, columns, budgets_LS, micro_batches, segment_starts_blocks, costs.share_W[cp_size_M]
     )
     ms_2UP += whatever_it_holds_2C(costs)[:, None]
     ends = [*accumulate(map(len, segment_starts_blocks), initial=0)]
-    token_2P = costs.exchange_2SC[:, 0] / costs.lengths_tokens_S[0]
     for cp_size, (first, end) in zip(cp_size_M.tolist(), pairwise(ends), strict=True):
         if cp_size > 1:
             so_far_U1 = np.cumsum(tokens_U[first:end])[:, None] * costs.received_W[cp_size]
-            ms_2UP[:, first:end] += so_far_U1 * token_2P[:, None]
+            ms_2UP[:, first:end] += so_far_U1 * columns.exchange_2X[:, None]
     return [
         Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
         for blocks, (first, end) in zip(segment_starts_blocks, pairwise(ends), strict=True)
@@ -221,7 +194,7 @@ class Places:
         blocks_XS = blocks_XS.astype(np.int64)
         _, ms_2XSP = _prefix(
             costs,
-            Columns.of_chunks(costs),
+            costs.by_chunk,
             budgets_LS,
             np.arange(len(costs.blocks_S)),
             blocks_XS,

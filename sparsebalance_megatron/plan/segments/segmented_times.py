@@ -25,7 +25,6 @@ from sparsebalance_megatron.plan.lockstep_times import slowness_of_members_EWX
 from sparsebalance_megatron.plan.pipeline import simulator as pipeline
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.segments.cuts import (
-    Columns,
     Cut,
     MicroBatch,
     cut_at,
@@ -68,9 +67,8 @@ def segmented_times(
     )
     cut_of = dict(zip(held, cuts, strict=True))
     ms_2UP = _joined_2UP([cut_of[place] for place in holder_J])
-    slowness_RMP = costs.on_devices(
-        np.ones((2, *cp_sizes_RM.shape, costs.chunks)), np.arange(len(cp_sizes_RM)), cp_sizes_RM
-    )[0]
+    ones_2RMP = np.ones((2, *cp_sizes_RM.shape, costs.chunks))
+    slowness_RMP = costs.on_devices(ones_2RMP, cp_sizes_RM)[0]
     ms_2UP *= np.repeat(
         slowness_RMP.reshape(-1, costs.chunks), list(map(len, segment_starts_blocks)), 0
     )
@@ -153,23 +151,23 @@ def row_cuts(
         group_of_row: the group whose devices run it.
     """
     assert costs.layers is not None, "ranks that wait in layers have costs by layer"
-    members, chunk_of_X = costs.job.lockstep_ranks, costs.layers.chunk_of_X
+    members = costs.job.lockstep_ranks
     ms_2UX, tokens_U = pieces(
         costs,
-        Columns.of_layers(costs.layers, len(costs.chunk_of_layer_L)),
+        costs.layers,
         budgets_LS,
         list(itertools.chain.from_iterable(rows)),
         list(itertools.chain.from_iterable(segment_starts_blocks)),
     )
-    slowness_EWX = slowness_of_members_EWX(costs, chunk_of_X)
-    slowest_EC = slowness_EWX[..., costs.layers.own_columns :].max(axis=1)
+    slowness_EWX = slowness_of_members_EWX(costs)
+    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
     cuts, first = [], 0
     for blocks, group in zip(segment_starts_blocks, group_of_row, strict=True):
         segments = len(blocks[0])
         part = slice(first, first + members * segments)
         first = part.stop
         ms_2WUX = ms_2UX[:, part].reshape(2, members, segments, -1)
-        ms_2UC = of_lockstep_groups(ms_2WUX, slowness_EWX[group], chunk_of_X)
+        ms_2UC = of_lockstep_groups(ms_2WUX, slowness_EWX[group], costs.chunk_of_X)
         ms_2UC += (whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
         tokens_WU = tokens_U[part].reshape(members, segments)
         cuts.append(Cut(tuple(blocks[0]), ms_2UC[0], ms_2UC[1], tokens_WU.max(axis=0)))

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.cases import on_device, selection_by_scores
+from attention.cases import listed, on_device, selection_by_scores
 from attention.sequence.slices import local_selection, slices_of
 from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
@@ -42,12 +42,10 @@ def _selections(draw: st.DrawFn) -> Selection:
 
 def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
     """Readers of every list: a row, then a head of those that read the KV head."""
-    rows, heads, _ = selection.indices_QCK.shape
-    shared, blocks = heads // kv_heads, selection.kv_layout.blocks
+    shared, blocks = selection.counts_QC.shape[1] // kv_heads, selection.kv_layout.blocks
     readers: list[list[int]] = [[] for _ in range(kv_heads * blocks)]
-    for row, head in itertools.product(range(rows), range(heads)):
-        count = int(selection.counts_QC[row, head])
-        for number in selection.indices_QCK[row, head, :count].tolist():
+    for (row, head), numbers in listed(selection.indices_QCK, selection.counts_QC).items():
+        for number in numbers:
             readers[head // shared * blocks + number].append(row * shared + head % shared)
     return readers
 

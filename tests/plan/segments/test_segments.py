@@ -101,10 +101,10 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     pieces = len(cut.segment_starts_blocks)
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
     if pieces > 1:
-        whole_2P = whole_2P + costs.lists_2SC.sum(axis=1)
+        whole_2P = whole_2P + costs.by_chunk.lists_2SX.sum(axis=1)
     ends_S = np.cumsum(costs.blocks_S)
     crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in cut.segment_starts_blocks)
-    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2C
+    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.by_chunk.sequence_2X
     found_2P = [cut.forward_UP.sum(axis=0), cut.backward_UP.sum(axis=0)]
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
     (at,) = cut_at(costs, budgets_LS, [samples], [cut.segment_starts_blocks])

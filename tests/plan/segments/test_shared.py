@@ -179,9 +179,9 @@ def test_every_segment_receives_the_keys_so_far(segments, cp_size):
     (cut,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks, [cp_size])
     (alone,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks)
     pieces = len(segment_starts_blocks[0])
-    beside_2P = pieces * (costs.constant_2C + costs.sequence_2C)
+    beside_2P = pieces * (costs.constant_2C + costs.by_chunk.sequence_2X)
     so_far = np.cumsum(cut.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
-    exchanged_2P = costs.exchange_2SC[:, 0] * so_far
+    exchanged_2P = costs.by_chunk.exchange_2SX[:, 0] * so_far
     alone_2P, found_2P = (
         np.stack([each.forward_UP.sum(axis=0), each.backward_UP.sum(axis=0)])
         for each in (alone, cut)
