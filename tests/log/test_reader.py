@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_cases import FIGURES, HEADER, header_of
+from record_cases import FIGURES, HEADER, header_of, rank_header, rank_micro_batch, rank_step
 from record_cases import step_line as record
 from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, encode
+from sparsebalance_megatron.log.records import encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
 def write(directory: Path, *lines: Any) -> Path:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    write_lines(directory / "steps.jsonl", lines)
     return directory
 
 
@@ -137,37 +137,21 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
     assert "2 lines in another log format" in problem
 
 
-RANK_HEADER = {
-    "type": "rank",
-    "log_format": LOG_FORMAT,
-    "world_rank": 0,
-    "data_parallel_rank": 0,
-    "pipeline_rank": 0,
-    "tensor_parallel_rank": 0,
-    "layers": [[0, 1], [4]],
-    "host": "here",
-}
+RANK_HEADER = json.loads(encode(rank_header()))
+RANK_STEP = rank_step(
+    rank_micro_batch(
+        samples=(7, 8),
+        lengths_tokens=(100, 20),
+        budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
+        coverage=(0.5, None),
+    ),
+    spans=(Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5)),
+    start_unix_s=1e9,
+)
 
 
 def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
-    return {
-        "type": "step",
-        "iteration": iteration,
-        "schedule_start_unix_s": 1e9,
-        "schedule_ms": 9.0,
-        "micro_batches": [
-            {
-                "rank": 0,
-                "position": 0,
-                "cp_size": 1,
-                "samples": [7, 8],
-                "lengths_tokens": [100, 20],
-                "budgets_LS": [[4, 1], [3, 1], [2, 1]],
-                "coverage": [0.5, None],
-            }
-        ],
-        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
-    } | changes
+    return json.loads(encode(RANK_STEP)) | {"iteration": iteration} | changes
 
 
 def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> Path:
