@@ -105,7 +105,7 @@ def measure_sensitivities(
             nonlocal reading
             first: list[LocalMicroBatch] = []
             read = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
-            for each in islice(read, batches * read.micro_batches()):
+            for each in islice(read, batches * read.next_step().micro_batches):
                 assert each.inputs is not None, "all stages read"
                 reading = 0
                 repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
