@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -21,19 +21,7 @@ from sparsebalance_megatron.command_entry import ends_in_one_line
 from sparsebalance_megatron.data.documents import DatasetWriter
 from sparsebalance_megatron.errors import ConfigError
 
-COMMAND = f"{sys.executable} -m sparsebalance_megatron.cli"
-
-
-def ended(script: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A piece of bash, run to its end."""
-    return subprocess.run(
-        ["bash", "-c", script],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        timeout=120,
-        **how,
-    )
+COMMAND = [sys.executable, "-m", "sparsebalance_megatron.cli"]
 
 
 @pytest.fixture
@@ -99,11 +87,25 @@ def test_a_signal_leaves_no_partial_data_set(
 
 
 def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
-    os.rename(run, os.fsencode(run) + b"\xff")
+    renamed = os.fsencode(run) + b"\xff"
+    os.rename(run, renamed)
     output = run.parent / "page.html"
-    done = ended(f"{COMMAND} report {run}$'\\xff' -o {output}")
-    assert done.returncode == 0 and done.stderr == ""
+    words = [*map(os.fsencode, COMMAND), b"report", renamed, b"-o", os.fsencode(output)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(words, capture_output=True, env=environment, timeout=120)
+    assert ended.returncode == 0 and ended.stderr == b""
     assert "run\\udcff" in output.read_text()
+
+
+def in_bash(script: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,19 +120,19 @@ def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
 def test_an_output_that_cannot_be_written_is_one_line(
     redirected: str, reason: str, words: str, run: Path
 ) -> None:
-    done = ended(f"{COMMAND} {words.format(run)} {redirected}")
-    assert done.returncode == 2
-    assert done.stderr == f"sparse-balance: error: {reason}\n"
+    ended = in_bash(f"{' '.join(COMMAND)} {words.format(run)} {redirected}")
+    assert ended.returncode == 2
+    assert ended.stderr == f"sparse-balance: error: {reason}\n"
     begun = Path(f"{run}.html").exists()
     assert begun == (words != "flags" and redirected != ">&-")
 
 
 def test_a_deleted_working_directory_is_said(run: Path) -> None:
-    script = f"mkdir gone && cd gone && rmdir ../gone && {COMMAND} report {run}"
-    done = ended(script, cwd=run.parent)
-    assert done.returncode == 2
-    assert "working directory is gone" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    script = f"mkdir gone && cd gone && rmdir ../gone && {' '.join(COMMAND)} report {run}"
+    ended = in_bash(script, cwd=run.parent)
+    assert ended.returncode == 2
+    assert "working directory is gone" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("picture", ["x", "y/../x"])
@@ -138,9 +140,8 @@ def test_outputs_may_not_collide(
     picture: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = f"-o {run.parent}/x --picture {run.parent}/{picture}"
-    words = f"summary --baseline {run} --run {run} {outputs}"
     before = set(run.parent.iterdir())
-    assert cli.main(words.split()) == 2
+    assert cli.main(f"summary --baseline {run} --run {run} {outputs}".split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "are one file" in line
+    assert "would replace" in line
     assert set(run.parent.iterdir()) == before
