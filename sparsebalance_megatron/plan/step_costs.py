@@ -6,7 +6,7 @@ and only the block pairs depend on budgets. Everything the planner optimises is 
 terms. Sums run in a fixed order and not through BLAS, whose rounding differs between processors:
 ranks must agree to the last bit.
 
-Shape legend: F features, I ranks looked at, W ranks of a group, X = L + 2 C columns.
+Shape legend: F features, W ranks of a group, X columns.
 """
 
 from __future__ import annotations

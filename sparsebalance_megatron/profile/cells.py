@@ -19,18 +19,22 @@ from sparsebalance_megatron.megatron.timing import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Thoroughness:
-    """Effort of measuring. ``seconds_per_cell``: repeat a measurement for that long."""
+    """Effort of measuring.
+
+    Attributes:
+        seconds_per_cell: repeat a measurement for that long.
+        divisors: sequences of one document are the sequence length over each of these.
+        documents: one half as long as the longest of those is also measured cut into so many.
+        most_dense_blocks: of a document, up to which dense attention is measured too.
+    """
 
     warm_up: int
     least_repeats: int
     most_repeats: int
     seconds_per_cell: float
     divisors: tuple[int, ...]
-    """Sequences of one document are the sequence length over each of these."""
     documents: tuple[int, ...]
-    """A sequence half as long as the longest of those is also measured cut into this many."""
     most_dense_blocks: int
-    """Blocks of a document up to which dense attention is measured too."""
 
 
 _LEAST_DENSE_CELLS = 2
@@ -66,10 +70,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A part of the model on one micro-batch, ready to run.
-
-    ``forward`` returns what ``backward`` starts from; without a backward the part has no gradient.
-    """
+    """A part of the model on one micro-batch; ``backward`` starts from what ``forward`` returns."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], None] | None
@@ -85,8 +86,7 @@ def plan_cells(
     """Cells to measure, short sequences first, so that one-time work falls on them.
 
     Attention runs at powers of four, at the base budget, and at all blocks where that is
-    affordable, sparse and dense; other parts run at the base budget only. Experts are measured
-    where the model has some.
+    affordable, sparse and dense; other parts run at the base budget only.
     """
     parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]

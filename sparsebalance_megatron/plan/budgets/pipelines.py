@@ -2,7 +2,8 @@
 """Pipelines whose units have price levels: all operations of a unit rise together.
 
 Shape legend: Q price levels, E rank groups, U units of a rank group, I rank groups that still rise,
-X candidates, Y micro-batches by place, or segments, of all ranks, K columns of times, O operations.
+A units of all rank groups, X candidates, Y micro-batches by place, or segments, of all ranks, Z
+columns of times, O operations.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Pipelines:
     @cached_property
     def rises_EU(self) -> np.ndarray:
         """Which units a level can raise at all."""
-        return self._added_ms_FQ.any(axis=1).reshape(self.groups, -1)
+        return self._added_ms_AQ.any(axis=1).reshape(self.groups, -1)
 
     def makespans_ms(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> np.ndarray:
         """[X, I] ms until each rank group ends with its units at each candidate's levels."""
@@ -65,20 +66,20 @@ class Pipelines:
 
     def longest_through_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """[I, U] ms of the longest chain of operations through each unit."""
-        through_OK = operations_through_ms(self._times(groups_I, level_IU[None]))
-        unit_CYK = self._unit_CYK[..., self._columns_K(groups_I)]
-        through_CYK = through_OK.reshape(2, *unit_CYK.shape).max(axis=0)
-        through_F = np.zeros(self.rises_EU.size)
-        np.maximum.at(through_F, unit_CYK.ravel(), through_CYK.ravel())
-        return through_F.reshape(self.groups, -1)[groups_I]
+        through_OZ = operations_through_ms(self._times(groups_I, level_IU[None]))
+        unit_CYZ = self._unit_CYZ[..., self._columns_Z(groups_I)]
+        through_CYZ = through_OZ.reshape(2, *unit_CYZ.shape).max(axis=0)
+        through_A = np.zeros(self.rises_EU.size)
+        np.maximum.at(through_A, unit_CYZ.ravel(), through_CYZ.ravel())
+        return through_A.reshape(self.groups, -1)[groups_I]
 
     def next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """[I, U] forward and backward ms that one more level adds to every unit."""
         unit_IU = np.arange(self.rises_EU.size).reshape(self.groups, -1)[groups_I]
-        return np.asarray(self._added_ms_FQ[unit_IU, level_IU])
+        return np.asarray(self._added_ms_AQ[unit_IU, level_IU])
 
     @cached_property
-    def _added_ms_FQ(self) -> np.ndarray:
+    def _added_ms_AQ(self) -> np.ndarray:
         """Forward and backward ms that each level adds to the one before it, on one rank, of the
         units of all rank groups."""
         ms_YCQ = self.ms_2YCQ[:, self.first_Y].sum(axis=0)
@@ -91,7 +92,7 @@ class Pipelines:
     def _side_by_side(self) -> bool:
         return self.times.graph.last_PR.shape[1] > 1
 
-    def _columns_K(self, groups_I: np.ndarray) -> np.ndarray:
+    def _columns_Z(self, groups_I: np.ndarray) -> np.ndarray:
         """Columns of the times in which rank groups are simulated."""
         if self._side_by_side:
             return np.zeros(1, dtype=np.int64)
@@ -99,31 +100,31 @@ class Pipelines:
         return (groups_I[:, None] * ranks + np.arange(ranks)).ravel()
 
     @cached_property
-    def _unit_CYK(self) -> np.ndarray:
+    def _unit_CYZ(self) -> np.ndarray:
         """The unit of every operation of one direction."""
         return self._in_order(self.unit_Y[:, None] * self.shape_JC[1] + np.arange(self.shape_JC[1]))
 
     @cached_property
-    def _place_CYK(self) -> np.ndarray:
+    def _place_CYZ(self) -> np.ndarray:
         """Where the table begins for every operation of one direction."""
         places_YC = np.arange(self.ms_2YCQ[0, ..., 0].size).reshape(len(self.unit_Y), -1)
         return self._in_order(places_YC * (self.levels + 1))
 
     def _in_order(self, values_YC: np.ndarray) -> np.ndarray:
-        values_KYC = values_YC.reshape(self.times.ms_OR.shape[1], -1, self.shape_JC[1])
-        return np.ascontiguousarray(values_KYC.transpose(2, 1, 0))
+        values_ZYC = values_YC.reshape(self.times.ms_OR.shape[1], -1, self.shape_JC[1])
+        return np.ascontiguousarray(values_ZYC.transpose(2, 1, 0))
 
     def _times(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> OperationTimes:
         """Times of rank groups with their units at these levels, candidate by candidate."""
         level_XEU = np.zeros((len(level_XIU), *self.rises_EU.shape), dtype=np.int64)
         level_XEU[:, groups_I] = level_XIU
-        columns_K = self._columns_K(groups_I)
-        unit_CYK, place_CYK = self._unit_CYK[..., columns_K], self._place_CYK[..., columns_K]
-        level_XCYK = level_XEU.reshape(len(level_XIU), -1).take(unit_CYK, axis=1)
-        at_CYXK = np.moveaxis(level_XCYK + place_CYK, 0, 2)
-        ms_2CYXK = self.ms_2YCQ.reshape(2, -1).take(at_CYXK, axis=1)
+        columns_Z = self._columns_Z(groups_I)
+        unit_CYZ, place_CYZ = self._unit_CYZ[..., columns_Z], self._place_CYZ[..., columns_Z]
+        level_XCYZ = level_XEU.reshape(len(level_XIU), -1).take(unit_CYZ, axis=1)
+        at_CYXZ = np.moveaxis(level_XCYZ + place_CYZ, 0, 2)
+        ms_2CYXZ = self.ms_2YCQ.reshape(2, -1).take(at_CYXZ, axis=1)
         return replace(
             self.times,
-            ms_OR=ms_2CYXK.reshape(-1, len(level_XIU) * len(columns_K)),
-            cp_sizes_RM=np.tile(self.times.cp_sizes_RM[columns_K], (len(level_XIU), 1)),
+            ms_OR=ms_2CYXZ.reshape(-1, len(level_XIU) * len(columns_Z)),
+            cp_sizes_RM=np.tile(self.times.cp_sizes_RM[columns_Z], (len(level_XIU), 1)),
         )
