@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from sparsebalance_megatron.convert.hf_config import Decoder
 
-DTYPE_NAMES = ("float32", "float16", "bfloat16")
-"""Those of :data:`sparsebalance_megatron.convert.hf_config.DTYPES`, which loads torch."""
-
 FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
 
@@ -79,12 +76,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     to_hf.add_argument("--iteration", type=int, metavar="N", help="default: the latest")
     to_hf.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="of the weights written; default: config.json's"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the weights written; default: config.json's",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print counts."""
     import safetensors  # noqa: F401  Before anything else takes its time.
 
     if arguments.output is not None:
@@ -112,7 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(output: Path) -> None:
-    """Raise unless ``output`` is a new or empty directory."""
     try:
         unusable = output.is_symlink() and not output.exists()
         if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
@@ -123,11 +120,8 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _whole_directory(output: Path) -> Iterator[Path]:
-    """A folder to write into, whose contents move to ``output`` once nothing has failed.
-
-    Raises:
-        OutputError: if something cannot be written; ``output`` is as before then.
-    """
+    """A folder to write into, whose contents move to ``output`` once nothing has failed; if
+    something cannot be written, ``output`` is as before."""
     existed = output.exists()
     unfinished = output / f".partial-{os.getpid()}"
     try:
@@ -179,9 +173,9 @@ def _from_hf_to_megatron(arguments: argparse.Namespace, model: Decoder) -> None:
 
 
 def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
-    """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
+    import torch
+
     from sparsebalance_megatron.convert import megatron_model as of_megatron
-    from sparsebalance_megatron.convert.hf_config import DTYPES
     from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
@@ -192,7 +186,9 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
             f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
             "it, or lower vocab_size"
         )
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else model.weights_dtype or saved.dtype
+    dtype = model.weights_dtype or saved.dtype
+    if arguments.dtype:
+        dtype = getattr(torch, arguments.dtype)
     flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
@@ -220,7 +216,6 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
 def _built(
     model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
-    """Megatron's arguments and its model."""
     import torch
 
     from sparsebalance_megatron.convert.megatron_model import build_model, parse_model_flags

@@ -23,7 +23,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Show or copy."""
     package = Path(__file__).parents[1]
     # In an installed wheel, or beside the package in a checkout.
     root = package / "shipped" if (package / "shipped").is_dir() else package.parent

@@ -21,7 +21,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print them."""
     print("\n".join(_lines()))
     return 0
 

@@ -81,7 +81,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data set that the flags describe; the exit status."""
     try:
         summary = prepare(
             RecordFiles(arguments.input),
@@ -101,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(summary: dict[str, Any], prefix: str) -> str:
-    """Describe the written data set in a few lines."""
     lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
     lines = [
         f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "

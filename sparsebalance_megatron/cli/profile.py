@@ -50,7 +50,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the table, print how well the cost model fits it."""
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
     cores = os.cpu_count() or 1

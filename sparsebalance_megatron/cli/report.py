@@ -45,7 +45,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read, draw, write, print."""
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render_page(report))

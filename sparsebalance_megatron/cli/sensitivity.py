@@ -37,7 +37,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the file, print the layers."""
     if not arguments.passed_on:
         raise ConfigError("sensitivity: give training's flags after --")
     if arguments.samples < 1:

@@ -12,10 +12,10 @@ from pathlib import Path
 from sparsebalance_megatron.cli.output import (
     print_notes,
     print_wrapped,
-    refuse_one_file,
     refuse_output_over_logs,
     write_text,
 )
+from sparsebalance_megatron.json_file import refuse_same_file
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report import words
@@ -52,8 +52,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read both logs, write the JSON, print the table, draw."""
-    refuse_one_file({"--output": arguments.output, "--picture": arguments.picture})
+    if arguments.output is not None and arguments.picture is not None:
+        refuse_same_file(arguments.picture, [arguments.output], "--picture")
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(
             written, arguments.baseline, arguments.run_directory, *arguments.beside

@@ -19,7 +19,6 @@ from sparsebalance_megatron.view.report.words import slowest_device, slowest_tex
 
 _PAUSE_S = 2.0
 _TAIL_BYTES = 4 << 20
-"""Bytes at the end of the log that each look reads."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -32,7 +31,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Follow the log until the run has ended, or until interrupted."""
     if arguments.once:
         read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
     watch = Watch(arguments.run_directory)
@@ -94,19 +92,14 @@ class Watch:
             yield f"{last} of {iterations}, ended"
 
     def _is_new(self, what: object) -> bool:
-        """Whether it was not said before; from now on it was."""
         is_new = what not in self._said
         self._said.add(what)
         return is_new
 
 
 def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None) -> str:
-    """A step in at most 80 characters.
-
-    Args:
-        typical_ms: of recent steps.
-        iterations: of the whole run, None where that is unknown.
-    """
+    """A step in at most 80 characters; ``typical_ms`` is of recent steps, ``iterations`` of the
+    whole run."""
     figures, split, left, bar = step.figures, split_time([step]), "", ""
     waiting = split.waiting_ms / split.step_ms if split else None
     if waiting is not None:

@@ -173,12 +173,8 @@ def build_model(
 
 
 def check_trained(trained: Namespace, described: Namespace) -> None:
-    """Raise unless what trained the weights, by Megatron's arguments in the checkpoint, computes
-    what those of config.json describe.
-
-    Raises:
-        ConvertError: with the setting.
-    """
+    """Raise ConvertError, with the setting, unless what trained the weights, by its arguments,
+    computes what those of config.json describe."""
     # Megatron of another version knows other arguments.
     trained = Namespace(**(vars(described) | vars(trained)))
     for name, found, fixed in _differences(trained, described):
@@ -191,19 +187,15 @@ def check_trained(trained: Namespace, described: Namespace) -> None:
 Flag = tuple[str, ...]
 """A flag and its values, as words of a command line."""
 
-_MEGATRON_DIVISOR = 128
-"""Default of ``--make-vocab-size-divisible-by``."""
-
 
 def model_flags(model: Decoder, args: Namespace | None = None) -> tuple[Flag, ...]:
-    """Flags of ``pretrain_gpt`` that build this model, its vocabulary padded as in ``args``, or
-    not at all.
+    """Flags of ``pretrain_gpt`` that build this model, its vocabulary padded as in ``args``.
 
-    ``--padded-vocab-size`` is what the model has; the other two sizes only tell tokenizers what
-    it is made of. Without it Megatron would pad the size of the tokenizer, which is often smaller
-    than the model's.
+    Without ``--padded-vocab-size`` Megatron would pad the size of the tokenizer, which is often
+    smaller than the model's.
     """
-    divisor, rows = math.gcd(model.vocab_size, _MEGATRON_DIVISOR), model.vocab_size
+    # The largest divisor that pads no row and divides Megatron's default.
+    divisor, rows = math.gcd(model.vocab_size, 128), model.vocab_size
     if args is not None:
         divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     flags: list[Flag] = [
@@ -300,11 +292,8 @@ def bash_array(name: str, flags: Sequence[Flag]) -> str:
 
 
 def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
-    """The settings in ``directory/config.json``; None where it has none.
-
-    Raises:
-        ConvertError: one is missing or wrong, or training cannot follow it.
-    """
+    """The settings in ``directory/config.json``, if any; ConvertError where training cannot follow
+    them."""
     path = directory / CONFIG
     values = read_json(path).get(KEY)
     if values is None:
@@ -341,7 +330,6 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
 
 
 def write_settings(directory: Path, settings: SparseAttention) -> None:
-    """Put the settings into ``directory/config.json``."""
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     config[KEY] = settings.as_config()

@@ -114,10 +114,7 @@ def _conversation(
 
 
 class TemplateRenderer(ConversationRenderer):
-    """Renders with the chat template of a ``transformers`` tokenizer.
-
-    Args:
-        arguments: for the template, by name.
+    """Renders with the chat template of a ``transformers`` tokenizer, which takes the arguments.
 
     Raises:
         DataError: the template is no text, or an argument has a name that is taken.

@@ -30,7 +30,7 @@ from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.json_file import (
     UnreadableFileError,
     read_json,
-    refuse_output_over_input,
+    refuse_same_file,
 )
 
 LOSS_MASK_SUFFIX = "_loss_mask"
@@ -65,7 +65,7 @@ _LARGEST_UINT16_VOCABULARY = 65499
 class StoredValues:
     """The values of a file, read where they are asked for.
 
-    No file stays open, so there may be more files than a process may open, and none is mapped.
+    None stays open or is mapped: there may be more files than a process may open.
     """
 
     path: Path
@@ -119,7 +119,6 @@ class Documents:
 
     @cached_property
     def lengths_tokens(self) -> np.ndarray:
-        """Stored tokens per document, int64."""
         return np.diff(self.starts)
 
     def check_values(self, vocab_size: int) -> None:
@@ -130,13 +129,13 @@ class Documents:
             check_loss_mask(self.loss_mask, f"{self.prefix}{LOSS_MASK_SUFFIX}.bin")
 
     def read_tokens(self, document: int, offset: int, count: int) -> np.ndarray:
-        """A copy of ``count`` tokens of a document from ``offset`` on, in the stored dtype."""
+        """``count`` tokens of a document from ``offset`` on, in the stored dtype."""
         assert self.tokens is not None, "opened for lengths only"
         first = self.starts[document] + offset
         return self.tokens[first : first + count]
 
     def read_loss_mask(self, document: int, offset: int, count: int) -> np.ndarray | None:
-        """A copy of the mask of the same tokens, uint8; None where the data set has no masks."""
+        """The mask of the same tokens, uint8; None where the data set has no masks."""
         if self.loss_mask is None:
             return None
         first = self.starts[document] + offset
@@ -155,7 +154,6 @@ def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.intege
 
 
 def _open_checked(prefix: str) -> tuple[np.ndarray, StoredValues]:
-    """Starts of the documents, int64, and the tokens."""
     starts, dtype = _read_index(prefix)
     path = _existing(Path(f"{prefix}.bin"), prefix)
     stored_bytes, actual_bytes = int(starts[-1]) * dtype.itemsize, path.stat().st_size
@@ -294,7 +292,6 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
 
 
 def check_loss_mask(mask: StoredValues | np.ndarray, path: str) -> None:
-    """Check the values of a stored loss mask, uint8."""
     any_trained = False
     for place in _places(mask):
         check_mask(place, path)
@@ -344,7 +341,7 @@ class DatasetWriter:
             self._partial(suffix).unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Append a document: token ids, and per token whether predicting it counts (0 or 1)."""
+        """Append a document: token ids, and per token whether predicting it counts."""
         self._tokens.write(tokens.astype(self._dtype).tobytes())
         self._masks.write(mask.astype(np.uint8).tobytes())
         self.lengths_tokens.append(len(tokens))
@@ -375,7 +372,7 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
     outputs = [Path(prefix + suffix) for suffix in _SUFFIXES]
     for path in outputs:
-        refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
+        refuse_same_file(path, inputs, f"--output-prefix {prefix}:")
     existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not overwrite:
         raise DataError(

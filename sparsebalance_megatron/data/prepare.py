@@ -63,13 +63,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    At a :class:`DataError` nothing is left behind.
-
-    Args:
-        append_eod: end documents with the tokenizer's end-of-sequence token.
-        prepend_bos: begin texts, not conversations, with its token for that.
-        template_arguments: for the chat template, by name.
-        skip_bad_records: count unusable records instead of stopping at the first.
+    At a :class:`DataError` nothing is left behind. Texts, not conversations, begin with the
+    tokenizer's token for that if ``prepend_bos``.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
     tokenizer = load_tokenizer(tokenizer_name, template_arguments)
@@ -222,14 +217,12 @@ def _notes(counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: b
 
 
 def _percentiles(lengths_tokens: np.ndarray) -> dict[str, int]:
-    """Percentiles of documents' tokens, and the most."""
     percentiles = np.percentile(lengths_tokens, _PERCENTILES, method="nearest")
     named = zip(_PERCENTILES, percentiles, strict=True)
     return {f"p{rank}": int(value) for rank, value in named} | {"max": int(lengths_tokens.max())}
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Count the records that were left out for each reason, in one line."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
 
 
@@ -249,10 +242,8 @@ def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) 
 class DocumentTokenizer:
     """A fast tokenizer and what preparation must know of it.
 
-    ``name`` is a directory or model name, for the summary; ``backend`` a ``tokenizers.Tokenizer``;
-    ``vocab_size`` one more than the largest token id; ``eod`` the id that ends a document, or None;
-    ``bos`` the id that the tokenizer itself begins texts with, or None; ``conversations`` makes
-    conversations text.
+    ``backend`` is a ``tokenizers.Tokenizer``, ``vocab_size`` one more than the largest token id;
+    ``eod`` ends a document, and ``bos`` is what the tokenizer itself begins texts with.
     """
 
     name: str
@@ -278,9 +269,6 @@ def load_tokenizer(
     name: str, template_arguments: Mapping[str, Any] | None = None
 ) -> DocumentTokenizer:
     """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
-
-    Args:
-        template_arguments: for the chat template, by name.
 
     Raises:
         DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
@@ -382,7 +370,6 @@ def _ids_or_error(backend: Any, text: str) -> list[int] | str:
 
 
 def _begins_with(backend: Any, token: int | None) -> bool:
-    """Whether the tokenizer puts a token before every text."""
     if token is None or isinstance(without := _ids_or_error(backend, "a"), str):
         return False
     return backend.encode("a").ids[:1] == [token] != without[:1]

@@ -227,7 +227,6 @@ class SampleIndex:
         return open_samples(blend, options.pop("split", "train"), **options)
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
         return self.counts.samples
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
@@ -258,8 +257,6 @@ class SampleIndex:
 
     def read(self, sample: int) -> Sample:
         """Tokens of a sample, and its loss mask where its data set has one."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} is not one of 0 to {len(self) - 1}")
         source = int(self.source_of(np.asarray([sample]))[0])
         return self._data_sets[source].read(sample - int(self._firsts[source]))
 
@@ -292,7 +289,6 @@ class SampleIndex:
         return digest.hexdigest()
 
     def describe(self) -> tuple[str, ...]:
-        """Lines that say what became of the documents."""
         # Weights are shares of the samples; a data set of longer samples has more of the tokens.
         facts = self.sources
         if not facts:
@@ -316,10 +312,8 @@ class SampleIndex:
         return tuple(lines)
 
     def untrained(self) -> str:
-        """How many of the first samples have no trained token, in one line; "" if all have some.
-
-        Pieces of long conversations are such samples.
-        """
+        """How many of the first samples have no trained token, as pieces of long conversations may,
+        in one line; "" if all have some."""
         if not any(data_set.has_loss_mask for data_set in self._data_sets):
             return ""
         looked_at = min(len(self), _SAMPLES_LOOKED_AT)

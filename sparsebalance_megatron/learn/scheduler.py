@@ -88,11 +88,7 @@ class BatchSizes:
         return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
 
     def step_at(self, consumed_samples: int) -> int:
-        """The step that begins after so many samples.
-
-        Raises:
-            StateError: none does, with the flag and the remedy.
-        """
+        """The step that begins after so many samples, or a :class:`StateError` if none does."""
         phase = [each for each in self._phases if each.first_sample <= consumed_samples][-1]
         steps, rest = divmod(consumed_samples - phase.first_sample, phase.size)
         if rest:
@@ -250,12 +246,10 @@ class Scheduler:
     def for_evaluation(
         self, index: SampleLengths, job: Job, global_batch_size: int, *, dense: bool
     ) -> Scheduler:
-        """A scheduler of evaluation as training is planned: the same placement, cp_sizes and cap,
-        no tuning.
+        """A scheduler of evaluation: the same placement, cp_sizes and cap, no tuning.
 
         Budgets are the same in every step, so that losses are comparable: those that cover the
-        longest sample where evaluation is ``dense``, else base budgets. No backward pass needs the
-        cap.
+        longest sample where evaluation is ``dense``, else base budgets.
         """
         training = self.planner
         plan_settings = replace(

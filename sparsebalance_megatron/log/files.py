@@ -74,11 +74,7 @@ class LogDirectory:
         self._lock: Any = None
 
     def check(self) -> str | None:
-        """Whether logs could be written, without writing; a remark where that cannot be told.
-
-        Raises:
-            LogDirectoryError: if they could not.
-        """
+        """Raise unless logs could be written, without writing; a remark where none can tell."""
         existing = next(filter(os.path.lexists, (self.path, *self.path.parents)))
         if not existing.is_dir():
             raise self._error(f"{existing} is not a directory; name another")
@@ -92,14 +88,8 @@ class LogDirectory:
         return None
 
     def make(self, *, claim: bool) -> None:
-        """Make the directory, and write a file that goes at once.
-
-        Args:
-            claim: whether to keep other runs out; of one rank per run.
-
-        Raises:
-            LogDirectoryError: if files cannot be written, or another run has the claim.
-        """
+        """Make the directory, write a file that goes at once, and, of one rank per run, keep other
+        runs out by a claim."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
@@ -201,7 +191,6 @@ class LogWriter:
         self._queue.join()
 
     def close(self) -> None:
-        """Write what is queued, and end the thread."""
         atexit.unregister(self.close)
         if os.getpid() == self._process:
             self.flush()
@@ -288,8 +277,6 @@ class LinesHandler(RotatingFileHandler):
 
 
 class _Discarded(msgspec.Struct):
-    """The count in a header."""
-
     lines_discarded: Count = 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -60,7 +60,7 @@ class RunLog:
 
     @property
     def schedule(self) -> MegatronSchedule:
-        """Of the pipeline; Megatron's default without a header."""
+        """Schedule of the pipeline; Megatron's default without a header."""
         return self.header.job.schedule if self.header else megatron_order
 
     @property
@@ -89,78 +89,66 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
-@dataclass(kw_only=True)
-class _LogReader[R: Record]:
-    """Reads the files of one log, and notes what they lack in ``problems``.
+def _records[R: Record](
+    newest: Path,
+    decoder: msgspec.json.Decoder[R],
+    problems: list[str],
+    *,
+    iteration: int | None = None,
+    last_bytes: int | None = None,
+) -> Iterator[R]:
+    """The records of one log, an older file's first; what the files lack goes into ``problems``.
 
-    Attributes:
-        path: the newest file; an older one is read before it.
+    Damaged lines are left out, as are lines behind a header of another format.
+
+    Args:
         iteration: the step to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
+    discarded = dropped = foreign = 0
+    is_foreign = False
+    has_older = last_bytes is None and older_file(newest).exists()
+    for path in (older_file(newest), newest) if has_older else (newest,):
+        with open_regular(path) as stream:
+            for number, text in enumerate(_lines(stream, last_bytes), start=1):
+                line = _Line()
+                with suppress(DamagedLineError):
+                    line = decode(text, _LINE)
+                if line.type in ("run", "rank"):
+                    is_foreign = line.log_format != LOG_FORMAT
+                foreign += is_foreign
+                is_unwanted = iteration is not None and line.iteration not in (None, iteration)
+                is_being_written = last_bytes is not None and not text.endswith(b"\n")
+                if is_foreign or is_unwanted or is_being_written:
+                    continue
+                try:
+                    record = decode(text, decoder)
+                except DamagedLineError as error:
+                    problems.append(f"{path} line {number}: {error}; left out")
+                    continue
+                dropped += record.lines_dropped or 0
+                if isinstance(record, Header):
+                    discarded = max(discarded, record.lines_discarded or 0)
+                yield record
+    counts = {
+        f"{foreign} lines in another log format than {LOG_FORMAT}; left out: read them with "
+        "the version of sparsebalance_megatron that wrote them": foreign,
+        f"the {discarded} oldest lines were discarded while training; raise "
+        "--sparse-balance-config log-megabytes to keep them": discarded,
+        f"{dropped} lines could not be written in training": dropped,
+    }
+    problems += [f"{newest}: {problem}" for problem, count in counts.items() if count]
 
-    path: Path
-    decoder: msgspec.json.Decoder[R]
-    iteration: int | None = None
-    last_bytes: int | None = None
-    problems: list[str] = field(default_factory=list)
 
-    def records(self) -> Iterator[R]:
-        """The records as they are read; damaged lines are noted and left out, as are lines behind
-        a header of another format.
-
-        Raises:
-            UnreadableFileError, OSError: a file cannot be read.
-        """
-        discarded = dropped = foreign = 0
-        is_foreign = False
-        paths = [self.path]
-        if self.last_bytes is None and older_file(self.path).exists():
-            paths.insert(0, older_file(self.path))
-        for path in paths:
-            with open_regular(path) as stream:
-                for number, text in enumerate(self._lines(stream), start=1):
-                    line = _Line()
-                    with suppress(DamagedLineError):
-                        line = decode(text, _LINE)
-                    if line.type in ("run", "rank"):
-                        is_foreign = line.log_format != LOG_FORMAT
-                    foreign += is_foreign
-                    if is_foreign or self._is_unwanted(text, line):
-                        continue
-                    try:
-                        record = decode(text, self.decoder)
-                    except DamagedLineError as error:
-                        self.problems.append(f"{path} line {number}: {error}; left out")
-                        continue
-                    dropped += record.lines_dropped or 0
-                    if isinstance(record, Header):
-                        discarded = max(discarded, record.lines_discarded or 0)
-                    yield record
-        counts = {
-            f"{foreign} lines in another log format than {LOG_FORMAT}; left out: read them with "
-            "the version of sparsebalance_megatron that wrote them": foreign,
-            f"the {discarded} oldest lines were discarded while training; raise "
-            "--sparse-balance-config log-megabytes to keep them": discarded,
-            f"{dropped} lines could not be written in training": dropped,
-        }
-        self.problems += [f"{self.path}: {problem}" for problem, count in counts.items() if count]
-
-    def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
-        """All lines, or the first, which is the header, and the whole ones of the end."""
-        if self.last_bytes is not None:
-            first_byte = os.fstat(stream.fileno()).st_size - self.last_bytes
-            if first_byte > 0:
-                yield from islice(bounded_lines(stream, MAX_BYTES), 1)
-                stream.seek(first_byte)
-                stream.readline()
-        yield from bounded_lines(stream, MAX_BYTES)
-
-    def _is_unwanted(self, text: bytes, line: _Line) -> bool:
-        if self.last_bytes is not None and not text.endswith(b"\n"):
-            # It is being written.
-            return True
-        return self.iteration is not None and line.iteration not in (None, self.iteration)
+def _lines(stream: BinaryIO, last_bytes: int | None) -> Iterator[bytes]:
+    """All lines, or the first, which is the header, and the whole ones of the end."""
+    if last_bytes is not None:
+        first_byte = os.fstat(stream.fileno()).st_size - last_bytes
+        if first_byte > 0:
+            yield from islice(bounded_lines(stream, MAX_BYTES), 1)
+            stream.seek(first_byte)
+            stream.readline()
+    yield from bounded_lines(stream, MAX_BYTES)
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
@@ -173,12 +161,12 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         RunLogError: if the file is missing, unreadable, or holds no step at all.
     """
     path = step_log_path(directory)
-    reader = _LogReader(path=path, decoder=STEP_LOG, last_bytes=last_bytes)
+    problems: list[str] = []
     header = coverage = None
     steps: list[StepRecord] = []
     repeated = 0
     try:
-        for record in reader.records():
+        for record in _records(path, STEP_LOG, problems, last_bytes=last_bytes):
             match record:
                 case RunHeader():
                     header = record
@@ -197,7 +185,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         raise RunLogError(
             f"{path}: {error}; give a directory that --sparse-balance-log-dir named"
         ) from error
-    problems = reader.problems
     if not steps:
         raise RunLogError(
             f"no readable step: {problems[0]}" if problems else f"{path}: no step is logged yet"
@@ -224,10 +211,9 @@ def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
     steps: dict[Place, RankStep] = {}
     problems: list[str] = []
     for path in sorted(rank_log_path(directory, 0).parent.glob("rank-*.jsonl")):
-        reader = _LogReader(path=path, decoder=RANK_LOG, iteration=iteration)
         header: RankHeader | None = None
         try:
-            for record in reader.records():
+            for record in _records(path, RANK_LOG, problems, iteration=iteration):
                 if isinstance(record, RankHeader):
                     header = record
                     if header.tensor_parallel_rank:
@@ -238,8 +224,7 @@ def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
                 elif header is not None:
                     steps[header.place] = record
         except (UnreadableFileError, OSError) as error:
-            reader.problems.append(f"{path}: {error}; this rank is left out")
+            problems.append(f"{path}: {error}; this rank is left out")
         if header is None:
-            reader.problems.append(f"{path}: no header line; this rank is left out")
-        problems += reader.problems
+            problems.append(f"{path}: no header line; this rank is left out")
     return RankLogs(headers=headers, steps=steps, problems=tuple(problems))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every record that a run's logs hold: its keys, what makes it valid, and how it is made from what
-was planned and measured.
+"""Records of a run's logs: their keys, what makes them valid, and how they are made.
 
 A log is a file of JSON lines. NaN and infinity are written as null: not measured.
 
@@ -53,7 +52,6 @@ Place = tuple[int, int]
 """(data-parallel rank, pipeline stage)."""
 
 SIDES = ("predicted", "measured")
-"""What is known of a step's times."""
 
 LOG_FORMAT: Literal[2] = 2
 """Changes with the keys; logs of another format are not read."""
@@ -294,12 +292,7 @@ RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
 
 
 def decode[R](text: bytes, decoder: msgspec.json.Decoder[R]) -> R:
-    """The record of a line.
-
-    Raises:
-        DamagedLineError: the line is cut off or not JSON, or a value is missing or not what it
-            should be; names the key.
-    """
+    """The record of a line; DamagedLineError where it is cut off, or a key is not as it should."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:

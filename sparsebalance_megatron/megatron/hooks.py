@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in Megatron's config and model, and helpers of forward steps; loads no
-``megatron.training``."""
+``megatron.training`` by itself.
+
+Shape legend: T tokens that a rank computes, E experts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config as get_model_config
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -25,7 +31,7 @@ from sparsebalance_megatron.megatron.timing import (
     RecordingTimers,
 )
 
-_MARK = "_sparse_balance_true_positions"
+_TRUE_POSITIONS, _MASKED = "_sparse_balance_true_positions", "_sparse_balance_masked"
 
 
 def use_true_positions(model: Any) -> None:
@@ -35,9 +41,9 @@ def use_true_positions(model: Any) -> None:
     the lines of this rank's tokens in its place.
     """
     decoder = unwrap_model(model).decoder
-    if not getattr(decoder, _MARK, False):
+    if not getattr(decoder, _TRUE_POSITIONS, False):
         decoder.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
-        setattr(decoder, _MARK, True)
+        setattr(decoder, _TRUE_POSITIONS, True)
 
 
 def _hand_over_positions(
@@ -49,6 +55,46 @@ def _hand_over_positions(
         return args, kwargs
     of_tokens = table.index_select(0, context.sequence.positions_T)
     return args, {**kwargs, "rotary_pos_emb": of_tokens}
+
+
+def leave_out_padding(model: Any) -> None:
+    """Have a model chunk's routers count no padding, in expert bias and balancing losses;
+    idempotent. Megatron's quantile balancing takes no mask and counts all."""
+    if getattr(model, _MASKED, False):
+        return
+    for block in [each for each in model.modules() if isinstance(each, TransformerBlock)]:
+        routers = [each for each in block.modules() if isinstance(each, TopKRouter)]
+        if routers and all(each.routing_type != "quantile_balancing" for each in routers):
+            block.register_forward_pre_hook(_hand_over_mask, with_kwargs=True)
+            for router in routers:
+                router._apply_expert_bias = _masking(router._apply_expert_bias)
+    setattr(model, _MASKED, True)
+
+
+def _hand_over_mask(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    micro_batch = getattr(kwargs.get("packed_seq_params"), "micro_batch", None)
+    padding_T = None if micro_batch is None else micro_batch.padding_T()
+    if padding_T is None or kwargs.get("padding_mask") is not None:
+        return args, kwargs
+    if block.config.sequence_parallel:
+        padding_T = scatter_to_sequence_parallel_region(padding_T)
+    return args, {**kwargs, "padding_mask": padding_T[None]}
+
+
+def _masking(count: Callable[..., None]) -> Callable[..., None]:
+    """A router's counting of tokens by expert, without padding.
+
+    megatron-core 0.19.2 cannot mask [T, E] by [T] itself.
+    """
+
+    def count_tokens(routing_map_TE: Tensor, padding_mask: Tensor | None = None) -> None:
+        if padding_mask is not None:
+            routing_map_TE = routing_map_TE & ~padding_mask.reshape(-1, 1)
+        count(routing_map_TE)
+
+    return count_tokens
 
 
 def count_sequences(cu_seqlens: Tensor, micro_batch: LocalMicroBatch) -> None:

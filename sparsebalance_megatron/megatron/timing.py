@@ -64,9 +64,7 @@ class MicroBatchRecorder:
     Forwards name themselves (:meth:`bind_forward`). Backwards do not, so the k-th backward is the
     k-th backward of the schedule's order.
 
-    Args:
-        clock: takes the marks.
-        unix_clock: seconds since 1970, to set the ranks' steps side by side.
+    ``unix_clock``: seconds since 1970, to set the ranks' steps side by side.
     """
 
     def __init__(self, clock: Clock, *, unix_clock: Callable[[], float] = time.time) -> None:
@@ -151,11 +149,8 @@ class MicroBatchRecorder:
         return bool(self._spans)
 
     def times(self, *, collectives: bool = False) -> StepTimes:
-        """The times measured since :meth:`begin_step`; call it after :meth:`wait`.
-
-        Args:
-            collectives: whether all those in which ranks wait for one another were recorded.
-        """
+        """The times since :meth:`begin_step`, once :meth:`wait` has returned; ``collectives``:
+        whether all those in which ranks wait for one another were recorded."""
         elapsed_ms = self._clock.elapsed_ms
         origin, start_unix_s = self._origin or (None, None)
         spans = []

@@ -100,8 +100,8 @@ def trained_first_blocks(trained: Namespace) -> int:
 
 
 def settle_attention(args: Namespace) -> list[str]:
-    """Set what flags leave open of attention, for checkpoints to hold it; a sentence for each where
-    the checkpoint decides otherwise than the default.
+    """Set what flags leave open of attention, for checkpoints to hold it; see
+    :func:`checked_settings`.
 
     First blocks are those of the checkpoint that the run starts from, where it was trained with
     this selection, else the selection's default. The length up to which documents are dense is the

@@ -54,9 +54,7 @@ def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
 
 
 def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> tuple[int, ...]:
-    """Compare what all ranks executed; collective over all ranks.
-
-    Returns the ranks that have a ``problem``: they did not execute a whole step.
+    """Ranks that have a ``problem``: they did not execute a whole step; collective over all ranks.
 
     Raises:
         PlanMismatchError: on all ranks alike, if none has a problem and two plans differ.

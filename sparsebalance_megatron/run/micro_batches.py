@@ -42,10 +42,8 @@ class SequencePacking:
     Every rank that shares a packed sequence needs a block of it: a sequence with too few blocks
     gets documents of one token behind its samples, which count as padding.
 
-    Attributes:
-        block_size: tokens of a full block.
-        pad_to_multiple_of: divisor of the tokens that a rank computes of a packed sequence.
-        groups: None in a run where every packed sequence lies on one rank.
+    ``pad_to_multiple_of``: divisor of the tokens that a rank computes of a packed sequence.
+    ``groups``: None in a run where every packed sequence lies on one rank.
     """
 
     block_size: int
@@ -142,11 +140,8 @@ class MicroBatchIterator:
     There is one per model chunk; all chunks of a rank walk through the same plans. Packed sequences
     are read ahead: at most those of the step that runs and of the one after it are in memory.
 
-    Attributes:
-        index: where samples are read; None where the chunk neither embeds tokens nor computes the
-            loss.
-        step: that the next micro-batch is of.
-        worker: reads; one thread keeps the order.
+    ``index`` is None where the chunk neither embeds tokens nor computes the loss; ``step`` is that
+    of the next micro-batch; ``worker`` reads, on one thread, which keeps the order.
     """
 
     scheduler: Scheduler

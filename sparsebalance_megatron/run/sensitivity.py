@@ -22,7 +22,6 @@ import torch
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.repetitions import copies_T
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.cost.table import Sensitivities
@@ -105,12 +104,12 @@ def measure_sensitivities(
             nonlocal reading
             first: list[LocalMicroBatch] = []
             read = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
-            for each in islice(read, batches * read.micro_batches()):
+            for each in islice(read, batches * read.next_step().micro_batches):
                 assert each.inputs is not None, "all stages read"
                 reading = 0
                 repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
                 if check:
-                    _score_copies(each.inputs, each.layout)
+                    _score_copies(each.inputs, each)
                 first.append(each)
                 yield each
             for layer, each in product(layers, first):
@@ -163,8 +162,9 @@ def measure_sensitivities(
     )
 
 
-def _score_copies(inputs: Mapping[str, np.ndarray], layout: PackedLayout) -> None:
-    """Of a micro-batch's trained tokens leave those to the loss that are copies."""
+def _score_copies(inputs: Mapping[str, np.ndarray], micro_batch: LocalMicroBatch) -> None:
+    """Leave those of a micro-batch's trained tokens to the loss that are copies."""
+    layout = micro_batch.layout
     for begin, end in pairwise(layout.cu_seqlens):
         copies = copies_T(inputs["tokens"][begin:end], block_size=layout.block_size)
         inputs["loss_mask"][begin:end] *= copies
@@ -172,7 +172,8 @@ def _score_copies(inputs: Mapping[str, np.ndarray], layout: PackedLayout) -> Non
 
 def _cut(micro_batch: LocalMicroBatch, layer: int) -> LocalMicroBatch:
     """The micro-batch in which a layer reads the least budget."""
-    cut_LS = micro_batch.budgets_LS.cpu().numpy().copy()
+    assert micro_batch.budgets_on_host_LS is not None, "it was planned"
+    cut_LS = micro_batch.budgets_on_host_LS.astype(np.int32)
     cut_LS[layer] = cut_LS[layer].clip(max=OWN_AND_FIRST)
     budgets_LS = copied_to(torch.from_numpy(cut_LS), micro_batch.budgets_LS.device)
     return replace(micro_batch, budgets_LS=budgets_LS, budgets_on_host_LS=cut_LS)

@@ -28,8 +28,11 @@ from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
-from sparsebalance_megatron.megatron.experts import leave_out_padding
-from sparsebalance_megatron.megatron.hooks import get_model_config, use_true_positions
+from sparsebalance_megatron.megatron.hooks import (
+    get_model_config,
+    leave_out_padding,
+    use_true_positions,
+)
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -113,12 +116,8 @@ class TrainerRun:
         return self.inputs.job.micro_batches
 
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
-        """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
-
-        Args:
-            spec: see :func:`.replace_core_attention`; None is what Megatron chooses for the model.
-            vp_stage: model chunk, with virtual pipeline stages.
-        """
+        """Give the decoder's layer spec with core attention replaced, for ``GPTModel``; see
+        :func:`.replace_core_attention`. ``spec``: None is what Megatron chooses for the model."""
         if spec is None:
             spec = default_layer_spec(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
@@ -146,8 +145,7 @@ class TrainerRun:
         return as_planned(forward_backward, segments=self.inputs.plan_settings.max_segments > 1)
 
     def start(self, *, consumed_samples: int, iteration: int | None = None) -> None:
-        """Start the run, unless it has started; collective over all ranks, on which errors are
-        alike.
+        """Start the run, unless it has started; collective, errors alike on all ranks.
 
         Args:
             consumed_samples: trained on before; a step must begin there.

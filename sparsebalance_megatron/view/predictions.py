@@ -36,11 +36,7 @@ _COLUMNS = {
 
 
 def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison, list[str]]:
-    """A job in every way to plan it, and the lines that say what came out.
-
-    Raises:
-        PlanError: a batch has no placement under the policy's cap.
-    """
+    """A job in every way to plan it, and the lines that say what came out."""
     ways = rows_of(workload)
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
@@ -99,7 +95,6 @@ def prediction_lines(
 
 
 def over_dense(comparison: Comparison, dense_name: str) -> str:
-    """How the given row compares with the fastest dense one."""
     over = comparison.dense.ms / comparison.given.ms
     text = f"{over:.2f} times as fast as {dense_name}"
     if over >= 1.0:
@@ -149,7 +144,6 @@ def _cells(row: TableRow, comparison: Comparison, step: str, *, with_speed: bool
 
 
 def _short(workload: Workload) -> str:
-    """The device's name without its maker's."""
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 

@@ -250,28 +250,6 @@ def with_random_columns(case: Case, most: int) -> Case:
     return with_columns(case, tokens_NGK, counts_NG)
 
 
-def selection_by_scores(
-    scores_NGJ: Tensor, layout: PackedLayout, budgets: Sequence[int]
-) -> Selection:
-    """A selection by query block: its own, then the past ones of the best scores, where column j
-    scores block j of the document."""
-    blocks, heads, _ = scores_NGJ.shape
-    indices_NGK = torch.full((blocks, heads, max(budgets)), -1, dtype=torch.int32)
-    counts_NG = torch.empty(blocks, heads, dtype=torch.int32)
-    for block, (document, index) in enumerate(
-        zip(layout.document_N.tolist(), layout.index_N.tolist(), strict=True)
-    ):
-        past_GK = scores_NGJ[block, :, :index].argsort(dim=-1, descending=True).cpu()
-        count = min(budgets[document], index + 1)
-        counts_NG[block] = count
-        indices_NGK[block, :, 0] = block
-        indices_NGK[block, :, 1:count] = (past_GK + block - index)[:, : count - 1].int()
-    device = layout.number_N.device
-    return Selection.within(
-        layout, indices_QCK=indices_NGK.to(device), counts_QC=counts_NG.to(device), by_token=False
-    )
-
-
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``blocks`` and ``tokens`` compute without torch's CPU kernels."""
     monkeypatch.setattr(tile_attention, "takes_flash", lambda device: False)

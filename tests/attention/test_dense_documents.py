@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense attention within documents, and what long documents promise whatever they read."""
+"""Dense attention within documents, as it is computed on the CPU and on CUDA."""
 
 from __future__ import annotations
 

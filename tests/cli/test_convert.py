@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,29 @@ SPARSE_READINGS = [
     ("qwen3_moe-shares", CAUSAL[1], ""),
 ]
 """Model, selection and budgets by layer."""
+REFUSED_FLAGS = {
+    "--num-layers 5": "flags after -- make num_layers 5, ",
+    "--pipeline-model-parallel-size 2": "flags after -- make pipeline_model_parallel_size 2, ",
+    "--padded-vocab-size 249": "--padded-vocab-size 249: the model has 250 rows",
+    "--num-experts 2": "flags after -- make num_moe_experts 2, ",
+    "--norm-epsilon 1e-5": "flags after -- make layernorm_epsilon 1e-05, ",
+    "--squared-relu": "or those of config.json: such as two activation functions",
+}
+REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 1}, "has shape [2, 64], --hf-config makes it [1, 64]"),
+    "tied": ({"tie_word_embeddings": True}, "does not account for: 1 (output_layer.weight)"),
+    "wider": ({"intermediate_size": 128}, "linear_fc1.weight has shape [2, 192, 64], --hf-config"),
+    "rows": ({"vocab_size": 300}, "embedding has 256 rows, config.json's vocab_size is 300"),
+    "base": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+        "was trained with rope_scaling True, --hf-config makes it False",
+    ),
+    "vast": (
+        {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
+        "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
+    ),
+    "epsilon": ({"rms_norm_eps": 1e-5}, "was trained with layernorm_epsilon 1e-06, --hf-config"),
+}
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -129,14 +153,9 @@ class Work(Conversions):
                 *(*from_hf, str(self.hf(variant)), "--output", str(self.checkpoint(variant))),
                 *("--", *flags),
             )
+        for flags in ("--padded-vocab-size 300", *REFUSED_FLAGS):
+            commands[flags] = (*from_hf, tied, "--print-flags", "--", *flags.split())
         return commands | {
-            "print flags": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "300"),
-            "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
-            "parallel": (*from_hf, tied, "--print-flags", "--", *TRAINED["qwen2-tied"][1]),
-            "too few rows": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "249"),
-            "norm": (*from_hf, tied, "--print-flags", "--", "--norm-epsilon", "1e-5"),
-            "two gates": (*from_hf, tied, "--print-flags", "--", "--squared-relu"),
-            "experts": (*from_hf, tied, "--print-flags", "--", "--num-experts", "2"),
             "output in use": (*from_hf, tied, "--output", str(self.root / "hf")),
             "sliding window": (
                 *(*from_hf, str(self.hf("window")), "--output", str(self.root / "no")),
@@ -153,22 +172,13 @@ class Work(Conversions):
 
     def _commands_after(self) -> dict[str, Sequence[str]]:
         """The exports, and refusals of configurations that are not the checkpoint's."""
-        wrong = {
-            "fewer layers": {"num_hidden_layers": 1},
-            "tied": {"tie_word_embeddings": True},
-            "wider": {"intermediate_size": 128},
-            "more rows": {"vocab_size": 300},
-            "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
-            "vast": {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
-            "another epsilon": {"rms_norm_eps": 1e-5},
-        }
-        for name, changes in wrong.items():
+        for name, (changes, _) in REFUSED_CONFIGS.items():
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
         trained = str(self.trained("llama-llama3"))
         commands: dict[str, Sequence[str]] = {
             f"export {variant}": self.export(variant, variant) for variant in TRAINED
         }
-        for name in wrong:
+        for name in REFUSED_CONFIGS:
             commands[name] = (
                 *("convert", "to-hf", trained, "--output", str(self.root / "no")),
                 *("--hf-config", str(self.hf(name))),
@@ -313,14 +323,6 @@ def test_another_dtype_is_rounded_once_and_said(work: Work) -> None:
     assert loaded.dtype == torch.bfloat16
 
 
-def test_only_the_flags_are_printed(work: Work) -> None:
-    printed = succeeded(work.before["print flags"])
-    converted = (work.checkpoint("qwen2-tied") / "model_args.sh").read_text()
-    assert printed == converted.replace(
-        f"--padded-vocab-size {VOCABULARY}", "--padded-vocab-size 300"
-    )
-
-
 def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
     text = succeeded(work.before["convert qwen2-tied"])
     array = text.partition("SPARSE_BALANCE_ARGS=(")[2].partition(")")[0]
@@ -332,35 +334,25 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
         *("--sparse-balance-first-blocks", "1"),
     ]
     assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
-
-
-def test_training_says_where_it_selects_otherwise(work: Work) -> None:
-    """These weights came with another block size and selection than the run has."""
+    converted = (work.checkpoint("qwen2-tied") / "model_args.sh").read_text()
+    rows = f"--padded-vocab-size {VOCABULARY}"
+    assert succeeded(work.before["--padded-vocab-size 300"]) == converted.replace(
+        rows, "--padded-vocab-size 300"
+    )
+    # These weights came with another block size and selection than the run has.
     output = work.runs["qwen2-tied"].output
     assert output.count("--sparse-balance-block-size is 16; these weights") == 1
     assert output.count("--sparse-balance-selection is token-query-head; these weights") == 1
     assert "these weights" not in work.runs["llama-llama3"].output
 
 
-REFUSED = {
-    "contradiction": "flags after -- make num_layers 5, ",
-    "parallel": "flags after -- make pipeline_model_parallel_size 2, ",
-    "too few rows": "--padded-vocab-size 249: the model has 250 rows",
-    "experts": "flags after -- make num_moe_experts 2, ",
-    "norm": "flags after -- make layernorm_epsilon 1e-05, ",
-    "two gates": "contradict one another or those of config.json: such as two activation functions",
+REFUSED = REFUSED_FLAGS | {name: text for name, (_, text) in REFUSED_CONFIGS.items()}
+REFUSED |= {
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",
-    "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
-    "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
-    "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
-    "another base": "was trained with rope_scaling True, --hf-config makes it False",
-    "vast": "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
-    "another epsilon": "was trained with layernorm_epsilon 1e-06, --hf-config makes it 1e-05",
-    "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
 
 

@@ -189,16 +189,3 @@ def test_a_cost_table_brings_its_times_and_its_device(capsys: Captured, folder: 
     assert step_ms[1] == pytest.approx(3 * step_ms[0], rel=0.05)
     assert plan(flags=(*flags, "--sparse-balance-block-size", "512")) == 2
     assert "block_size is 256 in the table, 512 in this run" in capsys.readouterr().err
-
-
-def test_selections_are_counted_at_their_own_rates(capsys: Captured) -> None:
-    vary = ("--vary", "sparse-balance-selection token-query-head previous-block")
-    ms = {
-        name: row["makespan_ms"] for name, row in found(capsys, *vary, flags=SPARSE)["rows"].items()
-    }
-    assert ms["token-query-head as given"] > ms["previous-block as given"]
-    # Dense attention takes the same in both, and is planned once.
-    assert set(ms) == {
-        *("token-query-head as given", "previous-block as given"),
-        "token-query-head exact",
-    }

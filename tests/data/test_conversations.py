@@ -143,23 +143,43 @@ def test_the_end_token_is_trained_once(
     assert ("1 documents end with the end-of-sequence token" in done.out) == (eos == "<|im_end|>")
 
 
+THINKS = "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"
+NOT_THINKING = ("--chat-template-kwargs", '{"enable_thinking": false}')
+DATED = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
+IGNORES, KNOWS, WRITES = (
+    "ignores add_generation_prompt",
+    "knows enable_thinking",
+    "may write the time",
+)
+
+
 @pytest.mark.parametrize(
-    ("flags", "trained"),
+    ("template", "flags", "expected", "noted"),
     [
-        ((), "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"),
+        (CHATML, (), ASKED + "[it is 2024<|im_end|>\n]", None),
+        (TURNS, (), "user: is it?\n[assistant: it is 2024\n]", IGNORES),
+        (QWEN, (), ASKED + THINKS, KNOWS),
+        (QWEN, NOT_THINKING, f"{ASKED}<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]", None),
         (
-            ("--chat-template-kwargs", '{"enable_thinking": false}'),
-            "<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]",
+            *(DATED, ("--chat-template-kwargs", '{"date": "1999"}')),
+            *(f"1999{ASKED}[it is 2024<|im_end|>\n]", WRITES),
         ),
     ],
 )
-def test_an_empty_think_block_is_trained_or_given(
-    flags: tuple[str, ...], trained: str, tmp_path: Path, capsys: Capsys
+def test_what_of_a_turn_is_trained_and_noted(
+    template: str,
+    flags: tuple[str, ...],
+    expected: str,
+    noted: str | None,
+    tmp_path: Path,
+    capsys: Capsys,
 ) -> None:
     records = [{"messages": TALK}]
-    done = Prepared(tmp_path, QWEN, records, capsys, "--no-append-eod", *flags)
-    assert done.documents == [ASKED + trained]
-    assert ("note: the chat template knows enable_thinking" in done.out) == (not flags)
+    done = Prepared(tmp_path, template, records, capsys, "--no-append-eod", *flags)
+    assert done.documents == [expected]
+    notes = [note for note in (IGNORES, KNOWS, WRITES) if note in done.out]
+    assert notes == ([noted] if noted else [])
+    assert done.summary["chat_template_kwargs"] == (json.loads(flags[1]) if flags else {})
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}, {"content": "wait"}])
@@ -194,7 +214,7 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
     (
         QWEN,
         {"messages": [TALK[0], CALL | {"tool_calls": [UNREADABLE]}]},
-        "messages[1]: arguments: ",
+        "arguments: not valid JSON",
     ),
     (
         QWEN,
@@ -259,15 +279,6 @@ def test_documents_in_which_a_tag_marks_nothing_are_counted(tmp_path: Path, caps
     assert f"note: 1 documents, {tokens} tokens, have no token that is trained" in done.out
 
 
-def test_a_template_that_writes_the_time_is_noted(tmp_path: Path, capsys: Capsys) -> None:
-    years = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
-    flags = ("--chat-template-kwargs", '{"date": "1999"}')
-    done = Prepared(tmp_path / "years", years, [{"messages": TALK}], capsys, *flags)
-    assert done.documents[0].startswith("1999<|im_start|>")
-    assert "note: the chat template may write the time" in done.out
-    assert done.summary["chat_template_kwargs"] == {"date": "1999"}
-
-
 @pytest.mark.parametrize("flags", [(), ("--prepend-bos",)])
 def test_texts_begin_with_a_token_if_asked_for(
     flags: tuple[str, ...], tmp_path: Path, capsys: Capsys
@@ -279,22 +290,6 @@ def test_texts_begin_with_a_token_if_asked_for(
     assert done.documents[0] == f"[{begin}it is<|endoftext|>]"
     assert done.documents[1].startswith("<|im_start|>")
     assert ("would begin 1 texts with <s>; --prepend-bos" in done.out) == (not flags)
-
-
-@pytest.mark.parametrize(
-    ("template", "noted"),
-    [
-        (TURNS, True),
-        (MARKS, False),
-        (CHATML, False),
-    ],
-)
-def test_a_template_that_opens_no_turn_is_noted(
-    template: str, noted: bool, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
-    assert done.status == 0
-    assert ("note: the chat template ignores add_generation_prompt" in done.out) == noted
 
 
 def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:

@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_cases import FIGURES, HEADER, header_of
+from record_cases import FIGURES, HEADER, header_of, rank_header, rank_micro_batch, rank_step
 from record_cases import step_line as record
 from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, encode
+from sparsebalance_megatron.log.records import encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
 def write(directory: Path, *lines: Any) -> Path:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    write_lines(directory / "steps.jsonl", lines)
     return directory
 
 
@@ -137,37 +137,21 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
     assert "2 lines in another log format" in problem
 
 
-RANK_HEADER = {
-    "type": "rank",
-    "log_format": LOG_FORMAT,
-    "world_rank": 0,
-    "data_parallel_rank": 0,
-    "pipeline_rank": 0,
-    "tensor_parallel_rank": 0,
-    "layers": [[0, 1], [4]],
-    "host": "here",
-}
+RANK_HEADER = json.loads(encode(rank_header()))
+RANK_STEP = rank_step(
+    rank_micro_batch(
+        samples=(7, 8),
+        lengths_tokens=(100, 20),
+        budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
+        coverage=(0.5, None),
+    ),
+    spans=(Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5)),
+    start_unix_s=1e9,
+)
 
 
 def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
-    return {
-        "type": "step",
-        "iteration": iteration,
-        "schedule_start_unix_s": 1e9,
-        "schedule_ms": 9.0,
-        "micro_batches": [
-            {
-                "rank": 0,
-                "position": 0,
-                "cp_size": 1,
-                "samples": [7, 8],
-                "lengths_tokens": [100, 20],
-                "budgets_LS": [[4, 1], [3, 1], [2, 1]],
-                "coverage": [0.5, None],
-            }
-        ],
-        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
-    } | changes
+    return json.loads(encode(RANK_STEP)) | {"iteration": iteration} | changes
 
 
 def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> Path:
@@ -288,16 +272,6 @@ def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: lis
     assert "4 steps before a resume" in log.problems[0]
 
 
-def test_headers_are_read_without_steps(tmp_path: Path) -> None:
-    paths = [RUN.write(tmp_path) / "ranks" / f"rank-0000{number}.jsonl" for number in range(4)]
-    logs = read_rank_logs(tmp_path)
-    assert {header.host for header in logs.headers.values()} == {"node0", "node1"}
-    assert not logs.steps
-    paths[0].write_text('{"type": "ra')
-    paths[2].unlink()
-    assert len(read_rank_logs(tmp_path).headers) == 2
-
-
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
 JUNK: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 10**30, -2.5, float("nan"), float("inf"), "", "x", [], [[]], {}),
@@ -307,7 +281,7 @@ JUNK: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = SampleRun(ranks=1, stages=2, micro_batches=2, layers=3, steps=3)
+    run = SampleRun(ranks=1, stages=2, micro_batches=2, layers=4, steps=3)
     return run.write(tmp_path_factory.mktemp("whole"))
 
 

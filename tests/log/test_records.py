@@ -116,17 +116,6 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
 
 
-def test_who_shared_a_row_comes_back() -> None:
-    planned = planned_step()
-    by_place = {(each.rank, each.position): each for each in planned.plan.micro_batches}
-    whole = replace(by_place[0, 0], cp_size=2)
-    del by_place[0, 0], by_place[1, 0]
-    plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
-    shared = replace(finished_step(planned), planned=replace(planned, plan=plan))
-    assert step_from(as_json(step_record(shared))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
-
-
 @pytest.mark.parametrize(
     ("cp_sizes", "possible"),
     [
@@ -220,13 +209,14 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
 
-def test_a_rank_says_which_share_of_a_row_it_had() -> None:
-    """The second of two that share a row has no coverage to say."""
+def test_who_shared_a_micro_batch_comes_back() -> None:
     planned = planned_step()
     first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
     micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
     shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
     finished = replace(finished_step(planned), planned=shared)
+    assert step_from(as_json(step_record(finished))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
+    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
     read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens

@@ -162,8 +162,8 @@ class GatheredLists:
         for tiles_A, units_AK in self._chunks():
             o_AIF, l_AI = attend(
                 self._q_AID.index_select(0, tiles_A),
-                _gather(self._k_AED, units_AK),
-                _gather(self._v_AEF, units_AK),
+                gathered(self._k_AED, units_AK),
+                gathered(self._v_AEF, units_AK),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=self._later_keys_1IW,
             )
@@ -197,8 +197,8 @@ class GatheredLists:
             part_AID, dk_AWD, dv_AWF = attend_backward(
                 dout_AIF.index_select(0, tiles_A),
                 self._q_AID.index_select(0, tiles_A),
-                _gather(self._k_AED, units_AK),
-                _gather(self._v_AEF, units_AK),
+                gathered(self._k_AED, units_AK),
+                gathered(self._v_AEF, units_AK),
                 out_AIF.index_select(0, tiles_A),
                 lse_AI.index_select(0, tiles_A),
                 softmax_scale=self._softmax_scale,
@@ -276,9 +276,9 @@ def own_listed_QC(selection: Selection) -> Tensor:
     return (selection.indices_QCK[..., 0] == own_Q[:, None]) & (selection.counts_QC > 0)
 
 
-def _gather(x_AED: Tensor, units_AK: Tensor) -> Tensor:
-    """The listed units side by side: [A, W, D]."""
-    return x_AED.index_select(0, units_AK.flatten()).view(len(units_AK), -1, x_AED.shape[2])
+def gathered(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
+    """Rows of a tile side by side: [A, I * E, ...]."""
+    return x_XE.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XE.shape[2:])
 
 
 _KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=False)

@@ -66,9 +66,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Attention(torch.autograd.Function):
-    """``apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)``: out_THF and
-    lse_TH, as :func:`..api.block_sparse_attention` says. Inside ``torch.autocast`` it computes as
-    outside."""
+    """Gives out_THF and lse_TH, as :func:`..api.block_sparse_attention` says; inside
+    ``torch.autocast`` as outside."""
 
     @staticmethod
     def forward(

@@ -71,11 +71,7 @@ def rank_sequence[Summarised, Ranked](
     max_budget: int,
     observe: bool,
 ) -> Ranked:
-    """Rank a sequence whose queries and keys all lie here.
-
-    Raises:
-        ValueError: shapes do not fit, or ``max_budget`` is below 1.
-    """
+    """Rank a sequence whose queries and keys all lie here; what does not fit is a ValueError."""
     return selector.rank(
         *(q_THD, selector.summaries(q_THD, k_TGD, layout), LayoutPair.within(layout)),
         softmax_scale=softmax_scale,

@@ -29,7 +29,6 @@ _OF_THE_HEADER = (
     *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
-"""Settings that change no step."""
 _OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
 """How differences of settings begin that make base budgets of one run none of the other."""
 _LONGEST_VALUE = 60
@@ -125,11 +124,7 @@ class Comparison:
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
-    """Both runs in numbers, and how much faster the second is.
-
-    Raises:
-        ConfigError: they trained other models or data.
-    """
+    """Both runs in numbers, and how much faster the second is; see :func:`differences`."""
     differing = differences(baseline, balanced)
     problems = [*baseline.problems, *balanced.problems]
     if len(baseline.steps) != len(balanced.steps):
@@ -166,7 +161,6 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
 
 
 def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
-    """One run in numbers."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]

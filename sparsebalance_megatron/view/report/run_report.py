@@ -54,11 +54,7 @@ def gather(log: RunLog, iteration: int) -> tuple[RankLogs, dict[str, Timeline]]:
 
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
     """The iteration asked for, or else one of the median time, after the warm-up, of the steps
-    that both runs took.
-
-    Raises:
-        ReportError: if the log does not hold the iteration asked for.
-    """
+    that both runs took."""
     if asked is not None:
         known = [step.iteration for step in log.steps]
         if asked not in known:
@@ -97,12 +93,7 @@ class Report:
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
-    """Everything a page shows; ``step`` is the iteration to draw, None a typical one.
-
-    Raises:
-        RunLogError: if a directory holds no readable log.
-        ReportError: if the step is not logged.
-    """
+    """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
@@ -141,11 +132,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
 
 
 def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
-    """A typical step of both runs as measured: its iteration, and an SVG file.
-
-    Raises:
-        ReportError: if no step was measured in both.
-    """
+    """A typical step of both runs as measured: its iteration, and an SVG file."""
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
     timelines = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of every stage of every rank in one step, with their times: predicted, and measured.
 
-Shape legend: U segments, O operations, 2 forward and backward.
+Shape legend: U segments.
 """
 
 from __future__ import annotations
@@ -123,6 +123,5 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
 
 
 def named_places(places: Sequence[Place]) -> str:
-    """The first four, and how many more there are."""
     shown = ", ".join(f"rank {rank} stage {stage}" for rank, stage in places[:4])
     return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

@@ -40,7 +40,6 @@ def headline(numbers: RunSummary | Comparison) -> str:
 
 
 def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
-    """How much faster the run is, over a mean step."""
     if comparison.speedup is None:
         return (
             f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
@@ -59,7 +58,6 @@ def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
 
 
 def changes(numbers: RunSummary | Comparison) -> list[str]:
-    """The waterfall as a line of text; none without a baseline."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     if why is None:
         return []
@@ -154,7 +152,6 @@ def numbers_table(
 
 
 HOW_KNOWN = "how it is known"
-"""Heading of the last column."""
 
 
 _ROWS = (

@@ -230,7 +230,7 @@ def test_chunks_launches_and_cut_lists_add_up(
 
     def inverse(*args, **kwargs):
         found = invert(*args, **kwargs)
-        parts.append(int(found.parts_U[: 2 * 4].max()))
+        parts.append(int(found.list_2U[0, : 2 * 4].max()))
         return found
 
     monkeypatch.setattr(token_kernels, "_reader_kernel", Counted())

@@ -197,7 +197,7 @@ def add_parts(
     (_, kv_heads, head_dim), value_dim = dk_TGD.shape, dv_TGF.shape[2]
     rows = min(32, layout.block_size)
     _add_parts_kernel[kv_heads * layout.blocks, layout.block_size // rows](
-        *(parts_IBE, dk_TGD, dv_TGF, lists.parts_U, lists.first_slot_U, layout.start_N),
+        *(parts_IBE, dk_TGD, dv_TGF, *lists.list_2U, layout.start_N),
         *(layout.blocks, kv_heads),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),

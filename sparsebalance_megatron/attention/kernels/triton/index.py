@@ -145,18 +145,15 @@ class InverseLists:
     are int32.
 
     Attributes:
-        item_list_I, item_part_I: an item's list, -1 past the last item, and its place in that.
-        item_slot_I: where the result of an item of a cut list lies; -1 for a list of one item.
-        parts_U, first_slot_U: items of each list, at least 1; where results of a cut list begin.
+        item_3I: an item's list, -1 past the last item; its place in that; where its result lies if
+            the list is cut, else -1.
+        list_2U: items of each list, at least 1; where the results of a cut list begin.
         cut_items: how many items of cut lists there can be at most.
     """
 
     entries: Readers
-    item_list_I: Tensor
-    item_part_I: Tensor
-    item_slot_I: Tensor
-    parts_U: Tensor
-    first_slot_U: Tensor
+    item_3I: Tensor
+    list_2U: Tensor
     entries_per_item: int
     cut_items: int
 
@@ -194,11 +191,8 @@ def inverse_lists(
         )
     return InverseLists(
         entries=entries,
-        item_list_I=item_3I[0],
-        item_part_I=item_3I[1],
-        item_slot_I=item_3I[2],
-        parts_U=list_2U[0],
-        first_slot_U=list_2U[1],
+        item_3I=item_3I,
+        list_2U=list_2U,
         entries_per_item=entries_per_item,
         cut_items=cut_items,
     )

@@ -74,10 +74,9 @@ def _key_gradient(
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
     lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
     dk_TGD, dv_TGF, parts_IBX = empty_gradients(lists, k_TGD, v_TGF, dtype, layout.block_size)
-    _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
+    _key_block_kernel[(lists.item_3I.shape[1] * column_tiles,)](
         *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, dk_TGD, dv_TGF, parts_IBX),
-        *(lists.entries.bounds_J, lists.entries.readers_E),
-        *(lists.item_list_I, lists.item_part_I, lists.item_slot_I, selection.own_block_N),
+        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I, selection.own_block_N),
         *(query_layout.start_N, query_layout.document_end_N),
         *(layout.start_N, layout.document_end_N),
         *row_strides(q_THD, k_TGD, v_TGF, dout_THF),

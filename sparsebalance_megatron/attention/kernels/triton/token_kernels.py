@@ -273,10 +273,9 @@ def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     lse_TH, delta_TH = saved.lse_TH, _delta(dout_THF, saved.out_THF)
     results = dq_THD, lse_TH, delta_TH
     launch(selection, lists.entries, (*inputs, *results), saved.softmax_scale)
-    _token_key_kernel[(len(lists.item_list_I) * column_tiles,)](
+    _token_key_kernel[(lists.item_3I.shape[1] * column_tiles,)](
         *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGF, parts_IBE),
-        *(lists.entries.bounds_J, lists.entries.readers_E),
-        *(lists.item_list_I, lists.item_part_I, lists.item_slot_I),
+        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I),
         *(selection.own_block_N, selection.query_layout.block_T),
         *(selection.query_layout.start_N, layout.start_N, layout.document_end_N),
         *row_strides(*inputs),
@@ -296,11 +295,7 @@ def _delta(dout_THF: Tensor, out_THF: Tensor) -> Tensor:
     tokens, query_heads, value_dim = out_THF.shape
     delta_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=out_THF.device)
     _delta_kernel[(triton.cdiv(delta_TH.numel(), _DELTA_ROWS),)](
-        dout_THF,
-        out_THF,
-        delta_TH,
-        *row_strides(dout_THF),
-        tokens,
+        *(dout_THF, out_THF, delta_TH, *row_strides(dout_THF), tokens),
         HEADS=query_heads,
         VALUE_DIM=value_dim,
         BLOCK_F=triton.next_power_of_2(value_dim),
