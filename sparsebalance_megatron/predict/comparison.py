@@ -107,10 +107,13 @@ class TableRow:
         return max(stage.total_bytes for stage in memory_at_most(self.workload))
 
     @property
+    def gpu_bytes(self) -> float:
+        """Memory of the device whose times these are; infinite where unknown."""
+        return GIBIBYTE * (memory_gib(self.workload.cost.device) or math.inf)
+
+    @property
     def fits(self) -> bool:
-        """Whether that is within the memory of the device whose times these are."""
-        device_gib = memory_gib(self.workload.cost.device)
-        return device_gib is None or self.at_most_bytes <= GIBIBYTE * device_gib
+        return self.at_most_bytes <= self.gpu_bytes
 
     @property
     def ms(self) -> float:
