@@ -93,13 +93,11 @@ def exchange_ms_per_token(
 ) -> float:
     """Ms per token and layer of one direction: tokens go to their experts' ranks and come back.
 
-    Ranks of a node exchange at :data:`NODE_GIGABYTES_PER_SECOND`, others at the nominal rate of a
-    network card. Nothing is taken to overlap, and no token that two experts of a rank take is
-    counted once.
+    Nothing is taken to overlap, and no token that two experts of a rank take is counted once.
 
     Args:
         ranks: of the expert-parallel group.
-        gigabytes_per_second: in place of both rates.
+        gigabytes_per_second: in place of the rates in a node and between nodes.
     """
     one_node = ranks * tensor_parallel_size <= RANKS_PER_NODE
     rate = NODE_GIGABYTES_PER_SECOND if one_node else NOMINAL_GIGABYTES_PER_SECOND

@@ -147,11 +147,8 @@ def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction
 
 
 def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
-    """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
-
-    Every fifth row in the table's order is left out at a time; the order follows length, so that
-    each fit has to interpolate and the outer ones to extrapolate.
-    """
+    """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it: every
+    fifth row is left out at a time, so that fits interpolate and extrapolate."""
     block_size, work = table.identity.block_size, _work_of(table)
     errors = {}
     for timed, rows in table.rows_by_part.items():
@@ -220,7 +217,7 @@ def _fit_rows(
 
 
 def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
-    """Reasons to measure again, one sentence each; none for a table as ``profile`` writes it."""
+    """Reasons to measure again, one sentence each."""
     single = [
         f"{part} {direction}"
         for (part, direction), rows in table.rows_by_part.items()

@@ -23,8 +23,7 @@ class MemoryModel:
     """Sizes and flags that decide the memory of a GPT in bfloat16 with RMSNorm, as in Megatron.
 
     Attributes:
-        optimizer_ranks: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
-            it.
+        optimizer_ranks: over which ``--use-distributed-optimizer`` divides Adam's state.
         expert_parallel_size: ranks over which routed experts are divided; their tensor-parallel
             size is the model's.
         sharded_parameters: whether ``optimizer_ranks`` divide weights and gradients too.
@@ -212,8 +211,7 @@ def stage_memory(
 def memory_lines(
     stages: Sequence[StageMemory], most: Sequence[StageMemory], source: str
 ) -> list[str]:
-    """Lines with the memory of every stage: in the steps that were planned, and at ``most``, with
-    micro-batches as full as the token cap allows."""
+    """Lines with the memory of every stage: in planned steps, and at most."""
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"

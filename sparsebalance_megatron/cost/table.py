@@ -40,13 +40,11 @@ class CostTableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """Experts of a model; every expert is taken to get as many tokens as the others.
+    """Routed experts of a layer, which get as many tokens each, and shared ones.
 
     Attributes:
-        experts: routed experts of a layer.
-        top_k: routed experts that a token takes.
         ffn_hidden_size: of one routed expert.
-        shared_ffn_hidden_size: of a layer's shared experts together; 0 without them.
+        shared_ffn_hidden_size: of a layer's shared experts together.
         layers_share: of the model's layers, those that have experts. The others have a dense MLP.
     """
 
@@ -200,9 +198,8 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
-    ``versions``: package -> version. ``date``: ISO 8601. ``threads``: of the host. ``path``: where
-    the table was read from.
+    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults. ``threads``:
+    of the host. ``path``: where the table was read from.
     """
 
     identity: RunIdentity
@@ -305,9 +302,8 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
 
     ``measure``: attention of a layer's best head to far tokens that the text repeats
     (:mod:`..attention.repetitions`). ``block_size``: of the blocks that say what is far.
-    ``samples``: training samples that were read. ``versions``: package -> version. ``cuts``: nats
-    that a copied token loses where that layer alone reads the least budget, and all others
-    everything; empty where it was not measured.
+    ``cuts``: nats that a copied token loses where that layer alone reads the least budget, and all
+    others everything; empty where it was not measured.
     """
 
     sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]

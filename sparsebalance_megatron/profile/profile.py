@@ -144,10 +144,7 @@ def _measured_segments(
     clock: Clock,
 ) -> SegmentCost | None:
     """What a layer takes for one long sample in segments, over its time in one piece; None where
-    the flags ask for no segments, or the sample is too short for two.
-
-    What an operation takes beside it needs a pipeline, and stays an assumption.
-    """
+    the flags ask for no segments, or the sample is too short for two."""
     tokens = seq_length // min(thoroughness.divisors)
     segments = min(config.max_segments, tokens // config.segment_tokens)
     if segments < 2:
@@ -170,8 +167,8 @@ def _measured_segments(
 def _read_flags(
     flags: Sequence[str], device_type: str
 ) -> tuple[Namespace, SparseBalanceConfig, RunIdentity, Namespace]:
-    """Megatron's arguments of one process and one rank's share, the plugin's config, the table's
-    identity, and Megatron's arguments as given."""
+    """Megatron's arguments of one rank's share, the plugin's config, the table's identity, and
+    Megatron's arguments as given."""
     from sparsebalance_megatron.megatron.arguments import config_from_args
     from sparsebalance_megatron.megatron.settings import model_shape, run_identity
     from sparsebalance_megatron.megatron.single_process import (

@@ -4,7 +4,6 @@ against counts."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -238,12 +237,6 @@ def attended_block_pairs(tokens, budget, block_size):
 
 def visible_block_pairs(tokens, block_size):
     return WORK.visible_pairs(tokens / block_size)
-
-
-@given(tokens=TOKENS, block_size=BLOCK_SIZES)
-def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
-    counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
-    assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
 
 
 @settings(max_examples=150)

@@ -152,22 +152,6 @@ def test_a_group_takes_at_least_what_each_member_takes_alone(seed, shape):
     assert (group >= largest * (1 - 1e-12)).all()
 
 
-def test_equal_members_take_what_one_takes():
-    """Without differences there is nothing to wait for."""
-    job = replace(job_shape(4, 2), lockstep_ranks=4)
-    costs = step_costs([3000] * 8, job, cost_model(), StageScales.ones(1, 1))
-    budgets_LS = np.full((job.layers, 8), 9)
-    where = placed(np.arange(8), job)
-    found, alone = (
-        times.by_micro_batch_2RPVM
-        for times in (
-            group_times(costs, budgets_LS, where),
-            costs.micro_batch_ms(costs.sample_ms(budgets_LS), where),
-        )
-    )
-    assert found.ravel().tolist() == pytest.approx(alone.ravel().tolist(), rel=1e-12)
-
-
 @given(
     st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 2), (2, 5, 3, 1)]),
     st.sampled_from([2, 4]),

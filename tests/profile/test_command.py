@@ -221,9 +221,7 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
     assert (backward.ms_median, backward.ms_spread, backward.repeats) == (20.0, 10.0, 3)
     assert (forward.lengths_tokens, forward.budget_blocks) == ((7, 9), 2)
-
-
-def test_a_part_without_gradient_has_no_backward_row_and_no_budget() -> None:
+    # A part without gradient has no backward and no budget.
     timed = Timed(forward=lambda: None, backward=None)
     cell = Cell(parts=(Part.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
     clock = _ScriptedClock([1.0] * 6)

@@ -38,12 +38,10 @@ def with_layer_budgets(
     given, and lines that say so.
 
     Every pipeline stage takes at most the time of the base budget in all of its layers, so that
-    no step waits longer for one.
+    no step waits longer for one. Dense attention is chosen only where its cost is known.
 
     Args:
         lengths_tokens: of all training samples.
-        cost: of the run; dense attention is chosen only where its cost is known. The choices say up
-            to which length documents are dense.
 
     Raises:
         ConfigError: see :func:`.read_sensitivities`.
@@ -77,9 +75,8 @@ def with_layer_budgets(
 def _layer_ms(
     config: SparseBalanceConfig, lengths_tokens: np.ndarray, cost: CostModel
 ) -> tuple[np.ndarray, float]:
-    """Predicted ms of a layer's attention over all samples, of whole blocks, forward and backward:
-    [K] at 0, 1, ... blocks, the router and dense documents included, and of a dense layer, infinity
-    where that is unknown."""
+    """Predicted ms of a layer's attention over all samples: [K] at 0, 1, ... blocks, the router and
+    dense documents included, and of a dense layer, infinity where that is unknown."""
     length_X, count_X = np.unique(np.ceil(lengths_tokens / config.block_size), return_counts=True)
     knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
 

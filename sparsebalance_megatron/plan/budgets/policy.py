@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that choose attention budgets: off, towards an anchor (DST), or raised where ranks idle.
 
-The latter two trade in the steps of :mod:`.price`, best coverage per ms first.
-
-Shape legend: I chosen steps.
+Shape legend: I steps of budgets.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class BudgetPolicy:
 class AnchorPolicy(BudgetPolicy):
     """Every micro-batch goes as near to an anchor latency as it may: the paper's rule.
 
-    What that does to a sample depends on its micro-batch. One round of packing and tuning from the
-    base budgets stands for the paper's average over recent steps.
+    The mean at base budgets stands for the paper's average over recent steps.
     """
 
     by_latency = True

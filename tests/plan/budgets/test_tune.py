@@ -242,15 +242,12 @@ def problem(pinned_S):
     return budget_problem(plan_settings(), costs, coverage_curves(JOB.layers, 400), pinned_LS)
 
 
-def test_a_pinned_budget_of_one_block_stays():
+def test_pinned_budgets_stay_and_their_samples_are_like_no_other():
     allowed = problem([0, 1, 0, 7, 0, 0]).allowed
     for limit_LS in (allowed.floor_LS, allowed.base_LS, allowed.top_LS):
         assert (limit_LS[:, 1] == 1).all()
         assert (limit_LS[:, 3] == 7).all()
     assert (allowed.top_LS[:, 2] == 9).all()
-
-
-def test_pinned_samples_are_like_no_other():
     sizes = problem([2, 3, 0, 2, 2, 0]).size_S
     assert sizes[2] == sizes[5]
     assert len(set(sizes.tolist())) == 5
