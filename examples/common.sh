@@ -18,6 +18,7 @@ RUN="${RUN:-runs/$(basename "$0" .sh)}"
 WEIGHTS="${WEIGHTS:-${RUN}/weights}"
 LOG="${LOG:-${RUN}/log}"
 COST_TABLE="${COST_TABLE-${RUN}/cost_table.json}"
+SENSITIVITY="${SENSITIVITY-${RUN}/sensitivity.json}" # of layers of trained weights, for sparse attention
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with tensor parallelism
 # Packed sequences have other lengths in every step, which fragments memory without it. Torch before
@@ -70,9 +71,14 @@ run_example() {
         --sparse-balance-log-dir "${LOG}"
         "${SPARSE_BALANCE_ARGS[@]}"
     )
-    # ATTENTION=exact: dense, as without the plugin. ATTENTION=sparse: with the script's SPARSE_ARGS.
+    # ATTENTION=exact: dense, as without the plugin. ATTENTION=sparse: with the script's SPARSE_ARGS,
+    # and budgets by layer where it starts from trained weights.
     local attention=(--sparse-balance-mode exact)
-    [[ "${ATTENTION:-exact}" == exact ]] || attention=("${SPARSE_ARGS[@]}")
+    if [[ "${ATTENTION:-exact}" != exact ]]; then
+        attention=("${SPARSE_ARGS[@]}")
+        [[ -z "${MODEL:-}" || -z "${SENSITIVITY}" ]] ||
+            attention+=(--sparse-balance-sensitivity "${SENSITIVITY}")
+    fi
     local table=()
     [[ -z "${COST_TABLE}" ]] || table=(--sparse-balance-cost-table "${COST_TABLE}")
     case "${1:-}" in
@@ -91,6 +97,10 @@ run_example() {
             sparse-balance profile --check -o "${COST_TABLE}" "${@:2}" -- \
                 "${flags[@]}" "${SPARSE_ARGS[@]}"
             ;;
+        sensitivity)
+            launch sparsebalance_megatron.cli sensitivity -o "${SENSITIVITY}" -- \
+                "${flags[@]}" "${SPARSE_ARGS[@]}" "${@:2}"
+            ;;
         baseline)
             train "${flags[@]}" "${table[@]}" --sparse-balance-mode exact \
                 --sparse-balance-batching arrival \
@@ -108,9 +118,12 @@ train() {
         WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python -m sparsebalance_megatron.pretrain_gpt "$@"
         return
     fi
+    launch sparsebalance_megatron.pretrain_gpt "$@"
+}
+
+launch() {
     torchrun --nnodes "${NNODES}" --node-rank "${NODE_RANK}" --nproc-per-node "${GPUS_PER_NODE}" \
-        --master-addr "${MASTER_ADDR}" --master-port "${MASTER_PORT}" \
-        -m sparsebalance_megatron.pretrain_gpt "$@"
+        --master-addr "${MASTER_ADDR}" --master-port "${MASTER_PORT}" -m "$@"
 }
 
 # The steps of supervised fine-tuning of Qwen2.5 and Qwen3 on conversations, and their flags.
@@ -123,7 +136,7 @@ fine_tune_qwen() {
     TRAINING_ARGS+=(--eval-iters 0 --eval-interval 1000000)
     DATA_ARGS=(--data-path "${DATA}" --split '100,0,0' --tokenizer-model "${MODEL}")
     SPARSE_BALANCE_ARGS=()
-    SPARSE_ARGS=(--sparse-balance-base-budget 32)
+    SPARSE_ARGS=(--sparse-balance-base-budget 32 --sparse-balance-selection previous-block)
     run_example "$@"
 }
 

@@ -6,6 +6,8 @@
 #   examples/qwen2.5_0.5b_sft.sh prepare   once: conversations to .bin and .idx files
 #   examples/qwen2.5_0.5b_sft.sh convert   once: Hugging Face weights to a Megatron checkpoint
 #   examples/qwen2.5_0.5b_sft.sh profile   once, on a GPU as in training: the cost table
+#   examples/qwen2.5_0.5b_sft.sh sensitivity
+#       once, for ATTENTION=sparse: which layers look things up
 #   examples/qwen2.5_0.5b_sft.sh           train
 #
 # It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
