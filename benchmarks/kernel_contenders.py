@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,8 @@ from sparsebalance_megatron.attention.selection import Selection
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
 
-OPTIONAL = ("flash_attn", "flash_moba", "fla", "mcore_bridge")
+OPTIONAL = ("flash_attn", "flash_moba")
 """Packages whose attention takes part where they are installed."""
-MCORE_BRIDGE_ENTRY_TOKENS = 32
 DEFAULT_TOKENS = 8192
 """Tokens that the default budget reads: 32 blocks of 256."""
 
@@ -167,10 +165,8 @@ def dense(case: Case, shape: Shape) -> dict[str, Attend]:
 
 
 def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
-    """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row.
-
-    Of others, those that know blocks alone do not read columns.
-    """
+    """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row, and
+    the others that know blocks alone do not read columns."""
     contenders = {"triton": ours(selection, shape, "triton")}
     if selection.columns is not None:
         return contenders | {"blocks": ours(selection, shape, "blocks")}
@@ -178,10 +174,6 @@ def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
         contenders["flex"] = _flex(selection, shape)
     if importlib.util.find_spec("flash_moba") is not None and not case.skewed:
         contenders["FlashMoBA"] = _flash_moba(case)
-    if importlib.util.find_spec("fla") is not None and not selection.by_token:
-        contenders["fla nsa"] = _fla_nsa(selection, shape)
-    if importlib.util.find_spec("mcore_bridge") is not None:
-        contenders["mcore-bridge qsa"] = mcore_bridge(selection)
     return contenders
 
 
@@ -246,106 +238,6 @@ def _flash_moba(case: Case) -> Attend:
     return lambda q, k, v: flash_moba_varlen_func(
         q, k, v, ends, ends, longest, longest, case.block_size, case.budget, causal=True
     )
-
-
-def _fla_nsa(selection: Selection, shape: Shape) -> Attend:
-    """The selection, spread to tokens. For groups of 16 query heads or more: ``--kv-heads 1``."""
-    from fla.ops.nsa.parallel import parallel_nsa
-
-    layout = selection.query_layout
-    # It counts blocks from the document's first.
-    first_N = layout.first_block_S[layout.document_N]
-    indices_NGK = (selection.indices_QCK - first_N[:, None, None]).clamp(min=0)
-    indices_TGK = indices_NGK[layout.block_T].long()[None]
-    counts_TG = selection.counts_QC[layout.block_T].long()[None]
-    ends = torch.tensor(layout.cu_seqlens, device=indices_TGK.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return parallel_nsa(
-            q[None],
-            k[None],
-            v[None],
-            block_indices=indices_TGK,
-            block_counts=counts_TG,
-            block_size=layout.block_size,
-            scale=shape.softmax_scale,
-            cu_seqlens=ends,
-        )[0]
-
-    return attend
-
-
-def mcore_bridge(selection: Selection) -> Attend:
-    """The selection as mcore-bridge's kernel takes it, its module loaded without the package.
-
-    It takes one list for all heads of a call, so KV heads take turns, and entries of 32 tokens.
-
-    Raises:
-        ValueError: when called, if every query head selects for itself, or the block size is no
-            multiple of an entry.
-    """
-    kernels = _module_of("mcore_bridge", "model/modules/kernels/qsa_block_sparse_attn.py")
-    layout = selection.query_layout
-    entries_N = -(-layout.length_N // MCORE_BRIDGE_ENTRY_TOKENS)
-    document_T = layout.document_N[layout.block_T]
-    first_entry_N = entries_N.cumsum(0) - entries_N
-    first_T, number_T, entry_T = (
-        x_T.int()
-        for x_T in (
-            layout.start_N[layout.first_block_S][document_T],
-            torch.arange(layout.tokens, device=document_T.device),
-            first_entry_N[layout.first_block_S][document_T],
-        )
-    )
-    chosen_C = [_entries_of(selection, head, entries_N) for head in range(_lists(selection))]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(chosen_C) != k.shape[1]:
-            raise ValueError("one list for all heads of a group, and every query head has its own")
-        if layout.block_size % MCORE_BRIDGE_ENTRY_TOKENS:
-            raise ValueError(f"blocks of a multiple of {MCORE_BRIDGE_ENTRY_TOKENS} tokens only")
-        parts = [
-            kernels.qsa_block_sparse_attention_triton(
-                *(q_head, k[:, head : head + 1], v[:, head : head + 1]),
-                *(chosen_C[head], first_T, number_T, entry_T, first_T),
-                scale=q.shape[-1] ** -0.5,
-                block_size=MCORE_BRIDGE_ENTRY_TOKENS,
-            )
-            for head, q_head in enumerate(q.chunk(k.shape[1], dim=1))
-        ]
-        return torch.cat(parts, dim=1)
-
-    return attend
-
-
-def _lists(selection: Selection) -> int:
-    return selection.counts_QC.shape[1]
-
-
-def _entries_of(selection: Selection, head: int, entries_N: Tensor) -> Tensor:
-    """[T, entries] uint8: what a head's lists hold, for every token."""
-    lists_QK, counts_Q = selection.indices_QCK[:, head].long(), selection.counts_QC[:, head]
-    places_K = torch.arange(lists_QK.shape[1], device=lists_QK.device)
-    listed_QK = places_K < counts_Q[:, None]
-    chosen_QN = torch.zeros(
-        len(lists_QK), len(entries_N), dtype=torch.uint8, device=lists_QK.device
-    )
-    rows_Q1 = torch.arange(len(lists_QK), device=lists_QK.device)[:, None].expand_as(lists_QK)
-    chosen_QN[rows_Q1[listed_QK], lists_QK[listed_QK]] = 1
-    chosen = chosen_QN.repeat_interleave(entries_N, dim=1)
-    return chosen if selection.by_token else chosen[selection.query_layout.block_T]
-
-
-def _module_of(package: str, path: str) -> Any:
-    """A module of an installed package, which need not be importable itself."""
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.submodule_search_locations is not None
-    location = Path(found.submodule_search_locations[0], path)
-    spec = importlib.util.spec_from_file_location(location.stem, location)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _boundaries(case: Case) -> tuple[Tensor, int]:

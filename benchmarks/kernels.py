@@ -7,8 +7,8 @@
 Per case: forward, backward and both, as median and spread in ms, and TFLOP/s counted on the query,
 key pairs that the selection lets be read (4 D operations a pair forward, 10 D backward); the router
 (scores, coverage, selection), as chosen and in torch, and the index of the backward pass;
-how far the kernels' output lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where
-they are installed. Memory is filled with NaN before a contender runs, and its results must be
+how far the kernels' output lies from FlexAttention's. flash-attn and FlashMoBA take part where they
+are installed. Memory is filled with NaN before a contender runs, and its results must be
 finite. The second-level cache is overwritten before every timed call. ``--tune`` instead times the
 tile shapes that ``kernel_resources.py --candidates`` finds promising, one kernel's at a time; for
 selections by token also the size of the buffer for partial results.

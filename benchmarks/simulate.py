@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from simulated.lengths import LENGTHS
-from simulated.peers import peers_of
 from simulated.setups import SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
@@ -111,8 +110,6 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
         rows = rows_of(workload)
         ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}
-    if job.lockstep_ranks > 1:
-        ways |= peers_of(whole)
     return {name: predict(way) for name, way in ways.items()}
 
 

@@ -12,9 +12,7 @@
 #   examples/cluster_qwen3_30b_a3b_sft.sh           train, on every node with NODE_RANK, MASTER_ADDR
 #
 # It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
-# with block-sparse attention. Predicted for an H100: that pays for documents of more than 71,168
-# tokens, or 22,784 with --sparse-balance-selection previous-block (32 blocks of 256; counted, with
-# sparse attention at 13 % or 35 % of the peak and dense attention at 60 %; not measured).
+# with block-sparse attention, which pays for long documents: `plan` says from which length on.
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
 #

@@ -19,7 +19,7 @@ LEG=(
     tests/megatron/test_arguments.py
     tests/run/test_flag_off.py
     tests/run/test_resume.py::test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back
-    "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[pipeline]"
+    "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[layers-pipeline]"
     "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[wide]"
 )
 

@@ -12,8 +12,8 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -65,18 +65,52 @@ class NoTraffic(TorchDispatchMode):
         return result
 
 
+class TritonLaunch(NamedTuple):
+    """A kernel with what it was given."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All arguments by name."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | self.keywords
+
+    def check(self) -> None:
+        """Tensors lie on the device, begin where the kernel expects it, and have dense last
+        dimensions."""
+        begin_anywhere = {
+            each.name for each in self.kernel.params if each.do_not_specialize_on_alignment
+        }
+        for argument, value in self.named.items():
+            if isinstance(value, Tensor):
+                what = f"{self.name}: {argument}"
+                assert str(value.device) == "cuda:0", f"{what} lies on {value.device}"
+                offset = value.storage_offset() * value.element_size()
+                if argument not in begin_anywhere:
+                    assert offset % ALIGNMENT_BYTES == 0, f"{what} begins at byte {offset}"
+                assert value.ndim == 0 or value.stride(-1) == 1 or value.shape[-1] == 1, (
+                    f"{what} has strides {value.stride()}"
+                )
+
+
 class Launches(TorchDispatchMode):
     """Counts operations of torch that are no views and no allocations, and Triton's launches.
 
     Attributes:
         counted: launches by name.
-        by_triton: the name and the arguments of every launch of Triton.
+        by_triton: every launch of Triton.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: Counter[str] = Counter()
-        self.by_triton: list[tuple[str, dict[str, Any]]] = []
+        self.by_triton: list[TritonLaunch] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -93,11 +127,10 @@ class Launches(TorchDispatchMode):
         import triton
 
         def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-            name = kernel.fn.__name__
-            named = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
-            self.counted[name] += 1
-            self.by_triton.append((name, named | {"grid": grid}))
-            check_launch(name, named)
+            launch = TritonLaunch(kernel, arguments, keywords)
+            launch.check()
+            self.counted[launch.name] += 1
+            self.by_triton.append(launch)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton.runtime.JITFunction, "run", run)
@@ -134,21 +167,6 @@ class PeakMemory(TorchDispatchMode):
     def _gone(self, number: int, size: int) -> None:
         self._seen.discard(number)
         self.now -= size
-
-
-def check_launch(
-    name: str, arguments: dict[str, Any], begin_anywhere: Collection[str] = ()
-) -> None:
-    """Tensors lie on the device, begin where kernels expect it, and have dense last dimensions."""
-    for argument, value in arguments.items():
-        if isinstance(value, Tensor):
-            assert str(value.device) == "cuda:0", f"{name}: {argument} lies on {value.device}"
-            offset = value.storage_offset() * value.element_size()
-            if argument not in begin_anywhere:
-                assert offset % ALIGNMENT_BYTES == 0, f"{name}: {argument} begins at byte {offset}"
-            assert value.ndim == 0 or value.stride(-1) == 1 or value.shape[-1] == 1, (
-                f"{name}: {argument} has strides {value.stride()}"
-            )
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from forked_ranks import free_port, run_alone, run_ranks
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = REPOSITORY / "tests" / "programs"
 """What tests start."""
+CHANGED = str(PROGRAMS / "changed_entry.py")
 TIMEOUT_S = 240
 _GRACE_S = 40
 """More than torchrun gives its ranks to end by themselves."""

@@ -97,7 +97,7 @@ IMPORT_RULES = {
         inside=("attention", "cost.work_model", "evaluate"),
     ),
     "cli": ImportRule(
-        outside=("numpy", "safetensors", "torch", "tqdm"),
+        outside=("numpy", "safetensors", "scipy", "torch", "tqdm"),
         inside=(
             *("attention", "cli", "convert", "cost", "data", "learn", "log", "megatron", "plan"),
             *("predict", "profile", "run", "view"),

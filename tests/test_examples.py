@@ -28,11 +28,7 @@ from recorded_programs import record, recorded
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.cost.dense_length import crossing_tokens
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
 
 REPOSITORY = Path(__file__).parents[1]
@@ -266,39 +262,6 @@ def test_cluster_scripts_plan_what_they_train(name: str, tmp_path: Path) -> None
         assert flag_values(trained).keys() - planned.keys() == missing
         (tmp_path / "runs" / name.removesuffix(".sh")).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name.removesuffix(".sh") / "cost_table.json").touch()
-
-
-@pytest.mark.parametrize("name", CLUSTER)
-def test_cluster_scripts_say_from_which_length_sparse_attention_pays(
-    name: str, tmp_path: Path
-) -> None:
-    ((_, *words),) = calls_of(
-        name, [], directory=tmp_path, variables={"ATTENTION": "sparse", "COST_TABLE": ""}
-    )
-    given = {flag: values[0] for flag, values in flag_values(words).items() if values}
-    sizes = {
-        "hidden_size": "--hidden-size",
-        "ffn_hidden_size": "--ffn-hidden-size",
-        "num_attention_heads": "--num-attention-heads",
-        "num_query_groups": "--num-query-groups",
-        "head_dim": "--kv-channels",
-        "vocab_size": "--padded-vocab-size",
-        "tensor_parallel_size": "--tensor-model-parallel-size",
-    }
-    shape = ModelShape(
-        **{size: int(given[flag]) for size, flag in sizes.items()}, gated_linear_unit=True
-    )
-    block_size, budget = (
-        int(given[f"--sparse-balance-{option}"]) for option in ("block-size", "base-budget")
-    )
-    costs = (
-        CostModel.analytic(shape, block_size, selection=selection, device="h100")
-        for selection in (DEFAULT_SELECTION, "previous-block")
-    )
-    by_token, by_block = (crossing_tokens(cost, budget, 10**7) for cost in costs)
-    text = (REPOSITORY / "examples" / name).read_text().replace("\n#", "")
-    assert f"documents of more than {by_token:,} tokens, or {by_block:,} with" in text
-    assert f"({budget} blocks of {block_size}; counted" in text
 
 
 def test_a_cluster_of_experts_is_checked_and_planned(work: Path) -> None:

@@ -6,15 +6,12 @@ every variant, in an order that changes from batch to batch, so that what distur
 disturbs all, and times can be compared in pairs. A variant plans from its own past steps only.
 
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
-``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
-``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
-that weighs more than four times the mean. In ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight
-layers have that many micro-batches, which one variant may run in segments. In ``ep2`` two ranks
-exchange tokens of experts in every layer, in ``fsdp2`` they gather its weights, so that each waits
-for the other there. In ``gpu-dp4``
-one device plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is
-the slowest rank's computation plus what all ranks share, and nothing is communicated. Flags after
--- go to Megatron, last, so that they win over the benchmark's.
+``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight layers have that many micro-batches, which one
+variant may run in segments. In ``ep2`` two ranks exchange tokens of experts in every layer, in
+``fsdp2`` they gather its weights, so that each waits for the other there. In ``gpu-dp4`` one device
+plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is the slowest
+rank's computation plus what all ranks share, and nothing is communicated. Flags after -- go to
+Megatron, last, so that they win over the benchmark's.
 
 Documents are the sources of Python's standard library, up to --seq-length tokens; --directory
 keeps them, the cost table and all logs.
@@ -30,23 +27,20 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from end_to_end import giants, launch, show
+from end_to_end import launch, show
 from end_to_end.evaluation import FORMULAS, bounds_ms, summarise
-from end_to_end.layouts import LAYOUTS, SEED, Layout, model_flags
+from end_to_end.layouts import LAYOUTS, Layout, model_flags
 from end_to_end.results import read_steps
 from end_to_end.variants import (
     ALL_VARIANTS,
     FIXED,
     IN_LOCKSTEP,
     OURS_SEGMENTS,
-    OURS_WIDE,
     VARIANTS,
     WARM_UP_BATCHES,
-    WITH_GIANTS,
     WITH_SEGMENTS,
     StepOrder,
 )
@@ -78,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        show.draw(layouts, options.plot)
     return 0
 
 
@@ -110,7 +102,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cost-table", type=Path, help="default: measured now")
     parser.add_argument("--directory", type=Path, default=Path("runs/end_to_end"))
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them here")
     parser.add_argument(
         "--quick", action="store_true", help="a few short steps, to see that it works"
     )
@@ -118,7 +109,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.megatron_flags = argv[split + 1 :]
     options.device = options.device or ("cuda" if options.layout == "gpu-dp4" else "cpu")
     layout = LAYOUTS.get(options.layout, LAYOUTS["dp2"])
-    with_giants = layout.giants > 0
     if options.variants is None:
         options.variants = list(usual_variants(layout))
     seq_length = layout.seq_length or SEQ_LENGTH[options.device]
@@ -128,16 +118,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             setattr(options, name, value)
     if options.device == "cuda" and options.layout != "gpu-dp4":
         parser.error(f"--device cuda: only --layout gpu-dp4 runs on a GPU, not {options.layout}")
-    if OURS_WIDE in options.variants and not with_giants:
-        parser.error(f"--variants {OURS_WIDE}: only --layout dp2-giant has ranks that share rows")
     if OURS_SEGMENTS in options.variants and not layout.segments:
         parser.error(f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 have it")
-    if options.plot is not None and layout.lockstep:
-        parser.error(f"--plot draws perfect balance, which --layout {layout.name} cannot measure")
-    if options.plot is not None and FIXED not in options.variants:
-        parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
-    if options.plot is not None and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.batches < 1 or options.warm_up < 0:
         parser.error("--batches must be at least 1 and --warm-up at least 0")
     return options
@@ -145,8 +127,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def usual_variants(layout: Layout) -> tuple[str, ...]:
     """Names of the variants that a layout is for."""
-    if layout.giants:
-        return WITH_GIANTS
     if layout.segments:
         return WITH_SEGMENTS
     return IN_LOCKSTEP if layout.lockstep else tuple(variant.name for variant in VARIANTS)
@@ -163,15 +143,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     flags = model_flags(device=options.device, seq_length=options.seq_length)
     flags += LAYOUTS[names[0]].model
     tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
-    if (batch_size := LAYOUTS[names[0]].giants) > 0:
-        prefix = data_with_giants(prefix, options, batch_size)
     data = ["--data-path", str(prefix), *tokenizer]
     table = options.cost_table or launch.profile(
         [*flags, *data, *LAYOUTS[names[0]].flags, *options.megatron_flags],
         options.directory / "cost_table.json",
         device=options.device,
         quick=options.quick,
-        ranks=LAYOUTS[names[0]].processes if LAYOUTS[names[0]].giants else 1,
     )
     costs = ["--sparse-balance-cost-table", str(table)]
     return {
@@ -183,18 +160,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         for name in names
     }
-
-
-def data_with_giants(source: Path, options: argparse.Namespace, batch_size: int) -> Path:
-    """As many global batches as the run takes, made anew of the data set at ``source``."""
-    lengths_tokens = giants.lengths_with_giants(
-        options.warm_up + options.batches,
-        batch_size=batch_size,
-        seq_length=options.seq_length,
-        seed=SEED,
-    )
-    prefix = options.directory / "data" / "with-giants"
-    return giants.write_with_giants(source, prefix, lengths_tokens)
 
 
 def measure_layout(

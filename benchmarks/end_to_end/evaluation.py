@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from end_to_end.results import StepResult
-from end_to_end.variants import DENSE, EXACT, FIXED, OURS, OURS_SEGMENTS, OURS_WIDE, PAPER
+from end_to_end.variants import DENSE, EXACT, FIXED, OURS, OURS_SEGMENTS, PAPER
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -20,11 +20,9 @@ FORMULAS = {
     "interval": f"{CONFIDENCE:.0%} percentile bootstrap of that, {RESAMPLES} resamples of batches",
     "median_ratio": "median over global batches of reference step over variant step",
     "imbalance": "max/mean of computation over ranks and stages, mean over steps",
-    "waiting": "share of rank time without computation, over all steps; waiting for ranks that "
-    "share a row included",
+    "waiting": "share of rank time without computation, over all steps",
     "heaviest_over_mean": "computation of the heaviest micro-batch over that of the mean one: "
     "[least, mean] over steps",
-    "shared_micro_batches": "those that lie on several ranks, mean over steps",
     "work_ratio": "predicted work over that of the same samples at base budgets, mean over steps",
     "bound_ms": "step of the fixed budget - makespan of its measured micro-batch times + makespan "
     "with every micro-batch at its stage's mean; without a pipeline: step - slowest rank's "
@@ -44,7 +42,7 @@ def summarise(batches: Batches, *, lockstep: bool, seed: int = 0) -> dict[str, d
         FIXED,
         DENSE,
         EXACT,
-        *([OURS] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else []),
+        *([OURS] if OURS_SEGMENTS in batches[0] else []),
     ]
     known += [PAPER] if lockstep else []
     references = {name: _step_ms(batches, name) for name in known if name in batches[0]}
@@ -87,7 +85,6 @@ def _summary(results: Sequence[StepResult]) -> dict[str, Any]:
         "heaviest_over_mean": [min(heaviest), fmean(heaviest)],
         "imbalance": float((busy_ms.max(axis=1) / busy_ms.mean(axis=1)).mean()),
         "waiting": float(1.0 - busy_ms.sum() / (step_ms.sum() * busy_ms.shape[1])),
-        "shared_micro_batches": fmean(result.shared_micro_batches for result in results),
         "coverage": _mean_of_known([result.coverage for result in results]),
         "base_coverage": _mean_of_known([result.base_coverage for result in results]),
         "work_ratio": _mean_of_known([result.work_ratio for result in results]),

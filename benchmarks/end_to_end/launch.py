@@ -66,15 +66,11 @@ def tokenizer_flags(prefix: Path, given: Sequence[str]) -> list[str]:
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
 
 
-def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool, ranks: int) -> Path:
-    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats.
-
-    Args:
-        ranks: that may share a row; several measure what that takes.
-    """
+def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool) -> Path:
+    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats."""
     print("measuring the model's layers on this machine", flush=True)
     effort = ["--quick"] if quick else []
-    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device, ranks=ranks)
+    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device)
     return table
 
 
@@ -99,11 +95,11 @@ def train(
     for old in (*directory.glob("*.jsonl"), *directory.glob("ranks/*.jsonl")):
         old.unlink()
     command = [
-        *_torchrun(layout.processes),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(layout.processes)),
         *("-m", "end_to_end.worker", "--paired-directory", str(directory)),
         *("--paired-batches", str(order.batches)),
         *("--paired-ranks-in-turn", str(layout.ranks_in_turn)),
-        *(["--paired-disturbed"] if layout.disturbed else []),
         *("--paired-variants", *(variant.name for variant in variants)),
         *("--sparse-balance-log-dir", str(directory)),
         *(*training_flags(steps=order.steps), *layout.flags, *flags),
@@ -151,19 +147,11 @@ def _started(command: Sequence[str], device: str) -> Iterator[subprocess.Popen[s
             process.wait()
 
 
-def _torchrun(processes: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)),
-    ]
-
-
-def _tool(*arguments: str, device: str = "cpu", ranks: int = 1) -> None:
+def _tool(*arguments: str, device: str = "cpu") -> None:
     """The ``sparse-balance`` tool; its output only if it fails."""
-    python = [sys.executable] if ranks == 1 else _torchrun(ranks)
     try:
         done = subprocess.run(
-            [*python, "-m", "sparsebalance_megatron.cli", *arguments],
+            [sys.executable, "-m", "sparsebalance_megatron.cli", *arguments],
             env=environment(device),
             capture_output=True,
             text=True,

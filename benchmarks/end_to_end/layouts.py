@@ -13,12 +13,10 @@ SEED = 1234
 class Layout:
     """How a run is spread. ``processes`` run at once; each plays ``ranks_in_turn`` ranks.
 
-    ``disturbed``: every process has a core of its own, and the last one shares it with another job.
-    ``giants``: every global batch, of so many documents, holds one giant, and ranks may share rows;
-    0 leaves the data set as it is. ``model``: flags that win over the usual model's; ``seq_length``
-    where it is not the usual one. ``segments``: one variant runs micro-batches in segments.
-    ``lockstep``: ranks wait for one another in every layer, so that measured times of micro-batches
-    hold waiting and say nothing about balance.
+    ``model``: flags that win over the usual model's; ``seq_length`` where it is not the usual one.
+    ``segments``: one variant runs micro-batches in segments. ``lockstep``: ranks wait for one
+    another in every layer, so that measured times of micro-batches hold waiting and say nothing
+    about balance.
     """
 
     name: str
@@ -26,8 +24,6 @@ class Layout:
     processes: int
     flags: tuple[str, ...]
     ranks_in_turn: int = 1
-    disturbed: bool = False
-    giants: int = 0
     model: tuple[str, ...] = ()
     seq_length: int | None = None
     segments: bool = False
@@ -52,23 +48,6 @@ LAYOUTS = {
             title="two data-parallel ranks, four micro-batches each",
             processes=2,
             flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
-        ),
-        Layout(
-            name="dp2-slow",
-            title="two data-parallel ranks, one of which shares its core with another job",
-            processes=2,
-            flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
-            disturbed=True,
-        ),
-        Layout(
-            name="dp2-giant",
-            title="two data-parallel ranks that may share rows, one giant in every global batch",
-            processes=2,
-            flags=(
-                *("--micro-batch-size", "1", "--global-batch-size", "8"),
-                *("--sparse-balance-max-context-parallel", "2"),
-            ),
-            giants=8,
         ),
         Layout(
             name="pp2",

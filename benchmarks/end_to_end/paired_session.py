@@ -99,17 +99,11 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
             batching=variant.batching,
             tuning=variant.tuning,
             layer_budgets="dense:all" if variant.dense else shared.plan_settings.layer_budgets,
-            max_context_parallel=shared.plan_settings.max_context_parallel if variant.wide else 1,
+            max_context_parallel=1,
             max_segments=shared.plan_settings.max_segments if variant.segments else 1,
         )
-        config = replace(
-            shared.config, calibration=variant.calibration or shared.config.calibration
-        )
-        schedulers.append(
-            replace(
-                shared, settings=settings, plan_settings=plan_settings, config=config
-            ).scheduler()
-        )
+        inputs = replace(shared, settings=settings, plan_settings=plan_settings)
+        schedulers.append(inputs.scheduler())
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 
 

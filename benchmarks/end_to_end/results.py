@@ -7,7 +7,6 @@ Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,17 +30,15 @@ class StepResult:
     where one process plays several ranks in turn, with the slowest rank's computation only.
     ``balanced_ms``: the same step with its work spread evenly, see :func:`balanced_ms`.
     ``busy_ms``: computation per rank and stage, flat. ``heaviest_over_mean``: of the computation of
-    a rank's micro-batch over all stages. ``shared_micro_batches``: on several ranks; each counts
-    once in every pipeline stage. ``coverage`` is executed, ``base_coverage``
-    what base budgets had given with the same scores, ``work_ratio`` the planner's; None for dense
-    attention, which scores nothing. ``peak_megabytes``: most resident memory of every process.
+    a rank's micro-batch over all stages. ``coverage`` is executed, ``base_coverage`` what base
+    budgets had given with the same scores, ``work_ratio`` the planner's; None for dense attention,
+    which scores nothing. ``peak_megabytes``: most resident memory of every process.
     """
 
     step_ms: float
     balanced_ms: float
     busy_ms: tuple[float, ...]
     heaviest_over_mean: float
-    shared_micro_batches: int
     coverage: float | None
     base_coverage: float | None
     work_ratio: float | None
@@ -78,12 +75,11 @@ def read_steps(
             f"{[len(found) for found in times]} in rank*.jsonl are no batch of {order.variants} "
             f"steps after {warm_up} of warm-up"
         )
-    shared = _shared_micro_batches(directory)
     found: dict[tuple[int, int], StepResult] = {}
     for step in range(warm_up * order.variants, order.steps):
         slowest_ms = max(found[step]["ms"] for found in times)
         result = replace(
-            _result(records[step], slowest_ms, shared[step + 1], ranks_in_turn),
+            _result(records[step], slowest_ms, ranks_in_turn),
             peak_megabytes=tuple(each[step]["peak_megabytes"] for each in times),
         )
         if not np.isfinite([result.balanced_ms, result.lm_loss]).all():
@@ -107,24 +103,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete.splitlines()]
 
 
-def _shared_micro_batches(directory: Path) -> Counter[int]:
-    """Those of every iteration that lay on several ranks, counted on their first."""
-    files = sorted((directory / "ranks").glob("*.jsonl"))
-    if not files:
-        raise BenchmarkError(f"{directory / 'ranks'}: holds no log; see train.log beside it")
-    return Counter(
-        record["iteration"]
-        for path in files
-        for header, *records in [_lines(path)]
-        for record in records
-        for micro_batch in record["micro_batches"]
-        if micro_batch["cp_size"] > 1 and micro_batch["rank"] == header["data_parallel_rank"]
-    )
-
-
-def _result(
-    record: dict[str, Any], slowest_ms: float, shared: int, ranks_in_turn: int
-) -> StepResult:
+def _result(record: dict[str, Any], slowest_ms: float, ranks_in_turn: int) -> StepResult:
     forward, backward = (
         _by_rank(times_DPVM, ranks_in_turn)
         for times_DPVM in np.array(record["measured"]["times_2RPVM"], dtype=np.float64)
@@ -141,7 +120,6 @@ def _result(
         balanced_ms=balanced_ms(step_ms, forward, backward),
         busy_ms=tuple(busy_DP.ravel().tolist()),
         heaviest_over_mean=float(busy_DM.max() / busy_DM.mean()),
-        shared_micro_batches=shared,
         coverage=figures["coverage"],
         base_coverage=figures["coverage_base"],
         work_ratio=None if dense else figures["work_ratio"],

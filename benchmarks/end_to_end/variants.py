@@ -19,19 +19,15 @@ class Variant:
     label: str
     batching: str
     tuning: str
-    calibration: str | None = None
-    """None: as the flags say."""
     dense: bool = False
     """Dense attention in all layers instead of block-sparse."""
-    wide: bool = False
-    """Rows may lie on several ranks; for layouts whose ranks may share rows."""
     segments: bool = False
     """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
 
 
 DENSE, EXACT, FIXED, PAPER = "dense", "exact", "fixed", "paper"
 OURS = "ours"
-OURS_WIDE, OURS_SEGMENTS = "ours-wide", "ours-segments"
+OURS_SEGMENTS = "ours-segments"
 
 VARIANTS = (
     Variant(
@@ -67,20 +63,6 @@ VARIANTS = (
 )
 """What a run compares unless told otherwise."""
 
-EQUAL_DEVICES = Variant(
-    name="ours-equal-devices",
-    label="ours, devices taken for equal",
-    batching="makespan",
-    tuning="raise",
-    calibration="stages",
-)
-WIDE = Variant(
-    name=OURS_WIDE,
-    label="ours, rows on several ranks",
-    batching="makespan",
-    tuning="raise",
-    wide=True,
-)
 SEGMENTS = Variant(
     name=OURS_SEGMENTS,
     label="ours, micro-batches in segments",
@@ -88,9 +70,7 @@ SEGMENTS = Variant(
     tuning="raise",
     segments=True,
 )
-ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE, SEGMENTS)
-WITH_GIANTS = (FIXED, OURS, OURS_WIDE)
-"""What a run compares whose global batches hold giants."""
+ALL_VARIANTS = (*VARIANTS, SEGMENTS)
 WITH_SEGMENTS = (FIXED, OURS, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
 IN_LOCKSTEP = (DENSE, EXACT, FIXED, PAPER, OURS)

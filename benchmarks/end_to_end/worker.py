@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,6 @@ from end_to_end.variants import ALL_VARIANTS, StepOrder, Variant
 from sparsebalance_megatron import pretrain_gpt
 from sparsebalance_megatron.megatron.arguments import device_type_of
 
-OTHER_JOB_NICE = 5
-"""Under Linux's scheduler it then gets a quarter of the core."""
-
 
 def main() -> None:
     own, flags = _options().parse_known_args()
@@ -42,8 +38,6 @@ def main() -> None:
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
-    if own.disturbed:
-        share_last_core()
     pair_steps(order, variants, own.ranks_in_turn)
     time_steps(order, own.directory)
     pretrain_gpt.main(flags)
@@ -55,21 +49,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--paired-batches", dest="batches", type=int, required=True)
     parser.add_argument("--paired-directory", dest="directory", type=Path, required=True)
     parser.add_argument("--paired-ranks-in-turn", dest="ranks_in_turn", type=int, default=1)
-    parser.add_argument("--paired-disturbed", dest="disturbed", action="store_true")
     return parser
-
-
-def share_last_core() -> None:
-    """Give every rank a core of its own, and the last rank's to a job of lower priority as well."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    if rank == ranks - 1:
-        job = (
-            f"import os; os.nice({OTHER_JOB_NICE})\n"
-            f"while os.getppid() == {os.getpid()}: sum(range(100000))"
-        )
-        subprocess.Popen([sys.executable, "-c", job])
 
 
 def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int) -> None:

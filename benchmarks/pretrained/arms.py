@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arms: who selects, how many blocks, in which layers; and the work that this is predicted to be.
 
-An arm is a line of words: ``token-query-head 8 first=1 layers=peaks prefix=dense tile=16``.
+An arm is a line of words: ``token-query-head 8 first=1 layers=peaks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pretrained.model import PretrainedError
 from pretrained.rules import BY_TOKEN, EXPERIMENTS
@@ -15,12 +15,11 @@ from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.selector_registry import BUILT_IN, default_first_blocks
 
 TOKEN_PAIR_COST = 2.8
-"""Assumed: a pair of a token's own list costs this many pairs of a list that a block or tile of
-queries shares, as on a Hopper GPU (2.6 to 2.9). A pair of a dense layer is counted as one."""
+"""Assumed: a pair of a token's own list costs this many pairs of a list that a block of queries
+shares, as on a Hopper GPU (2.6 to 2.9). A pair of a dense layer is counted as one."""
 UNIFORM = "uniform"
 ALL = "dense"
 _SHORT_TOKENS, _LONGEST_TOKENS = 1024, 8192
-_RULES = {"tile", "wishes", "carry"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +32,12 @@ class Arm:
             dense ones.
         first_blocks: of a document, read besides the own block, within the budget.
         layers: how budgets differ by layer; see :mod:`.budgets`.
-        dense_prefix: whether only a document's tail reads sparsely.
-        how: arguments of an experiment.
     """
 
     selection: str
     blocks: int = 0
     first_blocks: int = 0
     layers: str = UNIFORM
-    dense_prefix: bool = False
-    how: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -51,8 +46,7 @@ class Arm:
         if self.selection != ALL:
             words += [str(self.blocks), f"first={self.first_blocks}"]
         words += [f"layers={self.layers}"] if self.layers != UNIFORM else []
-        words += [f"{name}={value}" for name, value in self.how.items()]
-        return " ".join(words + ["prefix=dense"] * self.dense_prefix)
+        return " ".join(words)
 
     @property
     def pair_cost(self) -> float:
@@ -78,8 +72,7 @@ def parse_arm(text: str) -> Arm:
     for word in words:
         name, equals, value = word.rpartition("=")
         settings[name if equals else "blocks"] = value
-    how = {name: int(settings.pop(name)) for name in sorted(_RULES & settings.keys())}
-    if unknown := settings.keys() - {"blocks", "first", "layers", "prefix"}:
+    if unknown := settings.keys() - {"blocks", "first", "layers"}:
         raise PretrainedError(f"arm {text!r}: nothing is called {', '.join(sorted(unknown))}")
     blocks = int(settings.get("blocks", 0))
     if selection != ALL and blocks < 2:
@@ -89,8 +82,6 @@ def parse_arm(text: str) -> Arm:
         blocks=blocks,
         first_blocks=int(settings.get("first", first_blocks)),
         layers=settings.get("layers", UNIFORM),
-        dense_prefix=settings.get("prefix") == ALL,
-        how=how,
     )
 
 
@@ -127,7 +118,6 @@ _EQUAL_BLOCKS = """
     vertical-slash-last-queries 8
     oracle-token 8 first=1
     oracle-block 8 first=1
-    token-query-head 8 first=1 layers=coverage
     token-query-head 8 first=1 layers=peaks
     token-query-head 8 first=1 layers=cuts-text
     token-query-head 8 first=1 layers=cuts-lookups
@@ -142,15 +132,6 @@ _EQUAL_TIME = """
     previous-block 8 first=1 layers=dense-4-peaks
     previous-block 8 first=1 layers=dense-4-cuts-lookups
     token-query-head 8 first=1 layers=dense-4-peaks
-    token-tile 22 first=1 tile=16 wishes=7
-    token-tile 22 first=1 tile=16 wishes=7 carry=1
-    token-tile 22 first=1 tile=32 wishes=7
-"""
-_PREFIX = """
-    token-query-head 8 first=1 prefix=dense
-    token-query-head 8 first=1 layers=peaks prefix=dense
-    previous-block 22 first=1 prefix=dense
-    previous-block 8 first=1 layers=dense-4-peaks prefix=dense
 """
 _LONGER = """
     token-query-head 8 first=1
@@ -159,13 +140,11 @@ _LONGER = """
     previous-block 8 first=1
     oracle-token 8 first=1
     oracle-block 8 first=1
-    token-query-head 8 first=1 layers=coverage
     token-query-head 8 first=1 layers=peaks
     token-query-head 8 first=1 layers=cuts-lookups
     previous-block 22 first=1
     previous-block 22 first=1 layers=peaks
     previous-block 8 first=1 layers=dense-4-peaks
-    token-tile 22 first=1 tile=32 wishes=7
 """
 _LONGEST = """
     token-query-head 8 first=1
@@ -180,7 +159,7 @@ def _lines(*texts: str) -> list[str]:
     return [line for text in texts for line in text.strip().splitlines()]
 
 
-SHORT_ARMS = tuple(map(parse_arm, _lines(_EQUAL_BLOCKS, _EQUAL_TIME, _PREFIX)))
+SHORT_ARMS = tuple(map(parse_arm, _lines(_EQUAL_BLOCKS, _EQUAL_TIME)))
 LONGER_ARMS = tuple(map(parse_arm, _lines(_LONGER)))
 LONGEST_ARMS = tuple(map(parse_arm, _lines(_LONGEST)))
 

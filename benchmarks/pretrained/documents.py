@@ -45,7 +45,7 @@ class Document:
         tokens: T + 1; the last is read by nobody.
         scored: X places whose next token is a label.
         answers: X numbers of the answer that a label is a digit of; empty in text.
-        tail: the first place that reads sparsely after a dense prefix.
+        tail: the place where questions begin, at the earliest.
     """
 
     kind: str

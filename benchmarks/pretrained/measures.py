@@ -24,30 +24,27 @@ def figures(
     """Figures of a document read in some way.
 
     Args:
-        scores: of the document's last labels, or of all.
-        dense, window: of all labels; where there is no window, nothing is far.
+        scores, dense, window: of all labels; where there is no window, nothing is far.
 
     Returns:
         Of text: ``loss over dense`` in nats a token, that of ``far`` tokens and of each
         ``quarter`` of the document. Of look-ups: the share of answers whose digits are all the
         best guess (``exact``), that of ``digits``, and ``nats`` a digit.
     """
-    labels = len(scores.loss_X)
     if document.kind != TEXT:
-        answer_X = torch.tensor(document.answers[len(document.answers) - labels :])
         return {
-            EXACT: _exact(scores.right_X, answer_X),
+            EXACT: _exact(scores.right_X, torch.tensor(document.answers)),
             DIGITS: float(scores.right_X.float().mean()),
             NATS: float(scores.loss_X.mean()),
         }
-    over_X = scores.loss_X - dense.loss_X[-labels:]
+    over_X = scores.loss_X - dense.loss_X
     found = {LOSS: float(over_X.mean())}
     if window is not None:
-        lost_X = (window.loss_X - dense.loss_X)[-labels:]
-        found[FAR] = float(over_X[lost_X.topk(max(1, int(_FAR_SHARE * labels))).indices].mean())
-    if labels == len(document.scored):
-        for number, part in enumerate(over_X.chunk(_QUARTERS)):
-            found[f"quarter {number + 1}"] = float(part.mean())
+        lost_X = window.loss_X - dense.loss_X
+        far_labels = max(1, int(_FAR_SHARE * len(over_X)))
+        found[FAR] = float(over_X[lost_X.topk(far_labels).indices].mean())
+    for number, part in enumerate(over_X.chunk(_QUARTERS)):
+        found[f"quarter {number + 1}"] = float(part.mean())
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
 from pretrained.documents import Document
 from sparsebalance_megatron import evaluate
@@ -37,15 +37,13 @@ class Asked:
     """What a rule is asked for: the lists of one layer.
 
     Attributes:
-        q_QHD: the queries; blocks are whole.
-        earlier_THD: all queries of the document; zeros before the block before the first query.
+        q_QHD: the queries.
         k_TGD: the keys.
         layouts: the blocks of both.
     """
 
     layer: int
     q_QHD: Tensor
-    earlier_THD: Tensor
     k_TGD: Tensor
     layouts: LayoutPair
     softmax_scale: float
@@ -62,14 +60,6 @@ class Scores:
 
     loss_X: Tensor
     right_X: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prefix:
-    """A dense pass over what comes before a document's tail: its keys, values and last queries."""
-
-    cache: DynamicCache
-    last_queries: dict[int, Tensor]
 
 
 class Reader:
@@ -131,49 +121,15 @@ class Reader:
         with self._attending(_Reading(block_size=block_size, rule=_dense, observe=observe)):
             self._states(document.tokens[:-1])
 
-    @torch.inference_mode()
-    def prefix(self, document: Document, block_size: int) -> Prefix:
-        """Read the prefix densely."""
-        found = Prefix(cache=DynamicCache(), last_queries={})
+    def _states(self, tokens: Sequence[int]) -> Tensor:
+        """Last hidden states, [T, E]."""
+        found: Tensor = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
+        return found[0]
 
-        def keep(asked: Asked) -> None:
-            found.last_queries[asked.layer] = asked.q_QHD[-block_size:].clone()
-
-        with self._attending(_Reading(block_size=block_size, rule=_dense, observe=keep)):
-            self._states(document.tokens[: document.tail], found.cache)
-        return found
-
-    @torch.inference_mode()
-    def tail(self, document: Document, block_size: int, rule: Rule, prefix: Prefix) -> Scores:
-        """Read a document's tail by a rule's lists, after its dense prefix.
-
-        Raises:
-            ValueError: the tail does not begin with a block.
-        """
-        if document.tail % block_size:
-            raise ValueError(
-                f"{document.name}: the tail begins at {document.tail}: must be a multiple of the "
-                f"block of {block_size} tokens"
-            )
-        reading = _Reading(block_size=block_size, rule=rule, before=prefix.last_queries)
-        with self._attending(reading):
-            states_QE = self._states(document.tokens[document.tail : -1], prefix.cache)
-        prefix.cache.crop(document.tail - document.length)
-        return self._scores(document, states_QE, first=document.tail)
-
-    def _states(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
-        """Last hidden states, [Q, E]."""
-        cached = {} if cache is None else {"past_key_values": cache}
-        found: Tensor = self.model.model(
-            torch.tensor([tokens]), use_cache=cache is not None, **cached
-        ).last_hidden_state[0]
-        return found
-
-    def _scores(self, document: Document, states_QE: Tensor, first: int = 0) -> Scores:
-        """Scores of the labels from token ``first`` on."""
-        scored_X = torch.tensor([each for each in document.scored if each >= first])
+    def _scores(self, document: Document, states_TE: Tensor) -> Scores:
+        scored_X = torch.tensor(document.scored)
         label_X = torch.tensor(document.tokens)[scored_X + 1]
-        return self.scores_of(states_QE[scored_X - first], label_X)
+        return self.scores_of(states_TE[scored_X], label_X)
 
     @torch.inference_mode()
     def scores_of(self, states_XE: Tensor, label_X: Tensor) -> Scores:
@@ -196,15 +152,8 @@ class Reader:
 class _Reading:
     """How all layers attend while it is entered."""
 
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        rule: Rule,
-        observe: Observer | None = None,
-        before: dict[int, Tensor] | None = None,
-    ) -> None:
-        self.block_size, self.rule, self.observe, self.before = block_size, rule, observe, before
+    def __init__(self, *, block_size: int, rule: Rule, observe: Observer | None = None) -> None:
+        self.block_size, self.rule, self.observe = block_size, rule, observe
         self.modules: list[torch.nn.Module] = []
 
     def __enter__(self) -> None:
@@ -216,25 +165,12 @@ class _Reading:
             del module.reading
 
     def asked(self, layer: int, q_QHD: Tensor, k_TGD: Tensor, softmax_scale: float) -> Asked:
-        tokens, size = len(k_TGD), self.block_size
-        first = tokens - len(q_QHD)
-        kv_layout = packed_layout((0, tokens), size, "cpu")
-        layouts, earlier_THD = LayoutPair.within(kv_layout), q_QHD
-        if first:
-            own = range(first // size, kv_layout.blocks)
-            layouts = LayoutPair.of_blocks(
-                packed_layout((0, len(q_QHD)), size, "cpu"), kv_layout, own
-            )
-            earlier_THD = q_QHD.new_zeros(tokens, *q_QHD.shape[1:])
-            earlier_THD[first:] = q_QHD
-            if self.before is not None:
-                earlier_THD[first - size : first] = self.before[layer]
+        layout = packed_layout((0, len(k_TGD)), self.block_size, "cpu")
         return Asked(
             layer=layer,
             q_QHD=q_QHD,
-            earlier_THD=earlier_THD,
             k_TGD=k_TGD,
-            layouts=layouts,
+            layouts=LayoutPair.within(layout),
             softmax_scale=softmax_scale,
         )
 
@@ -260,13 +196,8 @@ def _attention(
     if selection is not None:
         out_QHD, _ = block_sparse_attention(q_QHD, k_TGD, v_TGD, selection, softmax_scale=scaling)
         return out_QHD[None], None
-    before = len(k_TGD) - len(q_QHD)
-    mask = torch.ones(len(q_QHD), len(k_TGD), dtype=torch.bool).tril(before) if before else None
     out_1HQD = scaled_dot_product_attention(
-        *(query_1HQD, key_1GTD, value_1GTD, mask),
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=True,
+        query_1HQD, key_1GTD, value_1GTD, is_causal=True, scale=scaling, enable_gqa=True
     )
     return out_1HQD.transpose(1, 2), None
 

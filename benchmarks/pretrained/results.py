@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from quality.intervals import Interval, interval
 
-from pretrained.arms import REFERENCE
-from pretrained.budgets import COVERAGE, CUTS_LOOKUPS
+from pretrained.budgets import CUTS_LOOKUPS
 from pretrained.documents import Document, digest
 from pretrained.measures import DIGITS, EXACT, FAR, LOSS, NATS
 from pretrained.reading import Scores
-from pretrained.sensitivities import CUT_BLOCKS
 
 _SHOWN = (EXACT, DIGITS, NATS, LOSS, FAR)
 
@@ -90,17 +88,13 @@ def agreement(sensitivities: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Correlations over layers with what cuts cost look-ups: ``r``, by ``rank``, and how many of
     the four most sensitive layers are ``common``.
 
-    Of all other sensitivities that were measured, and of the coverage that the same cuts lose.
+    Of all other sensitivities that were measured.
     """
     from scipy.stats import spearmanr
 
     if CUTS_LOOKUPS not in sensitivities:
         return {}
     others = {name: each for name, each in sensitivities.items() if name != CUTS_LOOKUPS}
-    if COVERAGE in others:
-        others["coverage lost"] = [
-            curve[REFERENCE.blocks - 1] - curve[CUT_BLOCKS - 1] for curve in others.pop(COVERAGE)
-        ]
     goal = sensitivities[CUTS_LOOKUPS]
     return {
         name: {
@@ -123,8 +117,7 @@ def table(groups: Mapping[str, Any]) -> str:
         lines += [f"{name}: {group['documents']} documents, blocks of {group['block_size']} tokens"]
         width = max(map(len, group["arms"]))
         for arm, found in group["arms"].items():
-            cost = "" if found["cost"] is None else f"{found['cost']:.1f}"
-            cells = [f"{arm:{width}}  cost {cost:>5}"]
+            cells = [f"{arm:{width}}  cost {found['cost']:>5.1f}"]
             for figure in _SHOWN:
                 if figure in found["figures"]:
                     cells.append(_cell(figure, found["figures"][figure]))

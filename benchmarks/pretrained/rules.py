@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that list blocks: oracles, windows, tiles, and the built-in selections after a prefix.
+"""Rules that list blocks: oracles and windows.
 
-A new selection is a function of :class:`.reading.Asked`, a budget and its arguments that gives a
-:class:`Selection`, and an entry of :data:`EXPERIMENTS`. The budget counts the own block and the
-first blocks of the document, which are always read.
+A new selection is a function of :class:`.reading.Asked`, a budget and the number of first blocks
+that gives a :class:`Selection`, and an entry of :data:`EXPERIMENTS`. The budget counts the own
+block and the first blocks of the document, which are always read.
 
 Shape legend: T tokens, Q rows that select, H query heads, G KV heads, D head dim, C heads that
-select, N blocks of the document, I tiles, R tokens of a tile, W wishes of a token.
+select, N blocks of the document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pretrained.reading import Asked, Rule
-from sparsebalance_megatron.attention.select import Selector
-from sparsebalance_megatron.attention.select.summaries import block_means
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.layer_budgets import DENSE
 
@@ -54,100 +51,24 @@ def window(asked: Asked, budget: int, first_blocks: int) -> Selection:
     return best_blocks(asked, late_CQN, budget, first_blocks, by_token=False)
 
 
-def token_tile(
-    asked: Asked, budget: int, first_blocks: int, *, tile: int = 16, wishes: int = 8, carry: int = 0
-) -> Selection:
-    """Lists that a tile's tokens fill in turn, first come, first served; nothing looks ahead.
-
-    Tokens of a tile share a list with all heads of a KV head. In order, each asks for its best
-    past blocks by mean query of the heads . mean key of the block; what is not listed is appended
-    while the list has fewer than ``budget`` entries. A token reads its own block and what is
-    listed when its turn is over.
-
-    Args:
-        tile: R, tokens of a tile, a divisor of the block.
-        wishes: W, past blocks that a token asks for.
-        carry: 1 to fill the first half of the list with the blocks that are best by the mean query
-            of the tile before.
-
-    Raises:
-        ValueError: ``tile`` does not divide the block.
-    """
-    layouts, kv_heads = asked.layouts, asked.k_TGD.shape[1]
-    if layouts.kv_layout.block_size % tile:
-        raise ValueError(f"token-tile: tile={tile}: must divide {layouts.kv_layout.block_size}")
-    means_NGD = block_means(asked.k_TGD, layouts.kv_layout)
-    query_TGD = asked.earlier_THD.unflatten(1, (kv_heads, -1)).mean(2)
-    query_TGD = pad(query_TGD, (0, 0, 0, 0, 0, -len(query_TGD) % tile))
-    first_tile = (len(asked.k_TGD) - len(asked.q_QHD)) // tile
-    mean_IGD = pad(query_TGD.unflatten(0, (-1, tile)).mean(1), (0, 0, 0, 0, 1, -1))[first_tile:]
-    query_IRGD = query_TGD.unflatten(0, (-1, tile))[first_tile:]
-    own_I = (first_tile + torch.arange(len(query_IRGD))) * tile // layouts.kv_layout.block_size
-    number_N = torch.arange(len(means_NGD))
-    forced_IN = (number_N < first_blocks) & (number_N < own_I[:, None])
-    open_IN = (number_N >= first_blocks) & (number_N < own_I[:, None])
-    listed_GIN = forced_IN.expand(kv_heads, -1, -1).clone()
-
-    def append(query_IGD: Tensor, most: int, room: int) -> None:
-        """List the best blocks that are not yet, while fewer than ``room`` are with the own."""
-        score_GIN = torch.einsum("igd,ngd->gin", query_IGD, means_NGD)
-        score_GIN = score_GIN.masked_fill(~open_IN, -torch.inf)
-        best = score_GIN.topk(min(most, len(number_N)), -1)
-        new_GIW = (best.values > -torch.inf) & ~listed_GIN.gather(-1, best.indices)
-        free_GI = (room - 1 - listed_GIN.sum(-1)).clamp(min=0)
-        new_GIW &= new_GIW.cumsum(-1) <= free_GI[..., None]
-        listed_GIN.scatter_(-1, best.indices, listed_GIN.gather(-1, best.indices) | new_GIW)
-
-    if carry:
-        append(mean_IGD, budget, budget // 2)
-    turns = []
-    for turn in range(tile):
-        append(query_IRGD[:, turn], wishes, budget)
-        turns.append(listed_GIN.clone())
-    listed_GQN = torch.stack(turns, 2).flatten(1, 2)[:, : len(asked.q_QHD)]
-    score_GQN = torch.where(listed_GQN, 1.0, -torch.inf)
-    return best_blocks(asked, score_GQN, budget, 0, by_token=True)
-
-
 EXPERIMENTS: Mapping[str, Callable[..., Selection]] = {
     "oracle-token": oracle_token,
     "oracle-block": oracle_block,
     "window": window,
-    "token-tile": token_tile,
 }
 """Name of a selection -> function of what is asked, the budget and the number of first blocks."""
 BY_TOKEN = ("oracle-token",)
 """Those whose lists belong to single tokens, as those of built-in token selections."""
 
 
-def rule_of(selection: str, budgets: tuple[int, ...], first_blocks: int, **how: int) -> Rule:
+def rule_of(selection: str, budgets: tuple[int, ...], first_blocks: int) -> Rule:
     """The rule of an experiment; :data:`DENSE` layers read everything."""
 
     def rule(asked: Asked) -> Selection | None:
         budget = budgets[asked.layer]
         if budget == DENSE:
             return None
-        return EXPERIMENTS[selection](asked, budget, first_blocks, **how)
-
-    return rule
-
-
-def rule_of_selector(selector: Selector[Any, Any], budgets: tuple[int, ...]) -> Rule:
-    """The rule of a selector of the package."""
-
-    def rule(asked: Asked) -> Selection | None:
-        budget = budgets[asked.layer]
-        if budget == DENSE:
-            return None
-        ranking = selector.rank(
-            asked.q_QHD,
-            selector.summaries(asked.earlier_THD, asked.k_TGD, asked.layouts.kv_layout),
-            asked.layouts,
-            softmax_scale=asked.softmax_scale,
-            max_budget=min(budget, asked.layouts.kv_layout.blocks),
-            observe=False,
-        )
-        return selector.select(ranking, torch.tensor([budget]))
+        return EXPERIMENTS[selection](asked, budget, first_blocks)
 
     return rule
 
@@ -155,15 +76,15 @@ def rule_of_selector(selector: Selector[Any, Any], budgets: tuple[int, ...]) -> 
 def masses(asked: Asked) -> Iterator[Tensor]:
     """Softmax mass of every block, [H, some rows, N], of some query tokens and then of the next."""
     layout, heads = asked.layouts.kv_layout, asked.k_TGD.shape[1]
-    first, tokens = len(asked.k_TGD) - len(asked.q_QHD), len(asked.k_TGD)
+    tokens = len(asked.k_TGD)
     keys_GDT = asked.k_TGD.permute(1, 2, 0)
     for begin in range(0, len(asked.q_QHD), _ROWS_AT_ONCE):
         q_QHD = asked.q_QHD[begin : begin + _ROWS_AT_ONCE]
-        end = -(-(first + begin + len(q_QHD)) // layout.block_size) * layout.block_size
+        end = -(-(begin + len(q_QHD)) // layout.block_size) * layout.block_size
         seen = min(tokens, end)
         q_GED = q_QHD.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         score_HQT = (q_GED @ keys_GDT[..., :seen]).unflatten(1, (-1, len(q_QHD))).flatten(0, 1)
-        later_QT = torch.arange(seen) > torch.arange(len(q_QHD))[:, None] + first + begin
+        later_QT = torch.arange(seen) > torch.arange(len(q_QHD))[:, None] + begin
         share_HQT = (score_HQT * asked.softmax_scale).masked_fill_(later_QT, -torch.inf).softmax(-1)
         mass_HQN = pad(share_HQT, (0, end - seen)).unflatten(2, (-1, layout.block_size)).sum(-1)
         yield pad(mass_HQN, (0, layout.blocks - mass_HQN.shape[2]))

@@ -17,7 +17,6 @@ from pretrained.documents import Document
 from pretrained.reading import Asked, Reader
 from pretrained.rules import masses
 from sparsebalance_megatron.attention.repetitions import Repetitions
-from sparsebalance_megatron.attention.select import selector_named
 
 QUANTILE = 0.99
 CUT_BLOCKS = 2
@@ -61,27 +60,6 @@ def repetitions(reader: Reader, documents: Sequence[Document], block_size: int) 
         found.tokens_T = torch.tensor(document.tokens[:-1])
         reader.observed(document, block_size, observe)
     return found.sensitivity_L()
-
-
-def coverage(reader: Reader, documents: Sequence[Document], block_size: int) -> list[list[float]]:
-    """Router coverage curves [L, K] of the reference's selection, as training observes them."""
-    selector = selector_named(REFERENCE.selection, first_blocks=REFERENCE.first_blocks)
-    found: list[list[Tensor]] = [[] for _ in range(reader.layers)]
-
-    def observe(asked: Asked) -> None:
-        ranking = selector.rank(
-            asked.q_QHD,
-            selector.summaries(asked.q_QHD, asked.k_TGD, asked.layouts.kv_layout),
-            asked.layouts,
-            softmax_scale=asked.softmax_scale,
-            max_budget=1,
-            observe=True,
-        )
-        found[asked.layer].append(selector.coverage(ranking)[0])
-
-    for document in documents:
-        reader.observed(document, block_size, observe)
-    return [torch.stack(each).mean(0).tolist() for each in found]
 
 
 @torch.inference_mode()

@@ -13,9 +13,8 @@ from pretrained import arms, measures, results
 from pretrained.arms import ALL, Arm
 from pretrained.budgets import layer_budgets
 from pretrained.documents import Document, Group, digest
-from pretrained.reading import Prefix, Reader, Scores
-from pretrained.rules import EXPERIMENTS, rule_of, rule_of_selector
-from sparsebalance_megatron.attention.select import selector_named
+from pretrained.reading import Reader, Scores
+from pretrained.rules import EXPERIMENTS, rule_of
 from sparsebalance_megatron.layer_budgets import DENSE
 
 
@@ -59,14 +58,13 @@ class Session:
         if not documents:
             return None
         for document in documents:
-            prefix: list[Prefix] = []
             scores: dict[str, Scores] = {}
             for arm in chosen_arms:
                 path = self.files.path(document, arm.name, budgets[arm.name], group.block_size)
                 found = self.files.load(path)
                 if found is None:
                     began_s = time.process_time()
-                    got = self._scores(document, arm, budgets[arm.name], group.block_size, prefix)
+                    got = self._scores(document, arm, budgets[arm.name], group.block_size)
                     found = got, time.process_time() - began_s
                     self.files.save(path, *found)
                 scores[arm.name], spent_s = found
@@ -89,9 +87,7 @@ class Session:
             "digest": digest(documents),
             "arms": {
                 arm.name: {
-                    "cost": None
-                    if arm.dense_prefix
-                    else arms.predicted_cost(
+                    "cost": arms.predicted_cost(
                         arm, budgets[arm.name], group.tokens, group.block_size
                     ),
                     "budgets": [None if each == DENSE else each for each in budgets[arm.name]],
@@ -111,32 +107,18 @@ class Session:
         )
 
     def _scores(
-        self,
-        document: Document,
-        arm: Arm,
-        budgets: tuple[int, ...],
-        block_size: int,
-        prefix: list[Prefix],
+        self, document: Document, arm: Arm, budgets: tuple[int, ...], block_size: int
     ) -> Scores:
-        """Read a document by an arm. ``prefix`` keeps its dense prefix for the next one."""
-
+        """Read a document by an arm."""
         if arm.selection == ALL:
             return self.reader.dense(document)
         if arm.selection in EXPERIMENTS:
-            rule = rule_of(arm.selection, budgets, arm.first_blocks, **arm.how)
-        elif not arm.dense_prefix:
-            return self.reader.product(
-                document,
-                block_size=block_size,
-                selection=arm.selection,
-                budgets=budgets,
-                sparse_init_block=arm.first_blocks,
-            )
-        else:
-            selector = selector_named(arm.selection, first_blocks=arm.first_blocks)
-            rule = rule_of_selector(selector, budgets)
-        if not arm.dense_prefix:
+            rule = rule_of(arm.selection, budgets, arm.first_blocks)
             return self.reader.by_rule(document, block_size, rule)
-        if not prefix:
-            prefix.append(self.reader.prefix(document, block_size))
-        return self.reader.tail(document, block_size, rule, prefix[0])
+        return self.reader.product(
+            document,
+            block_size=block_size,
+            selection=arm.selection,
+            budgets=budgets,
+            sparse_init_block=arm.first_blocks,
+        )

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from end_to_end.attention import peer_layer_spec
 
-from quality.arm_attention import Experiment, arm_layer_spec
 from quality.masked_attention import masked_attention
 from quality.run_spec import RunSpec
+from quality.scoring import READS_ALL
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -42,6 +43,7 @@ class ArmScheduler:
     """Stands in for :class:`Scheduler`: remembers executed budgets, and may change planned ones.
 
     Args:
+        reads_all: whether a step is dense.
         rank: data-parallel rank, whose budgets it sees.
         alone: whether this process computes the micro-batches of all planned ranks, as one.
         change: of planned budgets, the same on all ranks; None leaves them.
@@ -54,8 +56,8 @@ class ArmScheduler:
     def __init__(
         self,
         scheduler: Scheduler,
-        experiment: Experiment,
         *,
+        reads_all: Callable[[int], bool],
         rank: int,
         steps: int,
         samples: int,
@@ -63,7 +65,7 @@ class ArmScheduler:
         change: Change | None,
     ) -> None:
         self._scheduler = scheduler
-        self._experiment = experiment
+        self._reads_all = reads_all
         self._rank = rank
         self._alone = alone
         self._change = change
@@ -98,7 +100,7 @@ class ArmScheduler:
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         (micro_batch,) = self.planned(step).plan.for_rank(self._rank).micro_batches
-        if not self._experiment.reads_all(step):
+        if not self._reads_all(step):
             self.executed_TLS[step][:, list(micro_batch.samples)] = micro_batch.budgets_LS
         self._scheduler.finish_step(step, measured)
 
@@ -187,11 +189,11 @@ class ArmHooks(TrainingHooks):
         )
         arm, steps = spec.arm, spec.steps
         self.inputs = inputs
+        self._arm = arm
         self.device = device
-        self.experiment = Experiment(is_dense=lambda step: arm.is_dense(step, steps))
         core_attention.block_sparse_attention = masked_attention  # type: ignore[assignment]
         options = AttentionOptions(inputs.config, inputs.grid)
-        arm_spec = arm_layer_spec(options, self.experiment)
+        arm_spec = peer_layer_spec(options, self._reads_all)
 
         def layer_spec(*model_arguments: Any) -> Any:
             # Megatron has drawn random numbers before it builds a model: as many as a micro-batch
@@ -216,6 +218,9 @@ class ArmHooks(TrainingHooks):
 
         self.forward_step = forward_step
 
+    def _reads_all(self, step: int) -> bool:
+        return step == READS_ALL or (step >= 0 and self._arm.dense)
+
     def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Any:
         host_job, ranks = inputs.settings.host_job, spec.study.planned_ranks
         layout = replace(host_job.layout, data_parallel_size=ranks)
@@ -228,7 +233,7 @@ class ArmHooks(TrainingHooks):
         )
         self.scheduler = ArmScheduler(
             planned.scheduler(),
-            self.experiment,
+            reads_all=self._reads_all,
             rank=torch.distributed.get_rank(),
             steps=spec.steps,
             samples=spec.study.batch_size,

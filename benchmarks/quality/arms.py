@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,8 @@ class Arm:
     """One way to train. Names of its choices are those of ``SparseBalanceConfig``.
 
     Attributes:
-        dense_from: share of the steps after which attention is dense; 0 is dense throughout,
-            infinity never, nor when the trained model is read.
+        dense: whether attention is dense, and lists are read in scoring alone.
         budget_share: of the study's base budget.
-        dense_last_layers: how many of the last layers are dense.
         repetition: draws a change of every initial weight by about a thousandth; 0 changes none.
         jitter: whether a few random samples of a step get a block more and as many a block less.
         equal_speed: whether all samples have the study's ``equal_speed_blocks``; the trained model
@@ -42,8 +39,7 @@ class Arm:
     tuning: Tuning = "off"
     coverage_threshold: float = 0.1
     budget_share: float = 1.0
-    dense_from: float = math.inf
-    dense_last_layers: int = 0
+    dense: bool = False
     repetition: int = 0
     jitter: bool = False
     equal_speed: bool = False
@@ -58,20 +54,14 @@ class Arm:
         """Blocks."""
         return max(1, round(study_budget * self.budget_share))
 
-    def is_dense(self, step: int, steps: int) -> bool:
-        """Whether a step of training, or evaluation after it, reads everything."""
-        return step >= self.dense_from * steps
-
-    def flags(self, study_budget: int, layers: int) -> list[str]:
+    def flags(self, study_budget: int) -> list[str]:
         """Flags of the plugin."""
         prefix = "--sparse-balance"
-        dense = f"dense:{layers - self.dense_last_layers}-{layers - 1}"
         return [
             *(f"{prefix}-selection", self.selection, f"{prefix}-batching", self.batching),
             *(f"{prefix}-tuning", self.tuning),
             *(f"{prefix}-coverage-threshold", str(self.coverage_threshold)),
             *(f"{prefix}-base-budget", str(self.base_budget(study_budget))),
-            *((f"{prefix}-layer-budgets", dense) if self.dense_last_layers else ()),
         ]
 
 
@@ -105,7 +95,7 @@ def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(name=DENSE, title="dense attention", dense_from=0.0),
+        Arm(name=DENSE, title="dense attention", dense=True),
         *_balanced("", "", "token-query-head"),
         *_balanced(KV_HEAD, "a token per KV head selects: ", "token-kv-head"),
         Arm(
@@ -149,16 +139,6 @@ ARMS: Mapping[str, Arm] = {
             equal_speed=True,
         ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
-        Arm(
-            name="fixed-then-dense",
-            title="fixed budget, dense for the last tenth of the steps",
-            dense_from=0.9,
-        ),
-        Arm(
-            name="fixed-last-dense",
-            title="fixed budget, the last layer dense",
-            dense_last_layers=1,
-        ),
     )
 }
 """Arms by name, in the order in which they run: what every other arm is compared with comes

@@ -11,8 +11,7 @@ Arms run seed by seed, what the others are compared with first. A run that has f
 same settings is not run again, and --json is brought up to date after every run, so that the
 command may be stopped and started. With --beside, what an earlier table has is not run again,
 and stands in the new one beside what was. --page rewrites the tables of a page from --json, and
-trains nothing. --converted also reads every model with `transformers`, as `sparse-balance convert`
-writes it, and compares each label with training's own scores.
+trains nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +23,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from end_to_end.command import machine
 
-from quality.arms import ARMS, DENSE, FIXED, OURS, RANDOM, in_order
-from quality.converted import compare
+from quality.arms import ARMS, DENSE, FIXED, in_order
 from quality.launch import QualityError, budgets_file, execute, prepared_data
 from quality.page import rewrite
 from quality.results import assemble, beside, load, save, seeds_of, write_json
 from quality.run_spec import RunSpec
 from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
 
-PROBED = (DENSE, FIXED, OURS, RANDOM)
-"""Arms whose models are asked how much attention mass a budget keeps."""
 QUICK_ARMS, QUICK_STEPS, QUICK_SHARE = (DENSE, FIXED), 380, 0.2
 WELL_ABOVE_CHANCE = 4.0
 """Times the accuracy of a guess, that dense attention must reach."""
@@ -71,7 +66,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write or update the table")
     add("--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     add("--tasks", nargs="+", choices=tasks, help=f"default: {' '.join(DEFAULT_TASKS)}")
-    add("--converted", type=Path, metavar="FILE", help="score models in transformers, too")
     add("--finished", action="store_true", help="table of what has finished; trains nothing")
     add("--seeds", nargs="+", type=int, help="default: 0 1 2")
     add("--steps", type=int, help="of every run; default: what each model needs")
@@ -98,7 +92,6 @@ def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     earlier = _earlier(options)
     specs = lacking(list(planned_runs(options, directory.resolve())), earlier["tasks"])
     finished: list[tuple[RunSpec, dict[str, Any]]] = []
-    converted: dict[str, Any] = {}
     table: dict[str, Any] = earlier["tasks"]
     for number, spec in enumerate(specs):
         found = load(spec)
@@ -112,14 +105,6 @@ def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             found = execute(replace(spec, data=str(data)))
             save(spec, found)
             what += f": {time.monotonic() - began_s:.0f} s, {found['cpu_seconds']:.0f} s of CPU"
-        if options.converted is not None:
-            converted[f"{spec.study_name} {spec.arm_name} {spec.seed}"] = compare(spec)
-            here = {
-                "benchmark": "quality --converted",
-                "machine": machine("cpu"),
-                "date": date.today().isoformat(),
-            }
-            write_json(options.converted, here | {"models": converted})
         finished.append((spec, found))
         table = assemble(finished, options.tasks)
         print(f"{what}; {_in_short(table, spec)}", flush=True)
@@ -170,8 +155,6 @@ def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSp
     for seed in options.seeds:
         for arm in in_order(options.arms):
             for study in studies.values():
-                if arm.dense_last_layers >= study.layers:
-                    continue  # that is the dense arm
                 spec = RunSpec(
                     study_name=study.name,
                     arm_name=arm.name,
@@ -180,8 +163,6 @@ def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSp
                     share=QUICK_SHARE if options.quick else 1.0,
                     data="",
                     directory=str(directory / f"{study.name}_{arm.name}_{seed}"),
-                    probe=arm.name in PROBED and study.probed and not options.quick,
-                    keep=options.converted is not None,
                 )
                 if arm.replays is not None:
                     other = directory / f"{study.name}_{arm.replays}_{seed}"
@@ -194,7 +175,6 @@ def verdict(table: dict[str, Any]) -> int:
     """Whether dense attention has learnt to recall; 1 and a line if it has not."""
     if DENSE not in table.get(RECALL.name, {}):
         return 0
-    assert RECALL.chance is not None
     accuracy, least = table[RECALL.name][DENSE]["accuracy"][-1], WELL_ABOVE_CHANCE * RECALL.chance
     if accuracy >= least:
         return 0

@@ -79,11 +79,7 @@ def _together(spec: RunSpec) -> dict[str, Any]:
     tasks = {}
     for task in parts[0]["tasks"]:
         mine = [part["tasks"][task] for part in parts]
-        tasks[task] = {
-            name: added([each[name] for each in mine]) for name in mine[0] if name != "probe"
-        }
-        if "probe" in mine[0]:
-            tasks[task]["probe"] = _joined_probes([each["probe"] for each in mine])
+        tasks[task] = {name: added([each[name] for each in mine]) for name in mine[0]}
     return {
         "tasks": tasks,
         "seconds": max(part["seconds"] for part in parts),
@@ -92,18 +88,6 @@ def _together(spec: RunSpec) -> dict[str, Any]:
         **_training_figures(spec),
         **executed_figures(executed_TLS, lengths_TS, spec),
     }
-
-
-def _joined_probes(probes: list[dict[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
-    """Documents are numbered through over ranks."""
-    joined: dict[str, list[list[float]]] = {}
-    first = 0
-    for probe in probes:
-        documents = 1 + int(max(row[0] for row in probe["losses"]))
-        for name, rows in probe.items():
-            joined.setdefault(name, []).extend([first + row[0], *row[1:]] for row in rows)
-        first += documents
-    return joined
 
 
 def _training_figures(spec: RunSpec) -> dict[str, Any]:

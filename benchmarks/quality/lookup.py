@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of keys, values and noise: associative recall, and a needle at ten depths.
 
-In the *stacked* form a key and its value are one token, which one layer of attention can look up
-(the one-layer form of multi-query associative recall in HazyResearch/zoology, ``stacked_mqar``). In
-the *sequential* form the value follows its key as a token of its own (``multiquery_ar``, after
-arXiv:2312.04927); one layer cannot solve it. In both, queries end the document: a query token, then
-the value, which alone is scored.
+A key and its value are one token, which one layer of attention can look up (the one-layer form of
+multi-query associative recall in HazyResearch/zoology, ``stacked_mqar``). Queries end the document:
+a query token, then the value, which alone is scored.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ class Lookup:
         pairs: pairs in a recall document; a needle document has one.
         shortest_tokens, longest_tokens: inputs of a document, drawn log-uniformly.
         tokens_per_query: of a recall document.
-        stacked: whether a pair is one token.
     """
 
     keys: int = 16
@@ -39,14 +36,11 @@ class Lookup:
     shortest_tokens: int = 80
     longest_tokens: int = 256
     tokens_per_query: int = 10
-    stacked: bool = True
 
     @property
     def vocabulary(self) -> int:
-        """Values come first, then queries, noise, and pairs or, where they are not stacked, keys,
-        which are the queries' tokens."""
-        pairs = self.keys * self.values if self.stacked else 0
-        return self.values + self.keys + self.noise + pairs
+        """Values come first, then queries, noise, and pairs."""
+        return self.values + self.keys + self.noise + self.keys * self.values
 
     @property
     def chance(self) -> float:
@@ -57,11 +51,11 @@ class Lookup:
         """Pairs anywhere in the noise, then queries for them in random order."""
         length = self._length(generator)
         queries = max(1, length // self.tokens_per_query)
-        return self._document(generator, length, pairs=self.pairs, queries=queries)[0]
+        return self._document(generator, length, pairs=self.pairs, queries=queries)
 
     def needle(self, generator: np.random.Generator, depth: int) -> Document:
         """One pair in tenth ``depth`` of the noise, and one query; ``places`` are the depth."""
-        document, _ = self._document(
+        document = self._document(
             generator, self._length(generator), pairs=1, queries=1, depth=depth
         )
         return Document(
@@ -81,27 +75,22 @@ class Lookup:
         pairs: int,
         queries: int,
         depth: int | None = None,
-    ) -> tuple[Document, np.ndarray]:
-        """A document, whose ``places`` are distances, and where its pairs begin."""
-        width = 1 if self.stacked else 2
+    ) -> Document:
+        """A document, whose ``places`` are distances."""
         body = length + 1 - 2 * queries
         first_noise = self.values + self.keys
         tokens = first_noise + generator.integers(0, self.noise, length + 1)
-        spots = body // width
-        low, high = (0, spots) if depth is None else _tenth(depth, spots)
-        at = width * (low + generator.choice(high - low, pairs, replace=False))
+        low, high = (0, body) if depth is None else _tenth(depth, body)
+        at = low + generator.choice(high - low, pairs, replace=False)
         keys = generator.choice(self.keys, pairs, replace=False)
         values = generator.integers(0, self.values, pairs)
-        if self.stacked:
-            tokens[at] = first_noise + self.noise + keys * self.values + values
-        else:
-            tokens[at], tokens[at + 1] = self.values + keys, values
+        tokens[at] = first_noise + self.noise + keys * self.values + values
         asked = generator.integers(0, pairs, queries)
         query = body + 2 * np.arange(queries)
         tokens[query], tokens[query + 1] = self.values + keys[asked], values[asked]
         scored, places = np.zeros(length, dtype=bool), np.zeros(length, dtype=np.int64)
         scored[query], places[query] = True, query - at[asked]
-        return Document(tokens=tokens, scored=scored, places=places), at
+        return Document(tokens=tokens, scored=scored, places=places)
 
 
 def _tenth(depth: int, spots: int) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from quality.arms import ARMS, FIXED, references_of
 from quality.intervals import difference, of_arm
-from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
 
 _MARKS = "<!-- tables of {} -->", "<!-- end of {} -->"
@@ -22,8 +21,7 @@ _NOTHING = "-"
 
 
 def rewrite(page: Path, result: Path) -> None:
-    """Put tables of ``result`` into the page, whose other text stays, and draw ``NAME_proxy.svg``
-    if the page shows it.
+    """Put tables of ``result`` into the page, whose other text stays.
 
     Raises:
         ValueError: the page has no place for them.
@@ -31,9 +29,6 @@ def rewrite(page: Path, result: Path) -> None:
     found = json.loads(result.read_text(encoding="utf-8"))
     text = page.read_text(encoding="utf-8")
     page.write_text(with_tables(text, found, result.name), encoding="utf-8")
-    picture = Path("images") / f"{result.stem}_proxy.svg"
-    if str(picture) in text:
-        (page.parent / picture).write_text(proxy_picture(found["tasks"]), encoding="utf-8")
 
 
 def with_tables(text: str, found: Mapping[str, Any], name: str) -> str:
@@ -97,12 +92,12 @@ def _ordered(arms: Mapping[str, Any]) -> list[str]:
 def _words(task: Task, arms: Mapping[str, Any]) -> str:
     labels = int(fmean(next(iter(arms.values()))["labels"]))
     words = f"**{task.name}** ({task.title}): {labels:,} scored labels per arm and seed."
-    return words if task.chance is None else f"{words} A guess is right in {task.chance:.1%}."
+    return f"{words} A guess is right in {task.chance:.1%}."
 
 
 def _scores(task: Task, arms: Mapping[str, Any]) -> str:
     """Columns that no arm has figures for are left out."""
-    per_cent, nats = {"scale": 100.0, "digits": 1}, {"digits": 3}
+    per_cent = {"scale": 100.0, "digits": 1}
     rows = []
     for name in _ordered(arms):
         arm = arms[name]
@@ -111,8 +106,6 @@ def _scores(task: Task, arms: Mapping[str, Any]) -> str:
             "accuracy, %": _interval(arm, "accuracy", **per_cent),
             "less its reference": _difference(arms, name, "accuracy", **per_cent),
         }
-        if task.chance is None:
-            row["loss, nats"] = _interval(arm, "loss", **nats)
         for number, (low, high) in enumerate(pairwise(study_of(task.name).length_edges)):
             values = [seed[number] for seed in arm.get("accuracy_by_length", ())]
             row[f"of {low} to {high - 1} tokens"] = _mean(values, 100.0, 1)

@@ -3,8 +3,7 @@
 
     python -m quality.rank SPEC
 
-Leaves ``rank<R>.json``, ``rank<R>.npz`` and, where the model is kept, ``labels_<task>_<R>.npz``
-in the run's directory.
+Leaves ``rank<R>.json`` and ``rank<R>.npz`` in the run's directory.
 """
 
 from __future__ import annotations
@@ -17,12 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from quality.converted import labels_file
 from quality.run_spec import RunSpec
 from quality.tasks import held_out_documents
-
-PROBED_DOCUMENTS = 24
-"""Documents of every rank and task that are probed."""
 
 
 def main(argv: list[str]) -> None:
@@ -66,9 +61,8 @@ def train(spec: RunSpec) -> Any:
 
 
 def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
-    """This rank's share of every task: sums for ranks to be added, and points of the probe."""
-    from quality.proxy import MassProbe, probe_points
-    from quality.scoring import Evaluation, by_label, tally, tally_by_length
+    """This rank's share of every task: sums for ranks to be added."""
+    from quality.scoring import Evaluation, tally, tally_by_length
 
     study = spec.study
     hooks.average.put_into(hooks.model)
@@ -88,13 +82,6 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
         }
         tasks[task.name] = {name: tally(found, task.edges).sums() for name, found in rows.items()}
         tasks[task.name]["own_by_length"] = tally_by_length(rows["own"], study.length_edges).sums()
-        if spec.keep:
-            np.savez_compressed(labels_file(spec, task, rank), **by_label(rows))
-        if spec.probe:
-            hooks.experiment.probe = probe = MassProbe()
-            points = probe_points(evaluation, documents[:PROBED_DOCUMENTS], probe)
-            tasks[task.name]["probe"] = points
-        hooks.experiment.probe = None
     return {"tasks": tasks, "scoring_seconds": time.perf_counter() - began_s}
 
 

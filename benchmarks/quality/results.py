@@ -11,19 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quality.correlation import by_budget, proxy_of, scatter
 from quality.run_spec import RunSpec
 from quality.tasks import Task, study_of
 
 RESULT = "result.json"
-SCATTER = "scatter"
-"""Single documents, of the first seed alone."""
 _OF_RUN = (
     *("seconds", "cpu_seconds", "training_loss", "coverage", "coverage_base"),
     "planned_step_ms",
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
 )
-_SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe", "keep", "ranks")
+_SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "ranks")
 """Settings that a finished run must share with the one asked for."""
 _NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")
 """A list of numbers in JSON, over several lines."""
@@ -66,9 +63,7 @@ def assemble(
     """``{task: {arm: {figure: [one per seed]}}}``; ``seeds`` says which.
 
     ``accuracy`` and ``loss`` are those of the arm's own attention; the same with ``_dense`` of the
-    same weights read with dense attention, with ``_sparse`` at the base budget. ``proxy``,
-    ``by_budget`` and ``scatter``, of the arms that were probed, are those of :mod:`.correlation`;
-    the last of the first seed alone.
+    same weights read with dense attention, with ``_sparse`` at the base budget.
     """
     table: dict[str, Any] = {}
     for name in tasks:
@@ -81,8 +76,7 @@ def assemble(
                 arm = arms.setdefault(spec.arm_name, {"seeds": []} | {key: [] for key in figures})
                 arm["seeds"].append(spec.seed)
                 for key, value in figures.items():
-                    if key != SCATTER or not arm[key]:
-                        arm[key].append(value)
+                    arm[key].append(value)
         table[name] = arms
     return table
 
@@ -116,9 +110,8 @@ def _seeds_beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, A
     order = sorted(range(len(seeds)), key=seeds.__getitem__)
     both = {}
     for key, values in old.items():
-        joined = values if key == SCATTER else [*values, *(new[key][n] for n in added)]
-        # Runs that were not probed have no place in the lists of those that were.
-        both[key] = [joined[n] for n in order] if len(joined) == len(seeds) else joined
+        joined = [*values, *(new[key][n] for n in added)]
+        both[key] = [joined[n] for n in order]
     return both
 
 
@@ -142,8 +135,4 @@ def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
         right / count if count else None
         for right, count in zip(sums["right"], sums["labels"], strict=True)
     ]
-    if "probe" in scored:
-        figures["proxy"] = asdict(proxy_of(scored["probe"]))
-        figures["by_budget"] = by_budget(scored["probe"])
-        figures[SCATTER] = scatter(scored["probe"])
     return figures | {name: found[name] for name in _OF_RUN}

@@ -23,8 +23,6 @@ class RunSpec:
         data: prefix of the training documents.
         directory: where the run leaves its results.
         replay: file of executed budgets that a replaying arm takes, else None.
-        probe: whether router coverage is compared with attention mass.
-        keep: whether the trained model is saved, for :mod:`.converted`.
         ranks: processes that train: as many as the study plans for, or 1, which computes the
             micro-batches of all planned ranks as one. Losses are per token, so that the model is
             the same to rounding.
@@ -38,8 +36,6 @@ class RunSpec:
     data: str
     directory: str
     replay: str | None = None
-    probe: bool = False
-    keep: bool = False
     ranks: int = 1
 
     @property
@@ -60,17 +56,13 @@ class RunSpec:
         return Path(self.directory)
 
     @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
     def readings(self) -> dict[str, int | None]:
         """What the trained model is read with: a base budget, or None for dense attention.
 
         "own" is that of the arm; a reading that would repeat it is left out.
         """
         arm, base = self.arm, self.arm.base_budget(self.study.base_budget)
-        if arm.is_dense(self.steps, self.steps):
+        if arm.dense:
             return {"own": None, "sparse": base}
         return {"own": base, "dense": None}
 
@@ -112,12 +104,5 @@ class RunSpec:
             *("--sparse-balance-dense-up-to", "0"),
             *("--sparse-balance-config", "calibration=off", "planning=on-demand"),
             *("--sparse-balance-log-dir", str(self.folder)),
-            *self.arm.flags(budget, study.layers),
-            *self._saving(),
+            *self.arm.flags(budget),
         ]
-
-    def _saving(self) -> list[str]:
-        if not self.keep:
-            return []
-        interval = ("--save-interval", str(self.steps), "--ckpt-format", "torch_dist")
-        return ["--save", str(self.checkpoints), *interval]

@@ -7,20 +7,21 @@ the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quality.arm_attention import READS_ALL
 from quality.documents import Document
 from quality.scoring_sums import Tally
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.data.packing import pack, packed_cu_seqlens
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
+READS_ALL = -2
+"""Step of a micro-batch that is evaluated with dense attention; sparse evaluation has -1."""
 ROW_TOKENS = 4096
 """Documents are scored in rows of about so many."""
 
@@ -108,15 +109,6 @@ def tally_by_length(rows: Iterable[Row], edges: Sequence[int]) -> Tally:
         lengths_S = np.array([document.sample.length_tokens for document in row.documents])
         found.add(lengths_S[row.document_X], row.right_X, row.loss_X)
     return found
-
-
-def by_label(readings: Mapping[str, Sequence[Row]]) -> dict[str, np.ndarray]:
-    """``<reading>_right`` and ``<reading>_loss``: [X] over all rows."""
-    return {
-        f"{name}_{figure}": np.concatenate([getattr(row, f"{figure}_X") for row in rows])
-        for name, rows in readings.items()
-        for figure in ("right", "loss")
-    }
 
 
 def in_rows(documents: Sequence[Document], row_tokens: int) -> Iterator[list[Document]]:

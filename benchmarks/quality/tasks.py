@@ -11,15 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from quality import text
 from quality.documents import Document
 from quality.lookup import DEPTHS, Lookup
 
 STACKED = Lookup()
 LONG = Lookup(shortest_tokens=24, longest_tokens=384)
-SEQUENTIAL = Lookup(stacked=False, keys=32, values=32, pairs=4, longest_tokens=192)
-TEXT_TOKENS = (128, 1024)
-"""Inputs of the shortest and of the longest document of text."""
 _NEEDLE_SHARE = 0.25
 """Share of needles among the documents that a lookup model is trained on."""
 
@@ -29,7 +25,7 @@ class Task:
     """What a model is scored on.
 
     ``place``: what the documents' places are. ``edges``: of the intervals that places are grouped
-    in. ``chance``: accuracy of a guess, None where accuracy is not the point.
+    in. ``chance``: accuracy of a guess.
     """
 
     name: str
@@ -38,7 +34,7 @@ class Task:
     edges: tuple[int, ...]
     held_out: Callable[[np.random.Generator, int], Iterator[Document]]
     documents: int
-    chance: float | None = None
+    chance: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +47,8 @@ class Study:
     ``equal_speed_blocks``: of a budget that all samples have, so that a planned step takes as long
     as one of the defaults; a mean over steps that alternate between the whole numbers around it.
     ``averaged_share``: of the steps, the last ones, whose weights' mean is scored; 0 scores the
-    last weights. ``probed``: whether some arms are asked how much attention mass a budget keeps.
-    ``length_shares``: of the longest document's tokens, where intervals of length end by which
-    scores are told apart.
+    last weights. ``length_shares``: of the longest document's tokens, where intervals of length end
+    by which scores are told apart.
     """
 
     name: str
@@ -70,7 +65,6 @@ class Study:
     planned_ranks: int = 2
     equal_speed_blocks: float = 5.6
     averaged_share: float = 0.0
-    probed: bool = True
     length_shares: tuple[float, ...] = (0.42, 0.56, 0.75)
 
     @property
@@ -118,20 +112,6 @@ def _needles(lookup: Lookup) -> Callable[[np.random.Generator, int], Iterator[Do
     )
 
 
-def _text(*, held_out: bool) -> Callable[..., Iterator[Document]]:
-    def documents(generator: np.random.Generator, count: int | None = None) -> Iterator[Document]:
-        shortest, longest = TEXT_TOKENS
-        found = text.text_documents(
-            generator,
-            text.files_of(held_out=held_out),
-            shortest_tokens=shortest,
-            longest_tokens=longest,
-        )
-        return islice(found, count)
-
-    return documents
-
-
 RECALL = Task(
     name="recall",
     title="multi-query associative recall, stacked",
@@ -161,27 +141,6 @@ LONG_TASKS = tuple(
         (NEEDLE, NEEDLE.edges, _needles, 4000),
     )
 )
-TWO_LAYERS = tuple(
-    replace(task, name=f"{task.name}-two-layers", title=f"{task.title}, two layers")
-    for task in (RECALL, NEEDLE)
-)
-MQAR = Task(
-    name="mqar",
-    title="multi-query associative recall, keys and values in turn",
-    place="distance in tokens",
-    edges=(0, 32, 64, 128, 193),
-    held_out=_recall(SEQUENTIAL),
-    documents=800,
-    chance=SEQUENTIAL.chance,
-)
-STDLIB = Task(
-    name="stdlib",
-    title="bytes of the Python standard library",
-    place="position in bytes",
-    edges=(0, 64, 128, 256, 512, 1024),
-    held_out=_text(held_out=True),
-    documents=160,
-)
 
 LOOKUP = Study(
     name="lookup",
@@ -196,9 +155,7 @@ LOOKUP = Study(
     attention_weight=40.0,
     training=_lookup_training(STACKED),
 )
-LOOKUP_STEADY = replace(
-    LOOKUP, name="lookup-steady", tasks=STEADY, averaged_share=0.2, probed=False
-)
+LOOKUP_STEADY = replace(LOOKUP, name="lookup-steady", tasks=STEADY, averaged_share=0.2)
 LOOKUP_LONG = replace(
     LOOKUP_STEADY,
     name="lookup-long",
@@ -211,42 +168,8 @@ LOOKUP_LONG = replace(
     length_shares=(0.125, 0.25, 0.5),
 )
 
-STUDIES: Mapping[str, Study] = {
-    study.name: study
-    for study in (
-        LOOKUP,
-        LOOKUP_STEADY,
-        LOOKUP_LONG,
-        replace(LOOKUP, name="lookup-two-layers", tasks=TWO_LAYERS, layers=2),
-        Study(
-            name="mqar",
-            tasks=(MQAR,),
-            vocabulary=SEQUENTIAL.vocabulary,
-            longest_tokens=SEQUENTIAL.longest_tokens,
-            layers=2,
-            block_size=8,
-            base_budget=4,
-            batch_size=16,
-            steps=2000,
-            attention_weight=40.0,
-            training=_lookup_training(SEQUENTIAL),
-        ),
-        Study(
-            name="text",
-            tasks=(STDLIB,),
-            vocabulary=text.VOCABULARY,
-            longest_tokens=TEXT_TOKENS[1],
-            layers=2,
-            block_size=16,
-            base_budget=4,
-            batch_size=8,
-            steps=200,
-            attention_weight=20.0,
-            training=_text(held_out=False),
-        ),
-    )
-}
-DEFAULT_TASKS = ("recall", "needle", "stdlib")
+STUDIES: Mapping[str, Study] = {study.name: study for study in (LOOKUP, LOOKUP_STEADY, LOOKUP_LONG)}
+DEFAULT_TASKS = ("recall", "needle")
 
 
 def study_of(task: str) -> Study:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import correlation
 
 from sparsebalance_megatron.cli.output import check_writable, write_text
 from sparsebalance_megatron.errors import ConfigError
@@ -58,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         cut = f"{found.cuts[layer]:+8.4f} nats " if found.cuts else ""
         print(f"layer {layer:3} {sensitivity:7.4f} {cut}{bar}")
     if found.cuts:
-        from scipy.stats import spearmanr
-
-        rank = spearmanr(found.sensitivities, found.cuts).statistic
-        print(f"nats: lost by a copied token where that layer is cut; rank correlation {rank:.2f}")
+        print("nats: lost by a copied token where that layer alone is cut")
+    if min(len(set(found.sensitivities)), len(set(found.cuts))) > 1:
+        rank = correlation(found.sensitivities, found.cuts, method="ranked")
+        print(f"rank correlation of sensitivities and cuts: {rank:.2f}")
     return 0

@@ -19,11 +19,8 @@ from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 class PlannedStep:
     """A plan together with the samples it places.
 
-    Attributes:
-        samples: the training sample that the plan calls i, for every i.
-        scales: cost corrections that the plan's expectation contains.
-        plan_ms: how long planning took on this rank.
-        wait_ms: how long the step waited for the plan.
+    ``samples``: the training sample that the plan calls i, for every i. ``scales``: cost
+    corrections that the plan's expectation contains. ``wait_ms``: how long the step waited for it.
     """
 
     plan: StepPlan
@@ -54,11 +51,7 @@ class PlannedStep:
 
     @classmethod
     def from_bytes(cls, encoded: bytes) -> PlannedStep:
-        """The step of :meth:`to_bytes`.
-
-        Raises:
-            PlanError: it was written by another version, or is damaged.
-        """
+        """The step of :meth:`to_bytes`, or a :class:`PlanError`: of another version, or damaged."""
         try:
             version, digest, step = _ENVELOPE.decode(encoded)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:

@@ -276,11 +276,8 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """Take over saved state; see :meth:`.StepPlanner.load_state_dict`.
-
-        Raises:
-            StateError: if it was written by another version, or no step begins there.
-        """
+        """Take over saved state; see :meth:`.StepPlanner.load_state_dict` and
+        :meth:`BatchSizes.step_at`."""
         check_version(state)
         self._finished_step = self.batch_sizes.step_at(int(state["consumed_samples"])) - 1
         self._drop_plans_ahead()

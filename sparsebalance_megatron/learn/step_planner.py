@@ -77,10 +77,8 @@ class Knowledge:
 class StepPlanner:
     """Plans steps, and learns from how they went.
 
-    Attributes:
-        job: how steps are cut up; plans may be of other numbers of micro-batches.
-        selection: that coverage is measured with.
-        clock: seconds, for the time that planning takes.
+    ``job``: how steps are cut up; plans may be of other numbers of micro-batches. ``selection``:
+    that coverage is measured with. ``clock``: seconds, for the time that planning takes.
     """
 
     job: Job
@@ -165,11 +163,8 @@ class StepPlanner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over saved state, of a job with any number of data-parallel or tensor-parallel
-        ranks; what does not fit this one and starts afresh, one sentence each.
-
-        Raises:
-            StateError: if it was written by another version.
-        """
+        ranks; what does not fit this one and starts afresh, one sentence each. Raises a
+        :class:`StateError` at another version's."""
         check_version(state)
         afresh = []
         measured_with = state.get("selection", self.selection)

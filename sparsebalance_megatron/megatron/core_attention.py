@@ -464,12 +464,10 @@ def _takes_packed_sequences(core_attention: Any) -> bool:
 
 
 def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
-    """A copy of ``spec`` whose self-attention layers use :class:`BudgetedCoreAttention`.
+    """A copy of ``spec``, of a transformer layer or ``TransformerBlockSubmodules``, whose
+    self-attention layers use :class:`BudgetedCoreAttention`.
 
     Where options leave attention to the model, layers keep theirs if it takes packed sequences.
-
-    Args:
-        spec: a ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
 
     Raises:
         ConfigError: if a layer has no replaceable core attention.

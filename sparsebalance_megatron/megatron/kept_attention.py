@@ -38,7 +38,7 @@ def in_recomputed_pass() -> bool:
 
 @dataclass(kw_only=True)
 class RecomputeCounts:
-    """Counts of recomputed and reused results of one micro-batch and model chunk.
+    """Recomputed passes of one micro-batch and model chunk.
 
     ``again``: layers that attended again although results were to be kept. ``changed``: of every
     layer that took what was kept, on the device, whether its inputs were other ones.
@@ -59,12 +59,9 @@ class RecomputeCounts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptResult:
-    """Results of a first forward of one layer: lists where there were any, out_THF and lse_TH.
+    """Results of a first forward of one layer, with lists where there were any.
 
-    Attributes:
-        version: of out_THF, which must not be written to.
-        shapes: of the inputs.
-        samples: copies of the inputs at some tokens.
+    ``version``: of out_THF, which must not be written to. ``samples``: the inputs at some tokens.
     """
 
     selection: Selection | None

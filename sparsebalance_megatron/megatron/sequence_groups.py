@@ -91,11 +91,9 @@ def make_sequence_groups(
 ) -> SequenceGroups | None:
     """Make the groups; collective over all ranks, once. None where no two ranks share a sequence.
 
-    Args:
-        largest: ranks of the largest group, a power of two that divides the data-parallel times
-            context-parallel size.
-        ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
-        timeout_minutes: after which a rank that waits in vain for another member fails.
+    ``largest``: ranks of the largest group, a power of two that divides the data-parallel times
+    context-parallel size. ``ranks_per_node``: the inner rings of a hierarchical one. A rank that
+    waits in vain for another member fails after ``timeout_minutes``.
     """
     if largest == 1:
         return None

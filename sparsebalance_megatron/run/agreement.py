@@ -39,10 +39,7 @@ class PlanMismatchError(RuntimeError):
 
 def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
     """Compare a step's plan among the ranks that may share micro-batches; collective, on the host.
-
-    Raises:
-        PlanMismatchError: on all ranks of the group alike, if two plans differ.
-    """
+    Raises a :class:`PlanMismatchError` on all of them if two plans differ."""
     numbers = _gathered([digest_number(digest)], torch.device("cpu"), group)
     if differing := differing_ranks(numbers[:, 0]):
         members = torch.distributed.get_process_group_ranks(group)
@@ -108,11 +105,8 @@ def _gathered_objects(own: Any) -> list[Any]:
 
 
 def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:
-    """Compare every rank's fingerprint with rank 0's; collective.
-
-    Raises:
-        RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
-    """
+    """Compare every rank's fingerprint with rank 0's; collective. Raises a
+    :class:`RankDisagreementError` on all of them, naming entries, ranks and values."""
     gathered = _gathered_objects(dict(fingerprint))
     found = []
     for name in sorted(set().union(*gathered)):

@@ -129,11 +129,8 @@ def failure_report(
     where a loss or gradient is not finite. Without ``save`` it fails on the way to that status, as
     it cannot save; the run ends with the same line and status.
 
-    Args:
-        save: where checkpoints go.
-        iteration: gives the one that runs, as Megatron prints it; 0 before the first.
-        open_store: connects to where failures are written; None is torchrun's store.
-        quiet_s: how long the first rank waits for further failures after each.
+    ``iteration`` gives the one that runs, as Megatron prints it, 0 before the first; the first rank
+    waits ``quiet_s`` for further failures after each.
     """
     reports = False
 

@@ -98,11 +98,12 @@ class HostRun:
     ) -> PlannedStep:
         """Budgets for a step whose samples the host has placed; collective over its data ranks.
 
-        Every pipeline and tensor-parallel rank calls it with what its data-parallel rank runs.
+        Every pipeline, tensor-parallel and context-parallel rank calls it with what its
+        data-parallel rank runs.
 
         Args:
             lengths_tokens: of the samples of each of this rank's micro-batches, in order; as many
-                micro-batches on all ranks. Context-parallel ranks give the same.
+                micro-batches on all ranks.
             pinned_LS: of this rank's samples in the same order; see :meth:`.HostPlanner.plan`.
         """
         group = data_parallel_group()

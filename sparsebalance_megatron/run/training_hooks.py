@@ -100,9 +100,6 @@ def make_training_hooks(
 
     What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it, and
     ``report`` is told where it is otherwise than the default, in a line.
-
-    Raises:
-        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
     lines, config, settings = checked_settings(args)
     for line in lines:

@@ -93,10 +93,10 @@ def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
     assert forward.counted.total() <= MOST_LAUNCHES, forward.counted
     assert backward.counted.total() <= MOST_LAUNCHES, backward.counted
     assert indices_QCK.dtype == torch.int16
-    for name, arguments in forward.by_triton + backward.by_triton:
+    for launch in forward.by_triton + backward.by_triton:
         for argument in ("rows", "parts", "scores", "bounds", "left"):
-            if isinstance(arguments.get(argument), torch.Tensor):
-                assert arguments[argument].nbytes <= MOST_PARTIAL_BYTES, (name, argument)
+            if isinstance(found := launch.named.get(argument), torch.Tensor):
+                assert found.nbytes <= MOST_PARTIAL_BYTES, (launch.name, argument)
 
 
 def test_columns_are_chosen_and_observed_in_few_launches() -> None:

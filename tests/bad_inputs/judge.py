@@ -18,6 +18,10 @@ from types import FrameType
 
 import pytest
 
+# Slow to import: before the time of a case is taken.
+import sparsebalance_megatron.convert.transfer
+import sparsebalance_megatron.profile.profile
+import sparsebalance_megatron.view.report.run_report  # noqa: F401
 from sparsebalance_megatron import cli
 
 MAX_CPU_S, MAX_WAIT_S, MAX_MEGABYTES = 20.0, 180.0, 600.0

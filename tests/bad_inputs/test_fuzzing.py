@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +43,40 @@ def damage(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--damage"))
 
 
-def test_cost_tables(tmp_path: Path, damage: int) -> None:
-    path = tmp_path / "table.json"
+ROPE = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+RECORDS = [{"text": "one"}, {"messages": TURNS}, {"text": "two", "id": 5}]
+FILES: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
+    "table.json": (
+        json.dumps(document(), indent=1),
+        lambda path: fit_cost_model(CostTable.load(path)),
+        CostTableError,
+    ),
+    "config.json": (
+        json.dumps(CONFIG | {"rope_scaling": ROPE, "layer_types": ["full_attention"]}),
+        lambda path: read_config(path.parent),
+        ConvertError,
+    ),
+    "documents.jsonl": (
+        "\n".join(map(json.dumps, RECORDS)),
+        lambda path: list(RecordFiles([path]).records(BadRecords(skip=False))),
+        DataError,
+    ),
+    "lengths.json": ("[5, 70, 1234, 99]", read_lengths, WorkloadError),
+}
+"""A file that is read whole -> its text, its reader, and the reader's error."""
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.filterwarnings("error")
+def test_single_files(name: str, tmp_path: Path, damage: int) -> None:
+    text, read_path, error = FILES[name]
 
     def read(raw: bytes) -> None:
-        path.write_bytes(raw)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fit_cost_model(CostTable.load(path))
+        (tmp_path / name).write_bytes(raw)
+        read_path(tmp_path / name)
 
-    text = json.dumps(document(), indent=1).encode()
-    assert check_reader(text, damage, read, CostTableError) > damage // 4
-
-
-def test_configs(tmp_path: Path, damage: int) -> None:
-    def read(raw: bytes) -> None:
-        (tmp_path / "config.json").write_bytes(raw)
-        read_config(tmp_path)
-
-    rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    text = json.dumps(CONFIG | {"rope_scaling": rope, "layer_types": ["full_attention"]}).encode()
-    assert check_reader(text, damage, read, ConvertError) > damage // 4
+    assert check_reader(text.encode(), damage, read, error) > damage // 4
 
 
 @pytest.mark.parametrize("name", [WHOLE, INDEX])
@@ -103,29 +116,6 @@ def test_data_files(suffix: str, tmp_path: Path, damage: int) -> None:
 
     refused = check_reader(path.read_bytes(), damage, read, DataError)
     assert suffix == ".json" or refused > damage // 4
-
-
-def test_records(tmp_path: Path, damage: int) -> None:
-    path = tmp_path / "documents.jsonl"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    lines = [{"text": "one"}, {"messages": turns}, {"text": "two", "id": 5}]
-
-    def read(raw: bytes) -> None:
-        path.write_bytes(raw)
-        list(RecordFiles([path]).records(BadRecords(skip=False)))
-
-    text = "\n".join(map(json.dumps, lines)).encode()
-    assert check_reader(text, damage, read, DataError) > damage // 4
-
-
-def test_lengths(tmp_path: Path, damage: int) -> None:
-    path = tmp_path / "lengths.json"
-
-    def read(raw: bytes) -> None:
-        path.write_bytes(raw)
-        read_lengths(path)
-
-    assert check_reader(b"[5, 70, 1234, 99]", damage, read, WorkloadError) > damage // 4
 
 
 def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> None:

@@ -25,19 +25,14 @@ COMMANDS = sorted(
 )
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
-    "cpu_attention": ("--quick",),
-    "planning": ("--quick",),
     "simulate": ("--quick",),
-    # Its instruments name functions of the package.
-    "overhead": ("--quick",),
 }
 """Benchmark -> arguments of its short form; beside them, --json FILE."""
 NIGHTLY: dict[str, tuple[str, ...]] = {
+    # Its instruments name functions of the package.
+    "overhead": ("--quick",),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
-    "quality": (
-        *("--quick", "--steps", "6", "--arms", "random"),
-        *("--converted", "converted.json"),
-    ),
+    "quality": ("--quick", "--steps", "6", "--arms", "random"),
     "soak": ("--quick",),
     "pretrained": (
         *("--directory", "cache", "--groups", "key-value-1024", "--documents", "1"),

@@ -15,7 +15,7 @@ import torch
 from convert.conversions import model_args
 from harness import BALANCE_FLAGS, TRAINING_FLAGS, run_program, run_training
 from pretrained import arms, command, measures, model, sensitivities
-from pretrained.budgets import greedy, layer_budgets, proportional
+from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
     DIGITS,
     KEY_VALUE,
@@ -29,20 +29,17 @@ from pretrained.documents import (
 )
 from pretrained.reading import Asked, Reader, Scores
 from pretrained.results import ScoreFiles, agreement, summarised, table
-from pretrained.rules import best_blocks, masses, rule_of, rule_of_selector, token_tile
+from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
 from pretrained.session import Session
 from sparse_hf_models import SIZES
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
-from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.layer_budgets import DENSE
-from sparsebalance_megatron.selector_registry import BUILT_IN
 
 VOCABULARY, TOKENS, BLOCK, LAYERS = 128, 512, 16, 3
 KNOWN = {
-    "coverage": [[0.5, 0.6, 0.65], [0.2, 0.6, 0.9], [0.9, 0.95, 0.96]],
     "peaks": [0.1, 0.4, 0.2],
     "cuts-text": [0.0, 0.1, 0.3],
     "cuts-lookups": [-0.1, 1.0, 0.2],
@@ -104,14 +101,10 @@ def document_of(kind: str, labels: int, answers: tuple[int, ...] = ()) -> Docume
 
 
 def test_figures_of_look_ups() -> None:
-    """All labels, and those of a tail."""
     document = document_of(KEY_VALUE, 4, (0, 0, 1, 1))
     found = scores([0.0, 1.0, 2.0, 3.0], [True, True, True, False])
     figures = measures.figures(document, found, found, None)
     assert figures == {"exact": 0.5, "digits": 0.75, "nats": 1.5}
-    document, tail = document_of(NEEDLE, 4, (0, 0, 1, 1)), scores([2.0, 4.0], [True, True])
-    figures = measures.figures(document, tail, scores([0.0] * 4), None)
-    assert figures == {"exact": 1.0, "digits": 1.0, "nats": 3.0}
 
 
 def test_figures_of_text() -> None:
@@ -145,15 +138,10 @@ def test_differences_are_paired_by_document() -> None:
 
 
 def test_agreement_of_sensitivities() -> None:
-    """Cuts from 8 blocks to 2 lose 0.2, 0.4 and so on of the coverage."""
-    curves = [[0.0, 0.1, *[0.1 + 0.2 * each] * 6] for each in (1, 2, 3, 4, 5)]
     cuts = [2.0, 4.0, 8.0, 16.0, 32.0]
     other = [-each for each in cuts]
-    found = agreement({"other": other, "cuts-lookups": cuts, "coverage": curves})
+    found = agreement({"other": other, "cuts-lookups": cuts})
     assert found["other"] == pytest.approx({"r": -1.0, "rank": -1.0, "common": 3})
-    assert found["coverage lost"]["r"] == pytest.approx(0.93326, abs=1e-5)
-    assert found["coverage lost"]["rank"] == pytest.approx(1.0)
-    assert found["coverage lost"]["common"] == 4
     assert agreement({}) == {}
 
 
@@ -174,11 +162,6 @@ def test_the_predicted_cost_counts_what_is_read() -> None:
     assert arms.predicted_cost(block, (2,), 64, 16) == pytest.approx(7 / 4)
     assert arms.predicted_cost(token, (2,), 64, 16) == pytest.approx(2.8 * 7 / 4)
     assert arms.predicted_cost(token, (2, DENSE), 64, 16) == pytest.approx((4.9 + 2.5) / 2)
-
-
-def test_greedy_takes_the_largest_gains() -> None:
-    assert greedy(KNOWN["coverage"], mean_blocks=2, least=1, most=3) == (2, 3, 1)
-    assert greedy(KNOWN["coverage"], mean_blocks=9, least=1, most=3) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -219,52 +202,15 @@ def test_budgets_by_name(tmp_path: Path) -> None:
         budgets(str(given))
 
 
-@pytest.mark.parametrize("selection", BUILT_IN)
-@pytest.mark.parametrize("first_blocks", [0, 1])
-def test_rules_of_selectors_read_as_the_product(
-    selection: str, first_blocks: int, reader: Reader
-) -> None:
-    if first_blocks and BUILT_IN[selection].first_blocks is None:
-        pytest.skip("it has first tokens of its own")
-    (document,), budgets = documents(TEXT, 1), (3, DENSE, 5)
-    product = reader.product(
-        document,
-        block_size=BLOCK,
-        selection=selection,
-        budgets=budgets,
-        sparse_init_block=first_blocks,
-    )
-    selector = selector_named(selection, first_blocks=first_blocks)
-    rule = reader.by_rule(document, BLOCK, rule_of_selector(selector, budgets))
-    torch.testing.assert_close(product.loss_X, rule.loss_X)
-
-
-@pytest.mark.parametrize("name", ["oracle-token", "oracle-block", "window", "token-tile"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_budget_of_everything_is_dense(name: str, reader: Reader) -> None:
     (document,) = documents(KEY_VALUE, 1)
-    how = {"tile": 8, "wishes": 99} if name == "token-tile" else {}
-    rule = rule_of(name, (TOKENS // BLOCK,) * LAYERS, 1, **how)
+    rule = rule_of(name, (TOKENS // BLOCK,) * LAYERS, 1)
     dense = reader.dense(document)
     torch.testing.assert_close(reader.by_rule(document, BLOCK, rule).loss_X, dense.loss_X)
-    prefix = reader.prefix(document, BLOCK)
-    for _ in range(2):  # the prefix is as before
-        tail = reader.tail(document, BLOCK, rule, prefix)
-        torch.testing.assert_close(tail.loss_X, dense.loss_X)
 
 
-@pytest.mark.parametrize("selection", ["token-query-head", "previous-block", "vertical-slash"])
-def test_a_tail_that_is_all_but_one_block_reads_as_the_whole(
-    selection: str, reader: Reader
-) -> None:
-    """A document's first block is dense anyhow."""
-    document = replace(documents(TEXT, 1)[0], tail=BLOCK)
-    rule = rule_of_selector(selector_named(selection), (3,) * LAYERS)
-    whole = reader.by_rule(document, BLOCK, rule).loss_X
-    tail = reader.tail(document, BLOCK, rule, reader.prefix(document, BLOCK)).loss_X
-    torch.testing.assert_close(tail, whole[-len(tail) :])
-
-
-@pytest.mark.parametrize("name", ["window", "oracle-token", "token-tile"])
+@pytest.mark.parametrize("name", ["window", "oracle-token"])
 def test_rules_do_not_look_ahead(name: str, reader: Reader) -> None:
     (document,) = documents(TEXT, 1)
     changed = 301
@@ -285,7 +231,6 @@ def asked_of(blocks: int, size: int, seed: int = 0) -> Asked:
     return Asked(
         layer=0,
         q_QHD=q_QHD,
-        earlier_THD=q_QHD,
         k_TGD=k_TGD,
         layouts=layouts,
         softmax_scale=8**-0.5,
@@ -314,42 +259,6 @@ def test_the_best_blocks_are_listed_with_own_and_first() -> None:
     assert found.indices_QCK[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_tiles_fill_their_list_in_turn() -> None:
-    """Against a list that is filled entry by entry."""
-    asked, tile, wishes = asked_of(8, 4, seed=2), 2, 2
-    mean_NGD = asked.k_TGD.unflatten(0, (8, 4)).mean(1)
-    for carry in (0, 1):
-        found = token_tile(asked, 5, 1, tile=tile, wishes=wishes, carry=carry)
-        for head in range(2):
-            query_TD = asked.q_QHD.unflatten(1, (2, 2)).mean(2)[:, head]
-            for token in range(len(query_TD)):
-                own, begin = token // 4, token // tile * tile
-                listed = [0] if own else []
-                asking = [(query_TD[each], wishes, 5) for each in range(begin, token + 1)]
-                if carry and begin:
-                    asking.insert(0, (query_TD[begin - tile : begin].mean(0), 5, 2))
-                for query_D, most, room in asking:
-                    score_N = mean_NGD[1:own, head] @ query_D
-                    for block in (score_N.argsort(descending=True)[:most] + 1).tolist():
-                        if block not in listed and len(listed) + 1 < room:
-                            listed.append(block)
-                count = int(found.counts_QC[token, head])
-                entries = found.indices_QCK[token, head, :count].tolist()
-                assert entries[0] == own and sorted(entries[1:]) == sorted(listed)
-
-
-def test_the_list_of_a_tile_nests_in_budgets() -> None:
-    asked = asked_of(12, 4)
-
-    def lists(budget: int) -> list[set[int]]:
-        found = token_tile(asked, budget, 1, tile=4, wishes=3)
-        rows = zip(found.indices_QCK[:, 0], found.counts_QC[:, 0], strict=True)
-        return [set(row[:count].tolist()) for row, count in rows]
-
-    for budget in range(2, 8):
-        assert all(a <= b for a, b in zip(lists(budget), lists(budget + 1), strict=True))
-
-
 def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None:
     some = documents(KEY_VALUE, 1)
     uncut = [arms.REFERENCE.blocks] * LAYERS
@@ -368,15 +277,12 @@ def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None
     assert sensitivities.cuts(reader, some, BLOCK) == pytest.approx(expected, abs=1e-5)
 
 
-def test_peaks_and_coverage_have_one_entry_for_each_layer(reader: Reader) -> None:
+def test_peaks_and_repetitions_have_one_entry_for_each_layer(reader: Reader) -> None:
     some = documents(TEXT, 2)
     peaks = sensitivities.peaks(reader, some, BLOCK)
     assert len(peaks) == LAYERS and all(0 < each < 1 for each in peaks)
     repetitions = sensitivities.repetitions(reader, some, BLOCK)
     assert len(repetitions) == LAYERS and max(repetitions) == 1.0 and min(repetitions) > 0.0
-    for curve in sensitivities.coverage(reader, some, BLOCK):
-        assert len(curve) == TOKENS // BLOCK and curve == sorted(curve)
-        assert curve[-1] == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

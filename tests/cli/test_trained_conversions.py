@@ -15,7 +15,7 @@ import pytest
 import torch
 from convert.conversions import Conversions, read_documents, reference_loss, succeeded
 from convert.tiny_models import save, stored_tensors, tiny_model
-from harness import PROGRAMS, TrainingRun
+from harness import CHANGED, TrainingRun
 from oracles.attention import moba_lists, plain_attention, token_mask
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,7 +40,7 @@ LAYOUTS = {
 """Run on two ranks -> model and layout. Runs of EXPERTS learn; the others change nothing."""
 ENTRY_POINTS = (
     ("-m", "sparsebalance_megatron.pretrain_gpt"),
-    (str(PROGRAMS / "sequence_parallel.py"),),
+    (CHANGED, "marked-norms"),
 )
 """Without and with sequence parallelism, which experts need where tensors are split."""
 ROUNDINGS = 16 * 2.0**-23

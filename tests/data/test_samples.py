@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -85,11 +84,6 @@ def test_samples_equal_naive_construction(
     everything = np.arange(len(built))
     assert [pairs_of(built.read(i)) for i in everything] == expected
     assert built.lengths_of(everything).tolist() == [len(sample) for sample in expected]
-    if overlong == "split":
-        kept = Counter(pair for sample in everything for pair in pairs_of(built.read(sample)))
-        assert kept == Counter(
-            pair for document in documents for pair in oracle.predictions(document)
-        )
     check_counts(built, documents, expected, max_tokens, overlong)
 
 
@@ -245,19 +239,13 @@ def test_packing_equals_naive_packing(
     assert len(expected) == sum(lengths_tokens) + padding_tokens(sum(lengths_tokens), multiple)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: pack([]), "at least 1 token"),
-        (lambda: packed_cu_seqlens([3], 0), "pad_to_multiple_of is 0"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 token"):
+        pack([])
+    with pytest.raises(ValueError, match="pad_to_multiple_of is 0"):
+        packed_cu_seqlens([3], 0)
 
 
-VOCABULARY = 100
 SMALL = 200_000
 """Values of files that are looked at whole."""
 

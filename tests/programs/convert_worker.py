@@ -56,17 +56,10 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
 
 @torch.no_grad()
 def _packed_logits(model, tokens: list[list[int]]) -> torch.Tensor:
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from small_gpt import thd_params
 
     lengths = [len(document) for document in tokens]
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
+    params = thd_params(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
     tokens_1T = torch.tensor([token for document in tokens for token in document])[None]
     positions_1T = torch.cat([torch.arange(length) for length in lengths])[None]
     return model(tokens_1T, positions_1T, None, packed_seq_params=params)[0]

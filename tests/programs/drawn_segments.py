@@ -5,8 +5,8 @@ A plan is made as ever, or with cp_sizes drawn as in shared_micro_batches.py whe
 Then micro-batches are cut at any blocks, by a generator that all ranks seed with the step; the
 first one that has the blocks always is cut. Every segment has a block for each rank that shares it.
 Ranks of a lockstep group cut a position into equally many segments, as many as its shortest member
-has blocks at most. Start with ``--sparse-balance-device cpu``. Layer norms are those of
-sequence_parallel.py.
+has blocks at most. Start with ``--sparse-balance-device cpu``. Layer norms are marked
+as in changed_entry.py.
 
 With ``LISTS`` in the environment, every rank leaves the lists of its first step in that folder:
 ``rank0.pickle`` has (layer, sample, row of its document, head) -> blocks of the document. A row is
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sequence_parallel import mark_norms
+from changed_entry import mark_norms
 from shared_micro_batches import plan_with_drawn_cp_sizes
 
 from sparsebalance_megatron.megatron import cpu

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One member of a context group runs every exchange on every case, and reports how it went.
 
-    exchange_rank.py DIRECTORY [EXCHANGE dies|stalls]
+    exchange_rank.py DIRECTORY
 
-leaves ``rank0.json`` and so on. With an exchange named, member 1 ends in the middle of its forward
-pass, or stops there, and the others leave ``rank0.told`` and so on with what they were told.
+leaves ``rank0.json`` and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +31,6 @@ from attention.sequence import segmented
 from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import kernel_named
 from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.slice import (
@@ -49,8 +46,6 @@ HEAD_DIMS = {"head_dim": 8, "value_dim": 12}
 BROKEN = slice(2, 30)
 """Tokens of the document that is NaN in the case "broken"."""
 TIMEOUT_S = 60
-STALLED_TIMEOUT_S, STALL_S = 5, 12
-"""Timeout of the process group where a member is to stop, and how long the member stops."""
 
 CASES = {
     "dealt": ("previous-block", "blocks", None),
@@ -104,18 +99,14 @@ class Traffic:
         return counted
 
 
-def exchanges(timeout_s: float) -> dict[str, SequenceExchange]:
+def exchanges() -> dict[str, SequenceExchange]:
     """All of them, on groups of their own; every rank makes all groups in the same order."""
-    timeout = timedelta(seconds=timeout_s)
-    everyone = dist.new_group(timeout=timeout)
+    everyone = dist.new_group()
     inner = [
-        dist.new_group(range(first, first + INNER_MEMBERS), timeout=timeout)
+        dist.new_group(range(first, first + INNER_MEMBERS))
         for first in range(0, MEMBERS, INNER_MEMBERS)
     ]
-    outer = [
-        dist.new_group(range(place, MEMBERS, INNER_MEMBERS), timeout=timeout)
-        for place in range(INNER_MEMBERS)
-    ]
+    outer = [dist.new_group(range(place, MEMBERS, INNER_MEMBERS)) for place in range(INNER_MEMBERS)]
     hierarchical = RingExchange(
         everyone, inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
     )
@@ -240,36 +231,12 @@ def summaries_report() -> dict[str, Any]:
     }
 
 
-def stop_midway(exchange: SequenceExchange, directory: Path, how: str) -> None:
-    """Member 1 goes no further while it computes on the second row, or head, that it gets."""
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, **HEAD_DIMS)
-    held = slice_of(None)
-    blocks, calls = kernel_named("blocks"), Counter()
-    plain = blocks.forward
-
-    def mortal(*arguments: Any, **keywords: Any) -> Any:
-        calls["forward"] += 1
-        if RANK == 1 and calls["forward"] == 2:
-            time.sleep(STALL_S if how == "stalls" else 0)
-            os._exit(0)
-        return plain(*arguments, **keywords)
-
-    blocks.forward = mortal
-    try:
-        on_members(case, "blocks", held, exchange)
-    except RuntimeError as error:
-        (directory / f"rank{RANK}.told").write_text(str(error))
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    directory, stopping = Path(sys.argv[1]), sys.argv[2:]
+    directory = Path(sys.argv[1])
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all(), "uninitialised memory is to be NaN"
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    existing = exchanges(STALLED_TIMEOUT_S if "stalls" in stopping else TIMEOUT_S)
-    if stopping:
-        stop_midway(existing[stopping[0]], directory, stopping[1])
+    existing = exchanges()
     report = {
         "exchanges": {
             exchange: {name: report_of(name, existing[exchange]) for name in CASES}

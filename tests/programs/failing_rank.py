@@ -3,14 +3,13 @@
 
 ``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
 ``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
-it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
-``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
-another plan; ``nan STEP`` makes its loss NaN from there on.
+it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` lets
+what reads its rows raise; ``digest STEP`` lets it execute another plan; ``nan STEP`` makes its loss
+NaN from there on.
 ``flags 0`` gives it another budget, ``kernels 0`` kernels whose gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
-``segments-kill STEP`` and ``segments-stop STEP`` are ``kill`` and ``stop`` under plans with
-segments drawn by lot (drawn_segments.py).
+``segments-stop STEP`` is ``stop`` under plans with segments drawn by lot (drawn_segments.py).
 ``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
 or back in turn. ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
@@ -78,17 +77,6 @@ def raise_in_reader(step: int) -> None:
         return read(reader, planned, micro_batch)
 
     MicroBatchIterator._read = read_or_raise
-
-
-def raise_in_plan(step: int) -> None:
-    plan_step = step_planner.plan_step
-
-    def plan_or_raise(planned_step, inputs):
-        if FAULTY and planned_step == step:
-            raise ArithmeticError("no plan for this step")
-        return plan_step(planned_step, inputs)
-
-    step_planner.plan_step = plan_or_raise
 
 
 def differ_in(step: int) -> None:
@@ -164,7 +152,6 @@ FAULTS = {
     },
     "stop": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "reader": raise_in_reader,
-    "plan": raise_in_plan,
     "digest": differ_in,
     "nan": lose_numbers_from,
     "clock": set_clock_from,

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,8 @@ from drawn_segments import plan_with_drawn_segments  # noqa: E402
 from fake_cuda import (  # noqa: E402
     HOPPER,
     FakeCuda,
-    check_launch,
+    Launches,
+    TritonLaunch,
     run_backward,
 )
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
@@ -107,44 +108,27 @@ class Watch(TorchDispatchMode):
         return result
 
 
-class Launched:
-    """Kernels of Triton with their arguments; none runs."""
+def compiled_for(capability: int, launches: Iterable[TritonLaunch]) -> dict[str, int]:
+    """Compile what was launched; compiled kernels by name."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    class Driver:
+        def get_current_device(self) -> int:
+            return capability
 
-    def record(self) -> Callable[..., None]:
-        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-            check_launch(
-                kernel.fn.__name__,
-                dict(zip(kernel.arg_names, arguments, strict=False)) | keywords,
-                {each.name for each in kernel.params if each.do_not_specialize_on_alignment},
-            )
-            self.seen.append((kernel, arguments, keywords))
+        def get_current_stream(self, device: int) -> int:
+            return 0
 
-        return run
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
 
-    def compile(self, capability: int) -> dict[str, int]:
-        """Compile what was launched; compiled kernels by name."""
-
-        class Driver:
-            def get_current_device(self) -> int:
-                return capability
-
-            def get_current_stream(self, device: int) -> int:
-                return 0
-
-            def get_current_target(self) -> GPUTarget:
-                return GPUTarget("cuda", capability, 32)
-
-        triton.runtime.driver.set_active(Driver())
-        compiled: dict[str, set[str]] = {}
-        for kernel, arguments, keywords in self.seen:
-            types = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
-            named = {k: x.dtype if isinstance(x, Tensor) else x for k, x in keywords.items()}
-            found = kernel.warmup(*types, grid=(1,), **named)
-            compiled.setdefault(kernel.fn.__name__, set()).add(found.hash)
-        return {name: len(hashes) for name, hashes in sorted(compiled.items())}
+    triton.runtime.driver.set_active(Driver())
+    compiled: dict[str, set[str]] = {}
+    for launch in launches:
+        types = [x.dtype if isinstance(x, Tensor) else x for x in launch.arguments]
+        named = {k: x.dtype if isinstance(x, Tensor) else x for k, x in launch.keywords.items()}
+        found = launch.kernel.warmup(*types, grid=(1,), **named)
+        compiled.setdefault(launch.name, set()).add(found.hash)
+    return {name: len(hashes) for name, hashes in sorted(compiled.items())}
 
 
 ACCUMULATED: dict[Tensor, Callable[[], None]] = {}
@@ -244,20 +228,18 @@ def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **ke
 
 
 def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any) -> None:
-    watch, launched = Watch(), Launched()
+    watch, launches = Watch(), Launches()
     WAITS.clear()
     # Megatron made it before the model, where the device was still the CPU.
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    real_run = triton.runtime.JITFunction.run
-    triton.runtime.JITFunction.run = launched.record()
-    with on_cuda(), watch:
+    with on_cuda(), watch, launches.of_triton():
         inner(*arguments, **keywords)
-    triton.runtime.JITFunction.run = real_run
+    capabilities = [each for each in CAPABILITIES.split(",") if each]
     found = {
         "waits": WAITS,
         "copies": watch.copies,
-        "launches": Counter(kernel.fn.__name__ for kernel, *_ in launched.seen),
-        "compiled": {each: launched.compile(int(each)) for each in CAPABILITIES.split(",") if each},
+        "launches": Counter(launch.name for launch in launches.by_triton),
+        "compiled": {each: compiled_for(int(each), launches.by_triton) for each in capabilities},
     }
     RESULT.write_text(json.dumps(found))
     os._exit(0)

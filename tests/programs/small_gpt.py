@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -19,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 
 from sparsebalance_megatron import SparseBalanceConfig
 
+STEPS = 4
 SIZES = {"vocab_size": 256, "seq_length": 256, "micro_batch_size": 1, "global_batch_size": 8}
 
 
@@ -138,3 +140,21 @@ def module_at(name: str, path: str) -> Any:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def batches(count: int = STEPS, first: int = 0) -> list[list[torch.Tensor]]:
+    """Every step has another number of samples, of long-tailed lengths."""
+    made = []
+    for step in range(first, first + count):
+        generator = np.random.default_rng(step)
+        lengths = np.clip(generator.lognormal(np.log(40), 0.9, 8 + 2 * (step % 2)), 4, 250)
+        made.append([_tokens(generator, int(length) + 1) for length in lengths])
+    return made
+
+
+def _tokens(generator: np.random.Generator, length: int) -> torch.Tensor:
+    return torch.as_tensor((generator.random(length) ** 3 * 255).astype(np.int64))
+
+
+def lengths_of(batch: list[torch.Tensor]) -> list[int]:
+    return [len(sample) - 1 for sample in batch]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with examples/hosts/own_loop.py and own_data.py; results go to a JSON file.
 
-Usage: trainer_loops.py trainer|host CODE.py OUTPUT_DIRECTORY [DATA_PREFIX]. CODE.py is one of these
-examples. ``trainer`` owns its loop: one rank trains
-without the plugin, to compare with, and makes mistakes; two train data-parallel and then as a
-pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make mistakes,
-four share them; one rank is what both are compared with.
+Usage: trainer_loops.py trainer CODE.py OUTPUT_DIRECTORY DATA_PREFIX, or host CODE.py
+OUTPUT_DIRECTORY FULLY_SHARD.py. CODE.py is one of these examples. ``trainer`` owns its loop: one
+rank trains without the plugin, to compare with, and makes mistakes; two train data-parallel and
+then as a pipeline. ``host`` owns its data as well: two ranks run their micro-batches alone and make
+mistakes, four share them; one rank is what both are compared with. One rank and two also train
+examples/hosts/fully_shard.py on the host's samples.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from small_gpt import (  # noqa: E402
     SIZES,
+    STEPS,
     Losses,
     balance_config,
+    batches,
     error_of,
     gpt,
+    lengths_of,
     module_at,
     pipeline,
     schedule,
@@ -58,7 +62,6 @@ from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
 
-STEPS = 4
 DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
 """Budgets of more blocks than any sample has."""
 FAST: dict[str, Any] = {"gigabytes_per_second": 1e5}
@@ -325,24 +328,6 @@ class BareTrainer:
         self.schedule()
 
 
-def batches(count: int = STEPS, first: int = 0) -> list[list[torch.Tensor]]:
-    """Every step has another number of samples, of long-tailed lengths."""
-    made = []
-    for step in range(first, first + count):
-        generator = np.random.default_rng(step)
-        lengths = np.clip(generator.lognormal(np.log(40), 0.9, 8 + 2 * (step % 2)), 4, 250)
-        made.append([_tokens(generator, int(length) + 1) for length in lengths])
-    return made
-
-
-def _tokens(generator: np.random.Generator, length: int) -> torch.Tensor:
-    return torch.as_tensor((generator.random(length) ** 3 * 255).astype(np.int64))
-
-
-def lengths_of(batch: list[torch.Tensor]) -> list[int]:
-    return [len(sample) - 1 for sample in batch]
-
-
 @contextmanager
 def executed_budgets() -> Any:
     """Budgets of all samples that layers attended to, and selectors were asked for, in order.
@@ -370,10 +355,10 @@ def executed_budgets() -> Any:
 
 
 class Host:
-    """The document's host."""
+    """The document's host, and the one whose parameters are in shards."""
 
-    def __init__(self, block: Any) -> None:
-        self.block = block
+    def __init__(self, block: Any, fully_shard: str) -> None:
+        self.block, self.fully_shard = block, module_at("fully_shard", fully_shard)
 
     def train(
         self,
@@ -387,6 +372,18 @@ class Host:
         config = transformer_config(stages, **(model or {}))
         return self.block.train(config, balance_config(**choices), HOST_SIZES, some, losses, state)
 
+    @contextmanager
+    def planned_steps(self) -> Any:
+        """The steps that the host runs meanwhile."""
+        steps, run_schedule = [], self.block.run_schedule
+
+        def recorded(*given: Any) -> Any:
+            steps.append(given[2])
+            return run_schedule(*given)
+
+        with mock.patch.object(self.block, "run_schedule", recorded):
+            yield steps
+
     def shared(self) -> dict[str, Any]:
         """Dense; where a rank holds at most 64 tokens, and in layouts of which each has two
         groups."""
@@ -396,20 +393,14 @@ class Host:
             "context": (1, 2, {"context_parallel": "static"}),
         }
         result: dict[str, Any] = {}
-        run_schedule = self.block.run_schedule
         for name, (stages, cp_size, choices) in layouts.items():
-            cp_sizes: set[int] = set()
-
-            def recorded(*given: Any, seen: Any = cp_sizes) -> Any:
-                seen |= {micro_batch.cp_size for micro_batch in given[2].plan.micro_batches}
-                return run_schedule(*given)
-
             losses, context = Losses(), {"context_parallel_size": cp_size}
             with pipeline(stages, context_parallel_size=cp_size):
-                with mock.patch.object(self.block, "run_schedule", recorded):
+                with self.planned_steps() as steps:
                     ended, _, model = self.train(
                         losses, stages, batches(), None, context, **DENSE, **FAST, **choices
                     )
+                cp_sizes = {each.cp_size for step in steps for each in step.plan.micro_batches}
                 result[name] = {"losses": losses.values, "cp_sizes": sorted(cp_sizes)}
                 if name == "data":
                     result[name] |= self.shared_passes(ended, model)
@@ -418,20 +409,11 @@ class Host:
     def positions(self) -> dict[str, Any]:
         """Losses and numbers of micro-batches of experts, as the plan chooses and the least."""
         found: dict[str, Any] = {}
-        run_schedule = self.block.run_schedule
         for name in ("planned", "fixed"):
-            numbers: list[int] = []
-
-            def recorded(*given: Any, seen: Any = numbers) -> Any:
-                seen.append(given[2].micro_batches)
-                return run_schedule(*given)
-
             losses = Losses()
-            with (
-                pipeline(1, expert_model_parallel_size=2),
-                mock.patch.object(self.block, "run_schedule", recorded),
-            ):
+            with pipeline(1, expert_model_parallel_size=2), self.planned_steps() as steps:
                 self.train(losses, 1, batches(), model=EXPERTS, positions=name, **DENSE)
+            numbers = [step.micro_batches for step in steps]
             found[name] = {"losses": losses.values, "numbers": numbers}
         return found
 
@@ -561,16 +543,28 @@ class Host:
         }
         return {name: error_of(mistake) for name, mistake in found.items()}
 
+    def sharded(self) -> dict[str, Any]:
+        """Losses and figures of fully_shard.py, with dense and with tuned budgets."""
+        found = {}
+        with pipeline(1):
+            for name, choices in {"dense": DENSE, "tuned": TUNED}.items():
+                losses, made = Losses(), (transformer_config(), balance_config(**choices))
+                self.fully_shard.train(*made, HOST_SIZES, batches(), losses)
+                found[name] = {"losses": losses.values, "figures": losses.figures}
+        return found
+
     def results(self) -> dict[str, Any]:
-        if dist.get_world_size() == 2:
-            layouts = {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
-            return layouts | {"positions": self.positions()}
         if dist.get_world_size() == 4:
             return self.shared()
-        with pipeline(1):
-            alone = Losses()
-            self.train(alone, 1, batches(), **DENSE)
-            return {"dense": alone.values}
+        if dist.get_world_size() == 2:
+            found = {f"pp{stages}": self.all_layouts(stages) for stages in (1, 2)}
+            found["positions"] = self.positions()
+        else:
+            with pipeline(1):
+                alone = Losses()
+                self.train(alone, 1, batches(), **DENSE)
+            found = {"dense": alone.values}
+        return found | {"sharded": self.sharded()}
 
 
 def as_placed(ended: Any) -> Any:
@@ -585,10 +579,10 @@ def _by_layer(planned: Any) -> list[list[int]]:
     return [layer.tolist() for each in own.micro_batches for layer in each.budgets_LS]
 
 
-def main(kind: str, path: str, output: str, *data_prefix: str) -> None:
+def main(kind: str, path: str, output: str, other: str) -> None:
     block = module_at(kind, path)
     dist.init_process_group("gloo")
-    loop = Trainer(block, Path(output), *data_prefix) if kind == "trainer" else Host(block)
+    loop = Trainer(block, Path(output), other) if kind == "trainer" else Host(block, other)
     result: dict[str, Any] = loop.results()
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("megatron.training"))
     file = Path(output, f"world{dist.get_world_size()}-rank{dist.get_rank()}.json")

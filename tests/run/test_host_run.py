@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/hosts/own_data.py, run on gloo ranks, and a host's mistakes."""
+"""examples/hosts/own_data.py and fully_shard.py, run on gloo ranks, and a host's mistakes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ pytestmark = pytest.mark.distributed
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Placements and layouts differ in the order of float32 sums only."""
+SHARDED_ROUNDINGS = 16 * 2.0**-23
+"""Every step begins with the last one's, too."""
+SHARDED = str(REPOSITORY / "examples/hosts/fully_shard.py")
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +34,19 @@ def ranks(host: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def alone(host: Path) -> dict[str, Any]:
+    (found,) = _run(1, host)
+    return found
+
+
+@pytest.fixture(scope="module")
 def four_ranks(host: Path) -> list[dict[str, Any]]:
     return _run(4, host)
 
 
 def _run(ranks: int, host: Path) -> list[dict[str, Any]]:
     program = (str(PROGRAMS / "trainer_loops.py"), "host", str(host), str(host.parent))
-    run_training(ranks, (), program=program).require_success()
+    run_training(ranks, (SHARDED,), program=program).require_success()
     paths = [host.parent / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
     return [json.loads(path.read_text()) for path in paths]
 
@@ -110,10 +119,9 @@ def test_own_packed_sequences_train_alike(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_shared_micro_batches_train_to_the_losses_of_one_rank(
-    host: Path, four_ranks: list[dict[str, Any]]
+    alone: dict[str, Any], four_ranks: list[dict[str, Any]]
 ) -> None:
     """As planned over four data-parallel ranks, in pipelines, and in groups of Megatron's own."""
-    (alone,) = _run(1, host)
     cp_sizes = {"data": [1, 2, 4], "pipeline": [1, 2], "context": [2]}
     for layout, sizes in cp_sizes.items():
         found = four_ranks[0][layout]
@@ -154,35 +162,18 @@ def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) ->
     assert re.search(r"end_step after \d forward steps, expected \d: attach each", second)
 
 
-SHARDED_ROUNDINGS = 16 * 2.0**-23
-"""Ranks differ in the order of float32 sums only, and every step begins with the last one's."""
-EXAMPLE = REPOSITORY / "examples/hosts/fully_shard.py"
+def test_sharded_losses_of_two_ranks_are_those_of_one(
+    alone: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
+    expected = alone["sharded"]["dense"]["losses"]
+    assert len(set(expected)) == 4
+    for rank in ranks:
+        found = rank["sharded"]["dense"]["losses"]
+        assert found == pytest.approx(expected, rel=SHARDED_ROUNDINGS)
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    directory = tmp_path_factory.mktemp("sharded")
-    program = (str(PROGRAMS / "sharded_host.py"), str(EXAMPLE), str(directory))
-    found = {}
-    for ranks in (1, 2):
-        run_training(ranks, (), program=program).require_success()
-        paths = [directory / f"sharded{ranks}-rank{rank}.json" for rank in range(ranks)]
-        found[ranks] = [json.loads(path.read_text()) for path in paths]
-    return found
-
-
-def test_losses_of_two_ranks_are_those_of_one(worlds: Any) -> None:
-    ((alone,), both) = worlds[1], worlds[2]
-    for rank in both:
-        assert rank["dense"]["losses"] == pytest.approx(
-            alone["dense"]["losses"], rel=SHARDED_ROUNDINGS
-        )
-    assert len(set(alone["dense"]["losses"])) == 4
-
-
-def test_tuned_steps_are_alike_on_both_ranks(worlds: Any) -> None:
-    first, second = worlds[2]
-    assert first["tuned"] == second["tuned"]
-    figures = first["tuned"]["figures"]
-    assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in figures)
-    assert any(step["sparse-balance/tuned-samples"] > 0 for step in figures)
+def test_tuned_sharded_steps_are_alike_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["sharded"]["tuned"] for rank in ranks)
+    assert first == second
+    assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in first["figures"])
+    assert any(step["sparse-balance/tuned-samples"] > 0 for step in first["figures"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import PROGRAMS, TrainingRun, train, write_documents
+from harness import CHANGED, PROGRAMS, TrainingRun, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.timeline import predicted_timeline
@@ -44,7 +44,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
             *("--global-batch-size", str(ranks), "--sparse-balance-config", "segment-tokens=32"),
             *("--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,
-            program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
+            program=(CHANGED, "free-segments", "--sparse-balance-device", "cpu"),
         ).require_success()
         for segments in ("1", "4")
     )
@@ -82,7 +82,7 @@ def test_planned_steps_that_share_and_cut_train(tmp_path: Path) -> None:
             *(4, documents, *PIPELINE, "--sparse-balance-tuning", "off"),
             *("--global-batch-size", "4", *flags),
             log_dir=tmp_path / name,
-            program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
+            program=(CHANGED, "free-segments", "--sparse-balance-device", "cpu"),
         ).require_success()
         for name, flags in (("one", ()), ("both", both))
     )
@@ -99,36 +99,50 @@ def forms(step: dict[str, Any]) -> set[tuple[bool, bool]]:
     }
 
 
+type Lists = dict[tuple[int, int, int, int], list[int]]
+
+
+def run_with_lists(
+    ranks: int, documents: Path, folder: Path, *flags: str
+) -> tuple[TrainingRun, list[Lists]]:
+    """A run, and the lists of its first step that each rank left."""
+    (folder / "lists").mkdir(parents=True)
+    forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
+    run = train(
+        *(ranks, documents, *PIPELINE, *forced, *flags),
+        log_dir=folder / "log",
+        program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
+        environment={"LISTS": str(folder / "lists")},
+    ).require_success()
+    return run, [pickle.loads(path.read_bytes()) for path in (folder / "lists").iterdir()]
+
+
+@pytest.fixture(scope="module")
+def alone(
+    documents: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainingRun, list[Lists]]:
+    """One rank of two stages, on which initial weights depend."""
+    return run_with_lists(2, documents, tmp_path_factory.mktemp("alone"))
+
+
 @pytest.mark.parametrize("exchange", ["all-gather", "ring"])
 def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
-    exchange: str, documents: Path, tmp_path: Path
+    exchange: str, alone: tuple[TrainingRun, list[Lists]], documents: Path, tmp_path: Path
 ) -> None:
-    """Two ranks share some micro-batches, cut others, and some are both, by lot; the one rank has
-    two stages, too, on which initial weights depend."""
-    lists, runs = {}, {}
-    forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
+    """Two ranks share some micro-batches, cut others, and some are both, by lot."""
     mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-max-context-parallel", "2")
     mixed = (*mixed, "--sparse-balance-config", f"exchange={exchange}")
-    for ranks, flags in ((2, ()), (4, mixed)):
-        folder = tmp_path / f"lists{ranks}"
-        folder.mkdir()
-        runs[ranks] = train(
-            *(ranks, documents, *PIPELINE, *forced, *flags),
-            log_dir=tmp_path / f"log{ranks}",
-            program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
-            environment={"LISTS": str(folder)},
-        ).require_success()
-        lists[ranks] = [pickle.loads(path.read_bytes()) for path in folder.iterdir()]
+    one, expected_lists = alone
+    four, found_lists = run_with_lists(4, documents, tmp_path, *mixed)
     expected, found = (
-        {name: blocks for of_rank in lists[ranks] for name, blocks in of_rank.items()}
-        for ranks in (2, 4)
+        {name: blocks for of_rank in lists for name, blocks in of_rank.items()}
+        for lists in (expected_lists, found_lists)
     )
     assert found.items() >= expected.items()
     # A covered document has lists of all blocks before each where its micro-batch is shared or cut.
     more = {name: blocks for name, blocks in found.items() if name not in expected}
     assert all(sorted(blocks) == list(range(name[2] + 1)) for name, blocks in more.items())
-    assert len(found) == sum(map(len, lists[4]))
-    one, four = runs[2], runs[4]
+    assert len(found) == sum(map(len, found_lists))
     assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
     norms, expected_norms = ([float(norm) for norm in run.grad_norms] for run in (four, one))
     assert norms == pytest.approx(expected_norms, abs=2 * LAST_PRINTED_DIGIT)

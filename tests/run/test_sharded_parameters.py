@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in shards (``--use-torch-fsdp2``): two ranks gather every layer's weights together."""
+"""Parameters in shards (``--use-torch-fsdp2``): two ranks gather every layer's weights together.
+
+That they train to the losses of one rank is for test_matrix.
+"""
 
 from __future__ import annotations
 

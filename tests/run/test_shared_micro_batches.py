@@ -89,15 +89,6 @@ def evaluated(run: TrainingRun) -> list[float]:
     return [float(value) for value in found]
 
 
-def test_ranks_that_planned_different_cp_sizes_stop_before_the_step(
-    documents: Path, tmp_path: Path
-) -> None:
-    run = train(2, documents, *WIDE, program="disagreeing_plan.py", timeout_s=ENDS_WITHIN_S)
-    assert run.exit_code not in (None, 0)
-    assert "step 2: ranks [1] planned another step than rank 0" in run.output
-    assert len(run.losses) == 2
-
-
 def test_a_member_that_is_gone_ends_the_others_with_a_message(
     documents: Path, tmp_path: Path
 ) -> None:

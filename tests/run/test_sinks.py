@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real run on an interleaved pipeline, everything that it logs, and what is drawn of it."""
+"""One real run on an interleaved pipeline, everything that it logs, and what is drawn of it.
+
+That the schedule that ran is the one that is simulated is for test_matrix, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import REPOSITORY, measured_ms, read_records, read_steps, train
+from harness import REPOSITORY, TrainingRun, measured_ms, read_records, read_steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.learn.measurement import DIRECTIONS
@@ -27,16 +30,21 @@ LAYERS = {0: [[0], [2]], 1: [[1], [3]]}
 
 
 @pytest.fixture(scope="module")
-def directory(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Logs of two ranks, one pipeline, two virtual stages each."""
-    directory = tmp_path_factory.mktemp("run")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def run(documents: Path, directory: Path) -> TrainingRun:
+    """Two ranks, one pipeline, two virtual stages each, tuned as the paper does."""
     flags = (
         *("--pipeline-model-parallel-size", str(STAGES)),
         *("--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--microbatch-group-size-per-virtual-pipeline-stage", "3"),
         *("--tensorboard-dir", str(directory / "tensorboard")),
+        *("--sparse-balance-batching", "length", "--sparse-balance-tuning", "anchor"),
     )
-    train(STAGES, documents, *flags, log_dir=directory).require_success()
-    return directory
+    return train(STAGES, documents, *flags, log_dir=directory).require_success()
 
 
 def test_step_log_is_whole(directory: Path) -> None:
@@ -95,7 +103,7 @@ def test_coverage_of_the_ranks_makes_that_of_the_step(directory: Path) -> None:
         assert np.mean(coverage) == pytest.approx(step["figures"]["coverage"], abs=1e-5)
 
 
-def test_tensorboard_has_every_documented_scalar(directory: Path) -> None:
+def test_tensorboard_has_every_documented_scalar(directory: Path, run: TrainingRun) -> None:
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
     page = (REPOSITORY / "docs" / "TELEMETRY.md").read_text(encoding="utf-8")
     documented = documented_scalars(page)
@@ -109,10 +117,13 @@ def test_tensorboard_has_every_documented_scalar(directory: Path) -> None:
         if tag.startswith("sparse-balance/") and not tag.endswith(" vs samples")
     }
     assert written == documented | from_log_line
-    for name, key in (("coverage-base", "coverage_base"), ("coverage-min", "coverage_min")):
+    for name in from_log_line:
+        assert f"| sparse-balance/{name}: " in run.output
+        assert len(events.Scalars(f"sparse-balance/{name}")) == STEPS
+    for name in ("coverage", "coverage-base", "coverage-min"):
         logged = [scalar.value for scalar in events.Scalars(f"sparse-balance/{name}")]
         assert logged == pytest.approx(
-            [step["figures"][key] for step in read_steps(directory)], rel=1e-6
+            [step["figures"][name.replace("-", "_")] for step in read_steps(directory)], rel=1e-6
         )
     makespans = events.Scalars("sparse-balance/makespan-ms-measured")
     assert [scalar.step for scalar in makespans] == list(range(2, STEPS + 1))

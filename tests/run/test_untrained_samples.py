@@ -29,7 +29,7 @@ def masked_documents(folder: Path, untrained: set[int]) -> Path:
     return prefix
 
 
-@pytest.mark.parametrize("untrained", [{0, 2}, {1, 2, 3}, {0, 1, 2, 3}])
+@pytest.mark.parametrize("untrained", [{1, 2, 3}, {0, 1, 2, 3}])
 def test_their_steps_keep_the_loss_of_their_log_interval(
     untrained: set[int], tmp_path: Path
 ) -> None:
@@ -50,10 +50,3 @@ def test_their_steps_keep_the_loss_of_their_log_interval(
     assert math.isclose(float(found[1]), mean, rel_tol=1e-4)
     assert "number of nan iterations:   0" in printed
     assert "validation loss at iteration 4 | lm loss value: 0.000000E+00" in run.output
-
-
-def test_nothing_is_said_where_every_sample_has_one(tmp_path: Path) -> None:
-    documents = masked_documents(tmp_path, set())
-    run = train(1, documents, "--global-batch-size", "2", "--train-iters", "1")
-    assert run.exit_code == 0, run.output
-    assert "no trained token" not in run.output

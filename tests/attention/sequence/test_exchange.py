@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exchange on real process groups: results of one rank, traffic as counted, ends in time."""
+"""Every exchange on real process groups: results of one rank, traffic as counted."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, TIMEOUT_S, run_training
+from harness import PROGRAMS, run_training
 from oracles.exchange_bytes import exchange_bytes
 
 pytestmark = pytest.mark.distributed
@@ -20,21 +19,17 @@ EXCHANGES = ("all-gather", "ring", "hierarchical-ring")
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
 """Members of an inner group of the hierarchical ring, by the number of members."""
 every_size = pytest.mark.parametrize(
-    "members", [2, 4, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 6))]
+    "members", [4, *(pytest.param(each, marks=pytest.mark.nightly) for each in (2, 3, 6))]
 )
 KV_HEADS, HEAD_DIM = 2, (8 + 12) // 2
-
-
-def _run(members: int, directory: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> None:
-    program = (str(PROGRAMS / "exchange_rank.py"), str(directory), *arguments)
-    run_training(members, (), program=program, timeout_s=timeout_s).require_success()
 
 
 @functools.cache
 def _reports(members: int) -> list[dict[str, Any]]:
     """What each member reports."""
     with tempfile.TemporaryDirectory() as directory:
-        _run(members, Path(directory))
+        program = (str(PROGRAMS / "exchange_rank.py"), directory)
+        run_training(members, (), program=program).require_success()
         return [
             json.loads((Path(directory) / f"rank{rank}.json").read_text())
             for rank in range(members)
@@ -102,22 +97,3 @@ def test_summaries_are_those_of_the_sequence(members: int) -> None:
         assert one["calls"] == {"all_gather_into_tensor": 1, "all_reduce": 1}
         assert one["error"] <= 1e-12
     assert len({one["digest"] for one in found}) == 1, "sums differ between members"
-
-
-@pytest.mark.parametrize(
-    ("exchange", "how"),
-    [
-        *(("all-gather", "stalls"), ("ring", "dies")),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in itertools.product(EXCHANGES, ("dies", "stalls"))
-            if case not in (("all-gather", "stalls"), ("ring", "dies"))
-        ),
-    ],
-)
-def test_a_member_that_stops_ends_the_others(exchange: str, how: str, tmp_path: Path) -> None:
-    """The others end by an error: at once, or when the process group's time is up."""
-    _run(4, tmp_path, exchange, how, timeout_s=120.0)
-    found = [(tmp_path / f"rank{rank}.told").read_text() for rank in (0, 2, 3)]
-    assert all(found)
-    assert how == "dies" or any("imed out" in told for told in found), found
