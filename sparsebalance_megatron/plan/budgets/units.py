@@ -221,8 +221,8 @@ def _pairs_JXQ(
             np.ascontiguousarray(each_ZQ - each_ZQ[:, :1])[ladder.size_S]
             for each_ZQ in (a_ZQ, b_ZQ)
         )
-        columns.append(_sums_J((length_S1 * a_SQ - b_SQ) * share_S1, place_S, costs.job.places))
-    return np.stack(columns, axis=1)
+        columns.append((length_S1 * a_SQ - b_SQ) * share_S1)
+    return _sums_J(np.stack(columns, axis=1), place_S, costs.job.places)
 
 
 def _sums_J(values_S: np.ndarray, place_S: np.ndarray, places: int) -> np.ndarray:
