@@ -22,7 +22,7 @@ from sparsebalance_megatron.plan.pipeline.simulator import (
     operations_through_ms,
 )
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST
-from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _MAX_OPERATIONS_AT_ONCE = 1 << 16
