@@ -187,8 +187,8 @@ class SegmentSearch:
         return [candidate._replace(order=each) for each in moved]
 
     def _shortest(self, candidates: Sequence[Sequence[_Candidate]]) -> list[_Candidate]:
-        """Of every group's candidates, the one that ends first within the limit of tokens; where
-        there is none, the first one, in infinite time."""
+        """The candidate of every group that ends first within the limit of tokens; where there is
+        none, the first one, in infinite time."""
         flat = list(itertools.chain.from_iterable(candidates))
         cuts = self._cut(flat)
         ms = iter(self._simulated_ms(flat, cuts))

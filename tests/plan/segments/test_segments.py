@@ -93,7 +93,7 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     least_blocks=st.sampled_from([1, 2, 4]),
 )
 def test_segments_are_no_shorter_than_the_least(lengths, segments, least_tokens, least_blocks):
-    """Of members cut alike, in one at least; in one piece where no segment would have enough."""
+    """A segment has the least tokens in one of the members that are cut alike."""
     flat = list(itertools.chain.from_iterable(lengths))
     ends = itertools.accumulate(map(len, lengths), initial=0)
     row = tuple(tuple(range(*part)) for part in itertools.pairwise(ends))
