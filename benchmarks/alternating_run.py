@@ -162,9 +162,9 @@ def main() -> None:
     time.perf_counter = clock
     # The package takes its clock when it is imported.
     from sparsebalance_megatron import pretrain_gpt
-    from sparsebalance_megatron.megatron.arguments import early_flags
+    from sparsebalance_megatron.megatron.arguments import device_type_of
 
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 

@@ -195,7 +195,7 @@ class Instruments:
     def install(self) -> None:
         from sparsebalance_megatron.log.files import LinesHandler
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
-        from sparsebalance_megatron.megatron.hooks import RecordingTimers, _RecordingTimer
+        from sparsebalance_megatron.megatron.timing import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.run import Run
         from sparsebalance_megatron.run.step_reducer import StepReducer
         from sparsebalance_megatron.run.trainer import ForwardStep

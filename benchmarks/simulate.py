@@ -21,7 +21,14 @@ from simulated.peers import peers_of
 from simulated.setups import SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
-from sparsebalance_megatron.predict.comparison import DENSE, EXACT, OURS, rows_of
+from sparsebalance_megatron.predict.comparison import (
+    AS_MEGATRON,
+    DENSE,
+    EXACT,
+    OURS,
+    Row,
+    rows_of,
+)
 from sparsebalance_megatron.predict.outcome import Outcome, predict
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table
@@ -29,6 +36,15 @@ from sparsebalance_megatron.text_table import shown_ms, text_table
 MOST_SEGMENTS = 8
 SELECTIONS = (DEFAULT_SELECTION, "previous-block")
 """The default, and one whose lists a block of queries shares: counted at their own rates."""
+FURTHER_ROWS = {
+    "fixed budgets, arrival": Row({**AS_MEGATRON, "tuning": "off"}, "base budgets for all"),
+    "DST": Row({**AS_MEGATRON, "tuning": "anchor"}, "in order of arrival, the paper's budgets"),
+    "LBB": Row({"batching": "length", "tuning": "off"}, "placed by length, base budgets"),
+    "SAB": Row({"batching": "latency", "tuning": "off"}, "placed by latency, base budgets"),
+    "LBB+DST": Row({"batching": "length", "tuning": "anchor"}, "LBB, with the paper's budgets"),
+    "ours, static cp": Row({"context_parallel": "static"}, "as many ranks for every micro-batch"),
+}
+"""Parts of the default."""
 _NUMBERS = ("makespan_ms", "bound_ratio", "coverage_mean", "work_ratio", "bubble_share", "plan_ms")
 
 
@@ -89,7 +105,8 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     """All rows in one piece, and two in segments, where there are stages and no lockstep."""
     job = workload.job
     whole = replace(workload, plan_settings=replace(workload.plan_settings, max_segments=1))
-    ways = {name: row.of(whole) for name, row in rows_of(whole, every=every).items()}
+    rows = rows_of(whole) | (FURTHER_ROWS if every else {})
+    ways = {name: row.of(whole) for name, row in rows.items()}
     cuts = workload.plan_settings.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
         rows = rows_of(workload)

@@ -8,7 +8,7 @@
 #
 #   scripts/gpu_check.sh DIRECTORY [STAGE...]
 #
-#   environment  versions, device, the kernels' check of themselves at five head dims: environment.json
+#   environment  versions, device, the kernels' check of themselves at five head dims: environment.log
 #   tests        pytest -m gpu: tests.jsonl, a line per test
 #   quickstart   Megatron's loop over NCCL, one rank per GPU: quickstart.json
 #   profile      a cost table for layers with the attention of Qwen2.5-3B, checked: cost_table.json
@@ -17,7 +17,7 @@
 #   sanitizer    compute-sanitizer's memcheck and racecheck on small cases: sanitizer_*.jsonl
 #   tiles        benchmarks/kernels.py --tune: tiles.json
 #
-# environment.json has date, device and versions of what the others leave.
+# environment.log has device and versions of what the others leave.
 # Where nothing can be downloaded, install megatron-core from a wheel and this package with pip's
 # --no-index --no-deps, and set SETUP=skip.
 
@@ -84,8 +84,6 @@ def kept(name):
     file = pathlib.Path(sys.argv[1]) / name
     return json.loads(file.read_text()) if file.exists() else {}
 
-for name, tried in kept("environment.json").get("attention", {}).items():
-    print("attention", name, tried["says"], sep="\t")
 for case, results in kept("kernels.json").get("cases", {}).items():
     for name, found in results.items():
         if isinstance(found, dict):
@@ -98,7 +96,7 @@ stage() {
     local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
         environment)
-            limited "${minutes}m" sparse-balance env --check --json >"${OUT}/environment.json"
+            limited "${minutes}m" sparse-balance env --check
             ;;
         tests)
             # Their files alone: to import all others takes a minute.

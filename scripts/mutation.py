@@ -93,7 +93,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/attention/select/test_block_topk.py", CONTRACT),
         "tests/attention/select/test_memory.py",
     ),
-    "attention/kernels/blocks": (CONTRACT, "tests/attention/test_dense_documents.py"),
+    "attention/kernels/dense": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
     "data/documents": (
         *("tests/data/test_samples.py", "tests/data/test_blend.py", "tests/data/test_prepare.py"),

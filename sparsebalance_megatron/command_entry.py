@@ -84,24 +84,15 @@ def ends_in_one_line(
 ) -> int:
     """The exit status of ``run``, after one line on standard error if it failed.
 
-    Args:
-        program: the name that the line begins with.
-        is_mistake: other errors that a user can mend by what their text says.
+    ``is_mistake`` tells of other errors that a user can mend by what their text says.
     """
-    with _ending_signals():
-        return _status(program, run, is_mistake)
-
-
-def _status(
-    program: str, run: Callable[[], int], is_mistake: Callable[[BaseException], bool]
-) -> int:
     if sys.stdout is None:
         return _refused(program, "standard output is closed; open it, for instance to /dev/null")
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A character that the terminal's encoding lacks, or a file's name that is no text.
             sys.stdout.reconfigure(errors="backslashreplace")
-        with redirect_stdout(_NamedOutput(sys.stdout)):
+        with _ending_signals(), redirect_stdout(_NamedOutput(sys.stdout)):
             try:
                 return run()
             finally:

@@ -147,10 +147,10 @@ class SparseBalanceConfig:
     by simulated makespan. Choose arrival for a baseline, latency to repeat the paper."""
 
     positions: Positions = "planned"
-    """Micro-batches of a step where ranks wait for one another in every layer (expert parallelism)
-    and there is no pipeline: as many as make the shortest step, at most global batch size /
-    (micro-batch size x data-parallel size), or always that many (fixed). Choose fixed where a
-    step's micro-batches must be those that Megatron counts."""
+    """Micro-batches of a step without a pipeline, where ranks wait for one another in every layer
+    (expert parallelism) or cp_sizes are planned: as many as make the shortest step, at most global
+    batch size / (micro-batch size x data-parallel size), or always that many (fixed). Choose fixed
+    where a step's micro-batches must be those that Megatron counts."""
 
     plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core, counted in simulated operations.
@@ -224,7 +224,7 @@ class SparseBalanceConfig:
     try a run beside a GPU in use."""
 
     log_dir: str | None = None
-    """Directory for the logs that summary, report, watch and trace read."""
+    """Directory for the logs that summary, report and watch read."""
 
     log_megabytes: int = 64
     """Most megabytes of a log file and its predecessor together; the oldest lines go. Raise it to

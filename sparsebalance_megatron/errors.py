@@ -23,10 +23,7 @@ class DataError(ValueError):
 
 
 def place_and_reason(error: BaseException) -> tuple[str, str]:
-    """The file and line that raised an error, and the first line of its text, or else its source.
-
-    Both are empty where the error was raised nowhere.
-    """
+    """The file and line that raised an error, if any, and the first line of its text, or source."""
     frames = traceback.extract_tb(error.__traceback__)
     text = str(error).strip().partition("\n")[0]
     if not frames:

@@ -149,13 +149,11 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
-    """Fields of :class:`.SparseBalanceConfig` that a TOML file sets, each checked by itself.
+    """Fields of :class:`.SparseBalanceConfig` that a TOML file sets, each checked by itself:
+    ``SparseBalanceConfig(**read_options(path))``.
 
     Args:
         mode: in place of the file's; what it sets gives way to the file's other options.
-
-    Example:
-        A host in Python: ``SparseBalanceConfig(**read_options(path))``.
 
     Raises:
         ConfigError: naming the file, the option and the remedy.

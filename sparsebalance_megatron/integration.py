@@ -90,13 +90,11 @@ def one_line_errors() -> Iterator[None]:
 def arguments_provider(
     other: Callable[[ArgumentParser], ArgumentParser] | None = None,
 ) -> Callable[[ArgumentParser], ArgumentParser]:
-    """An ``extra_args_provider`` for Megatron's parser that adds ``--sparse-balance-*``.
+    """An ``extra_args_provider`` for Megatron's parser that adds ``--sparse-balance-*``, after the
+    script's ``other`` provider.
 
     Where the command line has ``--sparse-balance``, some of Megatron's defaults change to what the
     plugin needs; explicit flags win.
-
-    Args:
-        other: the script's own provider, applied first.
     """
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags

@@ -40,7 +40,6 @@ def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
@@ -54,12 +53,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; pipes, devices and folders are refused at once.
-
-    Raises:
-        NoSuchFileError: there is no such file.
-        UnreadableFileError: with another reason.
-    """
+    """Open a file for reading; pipes, devices and folders are refused at once."""
     try:
         # Without this flag, opening a pipe without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -89,14 +83,14 @@ def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
         yield line
 
 
-def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) -> None:
-    """Raise if a file that will be written is one that is read, under whatever name."""
-    for path in inputs:
+def refuse_same_file(output: Path, others: Iterable[Path], flag: str) -> None:
+    """Raise if a file that will be written is one of others, under whatever name."""
+    for path in others:
         same = os.path.realpath(output) == os.path.realpath(path)
         if same or (
             os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)
         ):
-            raise ConfigError(f"{flag} {output}: would replace the input {path}; choose another")
+            raise ConfigError(f"{flag} {output}: would replace {path}; choose another")
 
 
 def parse_json(text: str, kind: Any = Any) -> Any:
@@ -111,11 +105,20 @@ def parse_json(text: str, kind: Any = Any) -> Any:
 
 
 def checked(value: Any, kind: Any) -> Any:
-    """A value of plain types as a ``kind``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise UnreadableFileError(what_is_wrong(error, value)) from error
+
+
+def without_nulls(value: Any, but: str = "") -> Any:
+    """A value of plain types without keys whose value is null, one name apart."""
+    if isinstance(value, list):
+        return [without_nulls(each, but) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: each for key, each in value.items() if each is not None or key == but}
+    return {key: without_nulls(each, but) for key, each in kept.items()}
 
 
 def what_is_wrong(error: msgspec.ValidationError, document: Any) -> str:

@@ -85,11 +85,8 @@ def layer_budgets_text(budgets: Mapping[int, int]) -> str:
 def base_budgets(
     base_budget: int, layer_budgets: str | None, layers: int, flag: str = FLAG
 ) -> tuple[int, ...]:
-    """Base budget of every layer of a model, in blocks, :data:`DENSE` where a layer is dense.
-
-    Args:
-        base_budget: of the layers that ``layer_budgets`` does not give a budget.
-        layer_budgets: what :func:`parse_layer_budgets` reads, or None.
+    """Base budget of every layer of a model, in blocks, :data:`DENSE` where a layer is dense:
+    ``base_budget`` where ``layer_budgets`` does not give another.
 
     Raises:
         ConfigError: a named layer is not one of the model's.

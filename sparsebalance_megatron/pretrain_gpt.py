@@ -10,9 +10,11 @@ import os
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,14 +25,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     with integration.one_line_errors():
-        from sparsebalance_megatron.megatron.arguments import early_flags
-        from sparsebalance_megatron.run import dry_run
+        from sparsebalance_megatron.megatron.arguments import device_type_of, early_flags
 
-        if dry_run.is_requested(argv):
-            dry_run.run(argv)
-            return
-        _, device_type = early_flags(argv)
-        _train(device_type)
+        early = early_flags(argv)
+        if early.dry_run is not None:
+            _dry_run(argv, early)
+        else:
+            _train(device_type_of(argv))
+
+
+def _dry_run(argv: Sequence[str], early: Namespace) -> None:
+    """Check, plan the first step, print. Under torchrun only rank 0 does; the others return."""
+    from sparsebalance_megatron.megatron.arguments import runs_on_cpu
+    from sparsebalance_megatron.megatron.datasets import quiet_imports
+
+    SparseBalanceConfig(dry_run=early.dry_run)
+    if not early.enabled:
+        raise ConfigError(
+            f"{flag_name('dry_run')} without --sparse-balance: there is no plan; add "
+            "--sparse-balance"
+        )
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    on_cpu = runs_on_cpu(early.device)
+    with quiet_imports():
+        from sparsebalance_megatron.run.described_job import plan_and_print
+    plan_and_print(argv, early.dry_run, on_cpu=on_cpu)
 
 
 def _train(device_type: str) -> None:

@@ -30,9 +30,7 @@ class BuiltIn:
     """Objects of one selection, below this package, and a clause for the flag's help.
 
     The work model is named apart from the selector, so that planning does without torch.
-    ``first_blocks``: of a document, which every query reads unless it is told otherwise; None where
-    there is no choice.
-    ``needs_whole_documents``: see :func:`check_whole_documents`.
+    ``first_blocks``: of a document, which every query reads by default; None for no choice.
     """
 
     selector: str
@@ -92,7 +90,7 @@ def names() -> tuple[str, ...]:
 
 def check_name(name: str) -> None:
     """Refuse an unknown name, without loading anything."""
-    if name not in names():
+    if name not in BUILT_IN and name not in names():
         raise ConfigError(
             f"{FLAG} {name}: must be one of {', '.join(names())} "
             f"(other packages add names by entry points of {GROUP})"
@@ -100,18 +98,13 @@ def check_name(name: str) -> None:
 
 
 def default_first_blocks(name: str) -> int:
-    """First blocks of a document that a selection reads by default, without loading anything.
-
-    Selections of other packages read what they choose, and are taken to read none.
-    """
+    """First blocks of a document that a selection reads by default; those of other packages read
+    what they choose, and are taken to read none."""
     return (BUILT_IN[name].first_blocks or 0) if name in BUILT_IN else 0
 
 
 def source_of(name: str) -> str:
-    """Package and version of another package's selector; "" for one of this package.
-
-    Ranks must agree on it.
-    """
+    """Package and version of another package's selector, on which ranks must agree, or ""."""
     return "" if name in BUILT_IN else "; ".join(sorted(map(_described, _installed(name))))
 
 
@@ -149,14 +142,8 @@ def load_work_model(name: str) -> Any:
 
 
 def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
-    """Refuse a selection whose probes are a document's last queries where documents are divided.
-
-    Args:
-        parts: flag -> among how many ranks, or into how many segments, it may divide them.
-
-    Raises:
-        ConfigError: naming the flag.
-    """
+    """Refuse a selection whose probes are a document's last queries where documents are divided:
+    ``parts`` has, by flag, among how many ranks or into how many segments."""
     flag = next((flag for flag, count in parts.items() if count > 1), None)
     if flag is None:
         return

@@ -57,8 +57,6 @@ def _release(version: str) -> tuple[int, ...]:
 def find_megatron() -> tuple[Path | None, str | None, str | None]:
     """Look at the Megatron that an import would find, without importing it.
 
-    A checkout on the path hides an installed wheel.
-
     Returns:
         The folder ``megatron``, the version of megatron.core, and what is wrong with them; None for
         each that there is not.
@@ -81,13 +79,8 @@ def find_megatron() -> tuple[Path | None, str | None, str | None]:
 
 
 def check_megatron() -> None:
-    """Raise unless there is a Megatron to import that is not older than the range.
-
-    A newer one is tried: whether it can be used is for what is imported from it to say.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise a :class:`ConfigError` unless there is a Megatron to import that is not older than the
+    range; a newer one is tried."""
     if "megatron.core" in sys.modules:
         return
     folder, known, problem = find_megatron()

@@ -18,8 +18,7 @@ def text_table(
     """Lines of text: cells under their headings, of which each row has the same.
 
     Cells are right-aligned, those without a heading left-aligned. A table wider than ``columns``
-    becomes several, one below the other; each repeats the first ``keys`` columns, which tell rows
-    apart.
+    becomes several, of which each repeats the first ``keys`` columns.
     """
     headings = list(rows[0])
     widths = {

@@ -267,6 +267,8 @@ ALLOWED = {
     "run/step_reducer.py": {"cpu"},
     # The digest that all ranks compare once a step, and before the first.
     "run/agreement.py": {"cpu", "tensor"},
+    # At a step's end.
+    "megatron/timing.py": {"synchronize"},
     # Before training.
     "attention/self_check.py": {"cpu", "tensor"},
 }

@@ -97,6 +97,17 @@ def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
     assert "run\\udcff" in output.read_text()
 
 
+def in_bash(script: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        timeout=120,
+    )
+
+
 @pytest.mark.parametrize(
     ("redirected", "reason"),
     [
@@ -109,11 +120,7 @@ def test_a_folder_whose_name_is_no_text_is_shown(run: Path) -> None:
 def test_an_output_that_cannot_be_written_is_one_line(
     redirected: str, reason: str, words: str, run: Path
 ) -> None:
-    command = f"{' '.join(COMMAND)} {words.format(run)} {redirected}"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
-        ["bash", "-c", command], stderr=subprocess.PIPE, text=True, env=environment, timeout=120
-    )
+    ended = in_bash(f"{' '.join(COMMAND)} {words.format(run)} {redirected}")
     assert ended.returncode == 2
     assert ended.stderr == f"sparse-balance: error: {reason}\n"
     begun = Path(f"{run}.html").exists()
@@ -122,33 +129,19 @@ def test_an_output_that_cannot_be_written_is_one_line(
 
 def test_a_deleted_working_directory_is_said(run: Path) -> None:
     script = f"mkdir gone && cd gone && rmdir ../gone && {' '.join(COMMAND)} report {run}"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(
-        ["bash", "-c", script],
-        cwd=run.parent,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    ended = in_bash(script, cwd=run.parent)
     assert ended.returncode == 2
     assert "working directory is gone" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("outputs", "reason"),
-    [
-        ("-o {0}/x --picture {0}/x", "are one file"),
-        ("-o {0}/x --picture {0}/y/../x", "are one file"),
-    ],
-)
+@pytest.mark.parametrize("picture", ["x", "y/../x"])
 def test_outputs_may_not_collide(
-    outputs: str, reason: str, run: Path, capsys: pytest.CaptureFixture[str]
+    picture: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"summary --baseline {run} --run {run} {outputs.format(run.parent)}"
+    outputs = f"-o {run.parent}/x --picture {run.parent}/{picture}"
     before = set(run.parent.iterdir())
-    assert cli.main(words.split()) == 2
+    assert cli.main(f"summary --baseline {run} --run {run} {outputs}".split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line
+    assert "would replace" in line
     assert set(run.parent.iterdir()) == before

@@ -16,7 +16,7 @@ from sparsebalance_megatron.json_file import (
     bounded_lines,
     open_regular,
     read_text,
-    refuse_output_over_input,
+    refuse_same_file,
 )
 
 
@@ -43,6 +43,6 @@ def test_an_output_that_is_an_input_is_refused_under_any_name(tmp_path: Path) ->
     (tmp_path / "link").symlink_to("log")
     os.link(tmp_path / "log", tmp_path / "hard")
     for name in ("log", "link", "hard", "../" + tmp_path.name + "/log"):
-        with pytest.raises(ConfigError, match=r"-o .*: would replace the input .*log"):
-            refuse_output_over_input(tmp_path / name, [tmp_path / "log"], "-o")
-    refuse_output_over_input(tmp_path / "other", [tmp_path / "log", tmp_path / "gone"], "-o")
+        with pytest.raises(ConfigError, match=r"-o .*: would replace .*log"):
+            refuse_same_file(tmp_path / name, [tmp_path / "log"], "-o")
+    refuse_same_file(tmp_path / "other", [tmp_path / "log", tmp_path / "gone"], "-o")

@@ -85,7 +85,7 @@ HANDLES = {
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
     *("convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
-    *("sensitivity", "summary", "trace", "watch"),
+    *("sensitivity", "summary", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}

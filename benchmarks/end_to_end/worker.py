@@ -26,7 +26,7 @@ from alternating_run import around_every_step
 from end_to_end.launch import PROGRESS
 from end_to_end.variants import ALL_VARIANTS, StepOrder, Variant
 from sparsebalance_megatron import pretrain_gpt
-from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.megatron.arguments import device_type_of
 
 OTHER_JOB_NICE = 5
 """Under Linux's scheduler it then gets a quarter of the core."""
@@ -37,7 +37,7 @@ def main() -> None:
     sys.argv = [sys.argv[0], *flags]
     variants = [variant for variant in ALL_VARIANTS if variant.name in own.variants]
     order = StepOrder(len(variants), own.batches)
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 

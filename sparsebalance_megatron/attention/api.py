@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention: one operation over a selection, and one call that selects as well.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), Q rows that
-select, C heads that select.
+Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
 """
 
 from __future__ import annotations
@@ -50,17 +49,12 @@ def budgeted_attention(
         out, lse = budgeted_attention(q, k, v, [0, 1000, 4000], [4, 8], **how)
         out.sum().backward()
 
+    Other arguments and results are those of :func:`block_sparse_attention`.
+
     Args:
-        q_THD, k_TGD, v_TGF: see :func:`block_sparse_attention`.
         cu_seqlens: S + 1 document boundaries in tokens, from 0 to T; ints, or a tensor on the CPU.
         budgets: KV blocks that a query may read, its own included: one for all documents, or S.
-        block_size: tokens of a full block.
-        softmax_scale: factor on q . k.
         selection: who selects: a name that ``--sparse-balance-selection`` takes, or a selector.
-        implementation: see :func:`block_sparse_attention`.
-
-    Returns:
-        out_THF and lse_TH, see :func:`block_sparse_attention`.
 
     Raises:
         ValueError: an argument does not fit; the message names it and says what to do.
@@ -87,18 +81,14 @@ def budgeted_attention(
             f"of the {layout.documents} documents of cu_seqlens, all at least 1 (the own block)"
         )
     ranking = rank_sequence(
-        selector,
-        *(q_THD, k_TGD, layout),
+        *(selector, q_THD, k_TGD, layout),
         softmax_scale=softmax_scale,
         max_budget=max(budgets),
         observe=False,
     )
     budgets_S = copied_to(torch.tensor(budgets), q_THD.device)
     return block_sparse_attention(
-        q_THD,
-        k_TGD,
-        v_TGF,
-        selector.select(ranking, budgets_S),
+        *(q_THD, k_TGD, v_TGF, selector.select(ranking, budgets_S)),
         softmax_scale=softmax_scale,
         implementation=implementation,
     )
@@ -117,16 +107,13 @@ def block_sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its selected KV blocks.
 
-    Tokens of a selected past block are all read; of the query's own block, those up to itself.
-    Where the selection has columns, their tokens are read besides.
     Differentiable in q, k and v through the output; the selection gets no gradient, as in MoBA.
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
         k_TGD, v_TGF: keys and values, same dtype and device, of the selection's ``kv_layout``.
-        selection: which blocks are read, on the same device. The own block, where it is listed,
-            comes first; the order of past blocks does not matter. Lists without it are parts, whose
-            results :func:`.kernels.contract.merge_partials` puts together.
+        selection: which blocks are read, on the same device. Lists without the own block are
+            parts, whose results :func:`.kernels.contract.merge_partials` puts together.
         softmax_scale: factor on q . k.
         implementation: who computes.
 

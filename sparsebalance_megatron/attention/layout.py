@@ -27,8 +27,7 @@ class BlockGrid:
     All arrays are int64, on the host.
 
     Attributes:
-        block_size: tokens of a full block.
-        boundaries: document boundaries in tokens, S + 1 entries from 0.
+        boundaries: of documents in tokens, S + 1 entries from 0.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
         first_block_S, blocks_S: a document's first block, and its blocks.
@@ -57,7 +56,7 @@ class PackedLayout:
 
     Attributes:
         grid: the blocks on the host; tensors have the names that it has.
-        number_N: a block's number in the sequence, 0 to N - 1.
+        number_N: 0 to N - 1.
         document_first_N, document_end_N: the first block of a block's document, and one past the
             document's last token.
         block_T: a token's block.
@@ -117,7 +116,6 @@ class PackedLayout:
 
     @cached_property
     def max_blocks(self) -> int:
-        """Blocks of the document that has most."""
         return max(self.blocks_per_document)
 
     @cached_property
@@ -131,10 +129,7 @@ class PackedLayout:
         return np.append(self.grid.start_N, self.tokens)
 
     def split(self, documents: int) -> tuple[PackedLayout, PackedLayout]:
-        """Layouts of the first documents and of all others, each a sequence; made once.
-
-        Either has at least one document.
-        """
+        """Layouts of the first documents, and of all others, of which there are some; made once."""
         if documents not in self._splits:
             boundaries = self.grid.boundaries
             parts = boundaries[: documents + 1], boundaries[documents:] - boundaries[documents]
@@ -146,17 +141,19 @@ class PackedLayout:
     def _splits(self) -> dict[int, tuple[PackedLayout, PackedLayout]]:
         return {}
 
-    def to_blocks(self, x_T: Tensor) -> Tensor:
-        """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
-
-        A view of ``x_T`` where no block is short.
-        """
-        size = self.block_tokens
-        if self.tokens == self.blocks * size:
-            return x_T.reshape(self.blocks, size, *x_T.shape[1:])
-        padded = x_T.new_zeros(self.blocks * size, *x_T.shape[1:])
-        padded.index_copy_(0, self.place_T, x_T)
-        return padded.view(self.blocks, size, *x_T.shape[1:])
+    def to_blocks(self, x_T: Tensor, blocks: slice | None = None) -> Tensor:
+        """[T, ...] to [N, B, ...], of all blocks or of some: a view; zeros in the places past a
+        short block's end."""
+        first, last = (blocks.start, blocks.stop) if blocks else (0, self.blocks)
+        tokens = slice(int(self.bounds_on_host[first]), int(self.bounds_on_host[last]))
+        x_T, place_T = x_T[tokens], self.place_T[tokens]
+        shape = last - first, self.block_tokens
+        if len(x_T) == shape[0] * shape[1]:
+            return x_T.unflatten(0, shape)
+        if first:
+            place_T = place_T - first * self.block_tokens
+        padded = x_T.new_zeros(shape[0] * shape[1], *x_T.shape[1:])
+        return padded.index_copy_(0, place_T, x_T).unflatten(0, shape)
 
     def from_blocks(self, x_NB: Tensor) -> Tensor:
         """[N, B, ...] to [T, ...]; the inverse of :meth:`to_blocks`."""
@@ -190,15 +187,10 @@ def packed_layout(
 
 
 def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> BlockGrid:
-    """Cut a packed sequence into blocks.
-
-    Args:
-        cu_seqlens: S + 1 document boundaries in tokens, from 0, strictly increasing.
-        block_size: tokens of a full block.
+    """Cut a packed sequence, of S + 1 document boundaries in tokens, into blocks.
 
     Raises:
-        ValueError: ``cu_seqlens`` has fewer than two entries, does not start at 0, or does not
-            increase; ``block_size`` is below 1.
+        ValueError: boundaries do not begin at 0 and increase, or ``block_size`` is below 1.
     """
     boundaries = np.asarray(cu_seqlens, dtype=np.int64)
     if block_size < 1:
@@ -233,7 +225,7 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutPair:
-    """Queries and the keys they select from, which may lie in different packed sequences.
+    """Queries and the keys they select from.
 
     Where a rank holds some blocks of a sequence, its queries form a sequence of their own, while
     the keys are those of the whole sequence.
@@ -265,12 +257,8 @@ class LayoutPair:
     def of_blocks(
         cls, query_layout: PackedLayout, kv_layout: PackedLayout, own_blocks: Sequence[int]
     ) -> LayoutPair:
-        """Queries of some blocks of the keys' sequence.
-
-        Raises:
-            ValueError: ``own_blocks`` has not one entry per query block, names a block that the
-                keys lack, or one of another length.
-        """
+        """Queries of some blocks of the keys' sequence; others in ``own_blocks`` are a
+        ValueError."""
         own_N = np.asarray(own_blocks, dtype=np.int64)
         lengths_N = query_layout.grid.length_N
         known = (own_N >= 0) & (own_N < kv_layout.blocks)

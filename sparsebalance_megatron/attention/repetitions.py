@@ -13,6 +13,7 @@ heads of a KV head, X rows and query heads of a KV head, A kinds: matching, copy
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +32,12 @@ class Repetitions:
     """Attention to far repetitions, by layer and head of the whole model; that of ranks adds up.
 
     Attributes:
-        tokens_T: of the packed sequence that runs next; who feeds the model sets it.
+        tokens_T: of the packed sequence that runs next; None where nothing is to be added.
         mass_ALH: float64, summed over queries that have repetitions.
         queries_ALH: float64, how many there were.
     """
 
-    tokens_T: Tensor
+    tokens_T: Tensor | None
 
     def __init__(self, layers: int, heads: int, device: torch.device) -> None:
         self.mass_ALH = torch.zeros(2, layers, heads, dtype=torch.float64, device=device)
@@ -53,11 +54,10 @@ class Repetitions:
         softmax_scale: float,
         first_head: int = 0,
     ) -> None:
-        """Look at up to 1,024 evenly spaced queries of every document.
-
-        Args:
-            first_head: of ``q_THD`` in the model; other tensor-parallel ranks have the others.
-        """
+        """Look at up to 1,024 evenly spaced queries of every document, of heads from
+        ``first_head`` of the model on."""
+        if self.tokens_T is None:
+            return
         heads = slice(first_head, first_head + q_THD.shape[1])
         for begin, end in zip(layout.cu_seqlens, layout.cu_seqlens[1:], strict=False):
             first = _READ_ANYWAY_BLOCKS * layout.block_size
@@ -100,6 +100,16 @@ def far_repetitions(tokens_T: Tensor, row_Y: Tensor, *, block_size: int) -> Tens
     asked_AY = torch.stack([tokens_T[row_Y], next_T[row_Y]])
     repeated_AYT = (tokens_T == asked_AY[..., None]) & far_YT
     return repeated_AYT & (repeated_AYT.sum(-1, keepdim=True) <= _RARE)
+
+
+def copies_T(tokens_T: np.ndarray, *, block_size: int) -> np.ndarray:
+    """bool: the tokens of a document after which comes what followed the same two far away."""
+    earliest: dict[tuple[int, ...], int] = {}
+    copies_T = np.zeros(len(tokens_T), dtype=bool)
+    for row in range(max(block_size - 1, 1), len(tokens_T) - 1):
+        first = earliest.setdefault(tuple(tokens_T[row - 1 : row + 2].tolist()), row + 1)
+        copies_T[row] = first // block_size < row // block_size - 1
+    return copies_T
 
 
 def attention_mass(q_YHD: Tensor, k_TGD: Tensor, row_Y: Tensor, *, softmax_scale: float) -> Tensor:

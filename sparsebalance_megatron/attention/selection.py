@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of the KV blocks that every query reads: output of selectors, input of attention.
-
-Shape legend: Q rows that select, C heads that select.
-"""
+"""Lists of the KV blocks that every query reads: output of selectors, input of attention."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ class Selection:
 
     A listed block is read whole, but the query's own block up to the query itself. Queries and keys
     may lie in different packed sequences, where a rank holds some of either. Blocks of one training
-    document keep their order in both and lie side by side, so that none but the last of them is
-    short; their documents need not be the training documents.
+    document keep their order in both and lie side by side; their documents need not be the training
+    documents.
 
     Attributes:
         indices_QCK: int16 or int32 numbers of blocks in the keys' sequence without repetition, all
@@ -47,8 +44,6 @@ class Selection:
         counts_QC: int32 lengths of the lists.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N). C is G, or H where
             every query head selects for itself.
-        query_layout: the blocks of the queries' sequence.
-        kv_layout: the blocks of the keys' sequence, which the numbers refer to.
         own_block_N: int64, for every query block the number in ``kv_layout`` of the block that it
             is itself; -1 where the keys' sequence does not hold it.
         columns: single tokens that are read besides, where blocks of queries select; or None.
@@ -64,12 +59,7 @@ class Selection:
 
     @classmethod
     def within(
-        cls,
-        layout: PackedLayout,
-        *,
-        indices_QCK: Tensor,
-        counts_QC: Tensor,
-        by_token: bool,
+        cls, layout: PackedLayout, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool
     ) -> Selection:
         """A selection whose queries and keys lie in the same sequence."""
         return cls(

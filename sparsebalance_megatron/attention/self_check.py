@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the kernels and the router of a device with the reference, on a small ragged sequence.
-
-Shape legend: Q rows that select, C heads that select.
-"""
+"""Compares a device's kernels and router with the reference, on a small ragged sequence."""
 
 from __future__ import annotations
 
@@ -55,10 +52,9 @@ def check_attention(
     device: torch.device,
 ) -> Verdict:
     """Compare out, lse, dq, dk, dv with the reference in float64, and lists and coverage with the
-    router by torch on the CPU, at the same inputs.
+    router by torch on the CPU. Triton's kernels run several times and must repeat every bit.
 
-    ``heads`` are of queries and of keys on a rank, ``head_dims`` of keys and of values. Triton's
-    kernels run several times and must repeat every bit.
+    ``heads`` are of queries and of keys on a rank, ``head_dims`` of keys and of values.
     """
     boundaries = [0, *accumulate(max(1, int(blocks * config.block_size)) for blocks in _BLOCKS)]
     kv_heads = min(heads[1], _MOST_KV_HEADS)

@@ -32,7 +32,6 @@ COMMANDS = {
     "summary": "compare the step logs of two runs",
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
-    "trace": "write steps of a run as a trace for Perfetto",
     "flags": "show the flags of training in three groups",
     "env": "show versions and devices, and check attention on them",
     "examples": "show where the example scripts and patches are, or copy them",

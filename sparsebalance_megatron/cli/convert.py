@@ -27,15 +27,11 @@ if TYPE_CHECKING:
 
     from sparsebalance_megatron.convert.hf_config import Decoder
 
-DTYPE_NAMES = ("float32", "float16", "bfloat16")
-"""Those of :data:`sparsebalance_megatron.convert.hf_config.DTYPES`, which loads torch."""
-
 FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``convert``."""
     parser.description = (
         "Turn weights of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE on disk into a Megatron "
         "checkpoint that loads at any parallel sizes, and back."
@@ -80,31 +76,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     to_hf.add_argument("--iteration", type=int, metavar="N", help="default: the latest")
     to_hf.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="of the weights written; default: config.json's"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of the weights written; default: config.json's",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print counts."""
     import safetensors  # noqa: F401  Before anything else takes its time.
 
     if arguments.output is not None:
         _check_output(arguments.output)
+    to_hf = arguments.direction == "to-hf"
+    if to_hf and arguments.passed_on:
+        raise ConfigError("convert to-hf takes no flags after --; drop them")
     # Megatron warns of what it misses here, none of which a conversion needs.
     with quiet_imports():
-        if arguments.direction == "to-hf":
-            if arguments.passed_on:
-                raise ConfigError("convert to-hf takes no flags after --; drop them")
-            _from_megatron_to_hf(arguments)
+        from sparsebalance_megatron.convert.hf_config import read_config
+
+        model = read_config(arguments.hf_config if to_hf else arguments.hf_dir)
+        # A conversion needs no GPU; hiding it leaves one way in which everything runs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from sparsebalance_megatron.megatron import cpu
+
+        cpu.install()
+        if to_hf:
+            _from_megatron_to_hf(arguments, model)
         elif arguments.print_flags:
-            _print_flags(arguments)
+            _print_flags(arguments, model)
         else:
-            _from_hf_to_megatron(arguments)
+            _from_hf_to_megatron(arguments, model)
     return 0
 
 
 def _check_output(output: Path) -> None:
-    """Raise unless ``output`` is a new or empty directory."""
     try:
         unusable = output.is_symlink() and not output.exists()
         if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
@@ -115,11 +120,8 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _whole_directory(output: Path) -> Iterator[Path]:
-    """A folder to write into, whose contents move to ``output`` once nothing has failed.
-
-    Raises:
-        OutputError: if something cannot be written; ``output`` is as before then.
-    """
+    """A folder to write into, whose contents move to ``output`` once nothing has failed; if
+    something cannot be written, ``output`` is as before."""
     existed = output.exists()
     unfinished = output / f".partial-{os.getpid()}"
     try:
@@ -135,34 +137,32 @@ def _whole_directory(output: Path) -> Iterator[Path]:
             output.rmdir()
 
 
-def _print_flags(arguments: argparse.Namespace) -> None:
+def _print_flags(arguments: argparse.Namespace, model: Decoder) -> None:
     import torch
 
-    from sparsebalance_megatron.convert.hf_config import read_config
+    from sparsebalance_megatron.convert.megatron_model import model_arrays, parse_model_flags
 
-    model = read_config(arguments.hf_dir)
-    args = _parsed(model, arguments.passed_on, model.weights_dtype or torch.float32)
-    print(_model_args(model, args, arguments.hf_dir), end="")
+    dtype = model.weights_dtype or torch.float32
+    args = parse_model_flags(model, arguments.passed_on, dtype=dtype)
+    print(model_arrays(model, args, arguments.hf_dir), end="")
 
 
-def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
+def _from_hf_to_megatron(arguments: argparse.Namespace, model: Decoder) -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
     from tqdm import tqdm
 
-    from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
+    from sparsebalance_megatron.convert.megatron_model import model_arrays
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
+    from sparsebalance_megatron.megatron.saved_model import save_release
 
-    model = read_config(arguments.hf_dir)
     with WeightFiles(arguments.hf_dir) as files:
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
         progress = partial(tqdm, desc="convert", unit="parameter", disable=None)
         counts = read_weights(files, targets, model, progress)
-    from sparsebalance_megatron.megatron.saved_model import save_release
-
-    flags = _model_args(model, args, arguments.hf_dir)
+    flags = model_arrays(model, args, arguments.hf_dir)
     with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):
             save_release(args, megatron_model, unfinished)
@@ -172,19 +172,11 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
     print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
 
 
-def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
-    """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
-    from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
-    from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
+def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
+    import torch
 
-    model = read_config(arguments.hf_config)
-    _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_model import (
-        check_trained,
-        read_settings,
-        trained_settings,
-        write_settings,
-    )
+    from sparsebalance_megatron.convert import megatron_model as of_megatron
+    from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -194,22 +186,24 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
             f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
             "it, or lower vocab_size"
         )
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else model.weights_dtype or saved.dtype
+    dtype = model.weights_dtype or saved.dtype
+    if arguments.dtype:
+        dtype = getattr(torch, arguments.dtype)
     flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
     if saved.arguments is not None:
-        check_trained(saved.arguments, args)
-    settings = trained_settings(saved.arguments)
+        of_megatron.check_trained(saved.arguments, args)
+    settings = of_megatron.trained_settings(saved.arguments)
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
-        read_settings(arguments.hf_config, model)
+        of_megatron.read_settings(arguments.hf_config, model)
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
         copied = copy_companions(arguments.hf_config, unfinished, dtype)
         if settings is not None:
-            write_settings(unfinished, settings)
+            of_megatron.write_settings(unfinished, settings)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
@@ -219,65 +213,14 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
         print("config.json has the attention of training in sparse_attention_config")
 
 
-def _install_cpu_adapter() -> None:
-    """A conversion needs no GPU; hiding it leaves one way in which everything runs."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from sparsebalance_megatron.megatron import cpu
-
-    cpu.install()
-
-
-def _parsed(model: Decoder, flags: Sequence[str], dtype: torch.dtype) -> argparse.Namespace:
-    """Megatron's arguments."""
-    _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
-
-    with redirect_stdout(io.StringIO()):
-        return parse_model_flags(model, flags, dtype=dtype)
-
-
 def _built(
     model: Decoder, flags: Sequence[str], dtype: torch.dtype
 ) -> tuple[argparse.Namespace, torch.nn.Module]:
-    """Megatron's arguments and its model, whose parameters are those of the mapping."""
-    args = _parsed(model, flags, dtype)
     import torch
 
-    from sparsebalance_megatron.convert import megatron_model as building
-    from sparsebalance_megatron.convert.mapping import parameters
+    from sparsebalance_megatron.convert.megatron_model import build_model, parse_model_flags
     from sparsebalance_megatron.megatron.single_process import start_single_process
 
-    with redirect_stdout(io.StringIO()):
-        start_single_process(args.seed, torch.device("cpu"))
-        try:
-            megatron_model = building.build_model(args)
-        except RuntimeError as error:
-            if "allocate memory" not in str(error):
-                raise
-            raise ConvertError(
-                f"a model of num_hidden_layers {model.num_hidden_layers}, hidden_size "
-                f"{model.hidden_size}, intermediate_size {model.intermediate_size} and vocab_size "
-                f"{model.vocab_size} exceeds this machine's memory; correct config.json, or "
-                "convert on a larger machine"
-            ) from error
-    building.check_names(megatron_model, parameters(model))
-    return args, megatron_model
-
-
-def _model_args(model: Decoder, args: argparse.Namespace, hf_dir: Path) -> str:
-    """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
-    from sparsebalance_megatron.convert.megatron_model import (
-        bash_array,
-        model_flags,
-        read_settings,
-        set_arguments,
-        training_flags,
-    )
-
-    divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
-    text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))
-    settings = read_settings(hf_dir, model)
-    if settings is None:
-        return text
-    set_arguments(args, settings)
-    return text + bash_array("SPARSE_BALANCE_ARGS", training_flags(settings))
+    args = parse_model_flags(model, flags, dtype=dtype)
+    start_single_process(args.seed, torch.device("cpu"))
+    return args, build_model(model, args)

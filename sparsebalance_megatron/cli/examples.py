@@ -13,7 +13,6 @@ FOLDERS = ("examples", "patches")
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``examples``."""
     parser.description = (
         "Show where the example scripts, the adapters for other trainers, a package of selectors "
         "and the patches for Megatron's own pretrain_gpt.py are, or copy them."
@@ -24,7 +23,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Show or copy."""
     package = Path(__file__).parents[1]
     # In an installed wheel, or beside the package in a checkout.
     root = package / "shipped" if (package / "shipped").is_dir() else package.parent

@@ -15,14 +15,12 @@ _WIDTH = 96
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``flags``: none."""
     parser.description = (
         "Show the flags of training with --sparse-balance in three groups, and the options besides."
     )
 
 
 def run(arguments: Namespace) -> int:
-    """Print them."""
     print("\n".join(_lines()))
     return 0
 

@@ -49,7 +49,6 @@ _ASKED_FOR: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``plan``."""
     parser.description = (
         "Plan the first steps of a job of so many GPUs, of which none need exist, and predict what "
         "they take: with dense attention in order of arrival and placed by the plan, at fixed "
@@ -84,7 +83,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Describe every job, plan, print."""
     for flag, most in (("gpus", _MOST_GPUS), ("steps", _MOST_STEPS)):
         if not 1 <= (value := getattr(arguments, flag)) <= most:
             raise ConfigError(f"--{flag} {value}: must be 1 to {most}")
@@ -103,12 +101,7 @@ def run(arguments: Namespace) -> int:
 
 
 class _Job:
-    """The flags after ``--`` with those of ``--model``, and lengths for them.
-
-    Attributes:
-        flags: as training gets them.
-        order: of the samples, in words.
-    """
+    """The flags of training with those of ``--model``, and lengths for them in some order."""
 
     def __init__(self, arguments: Namespace) -> None:
         self._arguments = arguments
@@ -128,14 +121,10 @@ class _Job:
         self.flags = [*own, *arguments.passed_on, *([] if enabled in given else [enabled])]
 
     def workload(self, more: Sequence[str] = ()) -> Workload:
-        """The job with more flags.
-
-        Raises:
-            ValueError: of this package: the flags, or their data, make no job.
-        """
+        """The job with more flags. Raises a ValueError of this package where they make none."""
         # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+        from sparsebalance_megatron.megatron.arguments import runs_on_cpu
         from sparsebalance_megatron.megatron.datasets import quiet_imports
-        from sparsebalance_megatron.run.dry_run import runs_on_cpu
 
         device = value_of(flag_name("device"), self.flags) or SparseBalanceConfig.device
         on_cpu = runs_on_cpu(device)
@@ -149,27 +138,17 @@ class _Job:
 
 
 def _model_words(model: Path) -> tuple[str, ...]:
-    """Megatron's flags of a Hugging Face model."""
     from sparsebalance_megatron.megatron.datasets import quiet_imports
 
     with quiet_imports():
         from sparsebalance_megatron.convert.hf_config import read_config
-        from sparsebalance_megatron.convert.megatron_model import (
-            default_divisor,
-            model_flags,
-            words,
-        )
-    found = read_config(model)
-    rows = found.vocab_size
-    return words(model_flags(found, divisor=default_divisor(rows), padded_vocab_size=rows))
+        from sparsebalance_megatron.convert.megatron_model import model_flags, words
+    return words(model_flags(read_config(model)))
 
 
 def _completed(flags: Sequence[str], longest: int | None) -> list[str]:
-    """The flags, with others that Megatron asks for and predictions do not depend on.
-
-    Args:
-        longest: document in tokens, where its length does not come from the flags.
-    """
+    """The flags, with others that Megatron asks for and predictions do not depend on; ``longest``
+    document in tokens, where its length does not come from the flags."""
     given, words = _names(flags), [*flags]
     for flag, (others, value) in _ASKED_FOR.items():
         if given.isdisjoint({flag, *others}):
@@ -195,11 +174,6 @@ _Choices = tuple[str, tuple[tuple[str, ...], ...]]
 
 
 def _choices(text: str) -> _Choices:
-    """What an argument of ``--vary`` says.
-
-    >>> _choices("--context-parallel-size 1 2")[1]
-    (('--context-parallel-size', '1'), ('--context-parallel-size', '2'))
-    """
     try:
         flag, *values = shlex.split(text)
     except ValueError:

@@ -26,7 +26,6 @@ PREFIX_loss_mask.bin and .idx say which tokens count.
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``prepare-data``."""
     parser.description = _DESCRIPTION
     parser.formatter_class = ParagraphsHelpFormatter
     parser.add_argument(
@@ -82,7 +81,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data set that the flags describe; the exit status."""
     try:
         summary = prepare(
             RecordFiles(arguments.input),
@@ -102,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(summary: dict[str, Any], prefix: str) -> str:
-    """Describe the written data set in a few lines."""
     lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
     lines = [
         f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``profile``."""
     parser.description = (
         "Measure a model's layers on this machine and write a cost table for "
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
@@ -51,7 +50,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the table, print how well the cost model fits it."""
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
     cores = os.cpu_count() or 1

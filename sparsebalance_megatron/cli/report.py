@@ -17,7 +17,6 @@ from sparsebalance_megatron.view.report.run_report import make_report, render_pa
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``report``."""
     parser.description = (
         "Read what a run wrote into --sparse-balance-log-dir and show it as one HTML "
         "page that needs no other file."
@@ -46,7 +45,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read, draw, write, print."""
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render_page(report))

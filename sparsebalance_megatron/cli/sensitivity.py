@@ -11,14 +11,14 @@ from sparsebalance_megatron.errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``sensitivity``."""
     parser.description = (
         "Read some training samples with dense attention, and write how sensitive each layer is, "
         "for --sparse-balance-sensitivity. Everything after -- is what training gets, --load with "
         "the weights included; start it by torchrun as training is."
     )
     parser.usage = (
-        "sparse-balance sensitivity -o SENSITIVITY.json [--samples N] -- <flags of training>"
+        "sparse-balance sensitivity -o SENSITIVITY.json [--samples N] [--check] -- "
+        "<flags of training>"
     )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="SENSITIVITY.json", help="file to write"
@@ -29,10 +29,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="training samples to read; whole evaluation batches are",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also cut one layer at a time to the least budget, and print what copied tokens lose",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the file, print the layers."""
     if not arguments.passed_on:
         raise ConfigError("sensitivity: give training's flags after --")
     if arguments.samples < 1:
@@ -41,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     from sparsebalance_megatron.run.sensitivity import measure_sensitivities
 
-    found = measure_sensitivities(arguments.passed_on, samples=arguments.samples)
+    found = measure_sensitivities(
+        arguments.passed_on, samples=arguments.samples, check=arguments.check
+    )
     if found is None:  # the first rank has it
         return 0
     write_text(arguments.output, found.text())
@@ -49,5 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.output}: {found.measure}, of {found.samples} samples")
     for layer, sensitivity in enumerate(found.sensitivities):
         bar = "#" * round(40 * sensitivity / greatest)
-        print(f"layer {layer:3} {sensitivity:7.4f} {bar}")
+        cut = f"{found.cuts[layer]:+8.4f} nats " if found.cuts else ""
+        print(f"layer {layer:3} {sensitivity:7.4f} {cut}{bar}")
+    if found.cuts:
+        from scipy.stats import spearmanr
+
+        rank = spearmanr(found.sensitivities, found.cuts).statistic
+        print(f"nats: lost by a copied token where that layer is cut; rank correlation {rank:.2f}")
     return 0

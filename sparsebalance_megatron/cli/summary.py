@@ -12,27 +12,18 @@ from pathlib import Path
 from sparsebalance_megatron.cli.output import (
     print_notes,
     print_wrapped,
-    refuse_one_file,
     refuse_output_over_logs,
     write_text,
 )
+from sparsebalance_megatron.json_file import refuse_same_file
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
+from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import picture_of_both
-from sparsebalance_megatron.view.report.words import (
-    caveats,
-    changes,
-    descriptions,
-    headline,
-    numbers_table,
-    settings_that_differ,
-    speedup_text,
-)
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``summary``."""
     parser.description = "Compare two runs by their step logs (--sparse-balance-log-dir)."
     parser.add_argument(
         "--baseline", type=Path, required=True, metavar="DIR", help="logs to compare with"
@@ -61,8 +52,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read both logs, write the JSON, print the table, draw."""
-    refuse_one_file({"--output": arguments.output, "--picture": arguments.picture})
+    if arguments.output is not None and arguments.picture is not None:
+        refuse_same_file(arguments.picture, [arguments.output], "--picture")
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(
             written, arguments.baseline, arguments.run_directory, *arguments.beside
@@ -91,7 +82,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
-    print_wrapped(descriptions({"Baseline": baseline.header, "The run": balanced.header}))
+    print_wrapped(words.descriptions({"Baseline": baseline.header, "The run": balanced.header}))
     problems = dict.fromkeys(
         problem for each in (comparison, *beside.values()) for problem in each.problems
     )
@@ -107,11 +98,13 @@ def show(
 ) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
     beside = beside or {}
-    print_wrapped(settings_that_differ(numbers, beside))
-    others = [speedup_text(comparison, name) for name, comparison in beside.items()]
-    print_wrapped([headline(numbers), *changes(numbers), *others, *caveats(numbers)])
-    # The page says besides how each number is known.
-    names, rows = numbers_table(numbers, beside)
-    cells = [dict(zip(names[:-1], row[:-1], strict=True)) for row in rows]
-    print(*text_table(cells, columns=terminal_columns()), sep="\n")
+    print_wrapped(words.settings_that_differ(numbers, beside))
+    others = [words.speedup_text(comparison, name) for name, comparison in beside.items()]
+    explained = [*words.changes(numbers), *others, *words.caveats(numbers)]
+    print_wrapped([words.headline(numbers), *explained])
+    rows = words.numbers_table(numbers, beside)
+    for row in rows:
+        # The page has it.
+        del row[words.HOW_KNOWN]
+    print(*text_table(rows, columns=terminal_columns()), sep="\n")
     print_notes(notes)

@@ -19,11 +19,9 @@ from sparsebalance_megatron.view.report.words import slowest_device, slowest_tex
 
 _PAUSE_S = 2.0
 _TAIL_BYTES = 4 << 20
-"""Bytes at the end of the log that each look reads."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of ``watch``."""
     parser.description = (
         "Print a row for every step of a run that writes into --sparse-balance-log-dir, and which "
         "device is slowest. It ends with the run, or by Ctrl-C."
@@ -33,7 +31,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Follow the log until the run has ended, or until interrupted."""
     if arguments.once:
         read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
     watch = Watch(arguments.run_directory)
@@ -89,25 +86,20 @@ class Watch:
             yield step_row(step, typical_ms, iterations)
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
-            yield slowest_text(*slowest, read_rank_logs(self.directory, ()))
+            yield slowest_text(*slowest, read_rank_logs(self.directory))
         self.ended = iterations is not None and last >= iterations
         if self.ended:
             yield f"{last} of {iterations}, ended"
 
     def _is_new(self, what: object) -> bool:
-        """Whether it was not said before; from now on it was."""
         is_new = what not in self._said
         self._said.add(what)
         return is_new
 
 
 def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None) -> str:
-    """A step in at most 80 characters.
-
-    Args:
-        typical_ms: of recent steps.
-        iterations: of the whole run, None where that is unknown.
-    """
+    """A step in at most 80 characters; ``typical_ms`` is of recent steps, ``iterations`` of the
+    whole run."""
     figures, split, left, bar = step.figures, split_time([step]), "", ""
     waiting = split.waiting_ms / split.step_ms if split else None
     if waiting is not None:

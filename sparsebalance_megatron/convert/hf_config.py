@@ -9,16 +9,13 @@ with ``rope_scaling``).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sparsebalance_megatron.errors import ConvertError
-from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Names of config.json for the dtypes that weights may have."""
+from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json, without_nulls
 
 _REMEDY = (
     "give a directory that save_pretrained wrote of a llama, mistral, qwen2, qwen3 or qwen3_moe "
@@ -56,8 +53,6 @@ _AllHeads = Annotated[float, Meta(ge=1, le=1)]
 class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
     """Rotary position embedding, by the names of config.json.
 
-    ``rope_theta`` is the base of the rotation's periods and ``rope_type`` how they are stretched
-    for long contexts, by ``factor``, from ``original_max_position_embeddings`` positions.
     ``beta_fast``, ``beta_slow`` and both mscales are those of YaRN (arXiv:2309.00071), whose scale
     Megatron derives from the factor.
     """
@@ -80,11 +75,7 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
     beta_mscale: None = None
 
     def complete(self, rope_theta: float, max_positions: int) -> None:
-        """Fill in what is absent.
-
-        Raises:
-            ValueError: if Megatron cannot express the stretching.
-        """
+        """Fill in what is absent. Raises ValueError if Megatron cannot express the stretching."""
         self.rope_type = self.rope_type or self.type or "default"
         self.type = None
         self.rope_theta = self.rope_theta or rope_theta
@@ -108,7 +99,6 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
             self.mscale, self.mscale_all_dim = 1.0, 0.0
 
     def describe(self) -> str:
-        """What has been completed, in few words."""
         factor = "" if self.factor is None else f", factor {self.factor:g}"
         return f"{self.rope_type}{factor}, rope_theta {self.rope_theta:.0f}"
 
@@ -116,9 +106,8 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
 class Decoder(Struct, kw_only=True):
     """A decoder of RMSNorm, (grouped-query) attention with RoPE, and SwiGLU: a config.json.
 
-    ``vocab_size`` counts rows of the embedding without Megatron's padding. After reading,
-    ``rope_parameters`` has all there is to know of RoPE, and ``num_experts`` is the number of
-    experts under either of its names.
+    After reading, ``rope_parameters`` has all there is to know of RoPE, and ``num_experts`` is the
+    number of experts under either of its names.
     """
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
@@ -269,31 +258,21 @@ class Decoder(Struct, kw_only=True):
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """Dtype of the weights that config.json names, or None where it names none."""
-        return DTYPES.get(self.dtype or self.torch_dtype or "auto")
+        """The dtype that config.json names, if it does."""
+        name = self.dtype or self.torch_dtype or "auto"
+        return None if name == "auto" else getattr(torch, name)
 
 
 def read_config(directory: Path) -> Decoder:
     """The model that ``directory/config.json``, or a file of that kind, describes.
 
     Raises:
-        ConvertError: if the file is missing or damaged, or asks for something that is not
-            supported; the text names the key.
+        ConvertError: the file is missing or damaged, or asks for what is not supported.
     """
     path = directory if directory.suffix == ".json" else directory / "config.json"
     try:
-        model: Decoder = checked(_without_nulls(read_json(path)), Decoder)
+        # Null counts as absent, as it does in ``transformers``, but for Mistral's window.
+        model: Decoder = checked(without_nulls(read_json(path), but="sliding_window"), Decoder)
     except UnreadableFileError as error:
         raise ConvertError(f"{path}: {error}; {_REMEDY}") from error
     return model
-
-
-def _without_nulls(values: Any) -> Any:
-    """Null counts as absent, as it does in ``transformers``, but for Mistral's window."""
-    if not isinstance(values, dict):
-        return values
-    return {
-        key: _without_nulls(value)
-        for key, value in values.items()
-        if value is not None or key == "sliding_window"
-    }

@@ -22,24 +22,19 @@ from sparsebalance_megatron.convert.hf_config import Decoder
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-"""Hugging Face's names of the vocabulary's two matrices."""
 
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from config.json."""
 
 _FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
-"""Matrices of all experts of a layer in one tensor, experts first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter of Megatron's model.
+    """One parameter of Megatron's GPTModel.
 
-    Attributes:
-        name: in Megatron's GPTModel.
-        sources: names in Hugging Face's model, in the order that ``packing`` takes them, and their
-            shapes.
-        packing: how the sources lie in the parameter.
+    ``sources``: names in Hugging Face's model, in the order that ``packing`` takes them, and their
+    shapes.
     """
 
     name: str
@@ -170,14 +165,8 @@ def pack_qkv(q: Tensor, k: Tensor, v: Tensor, *, query_groups: int) -> Tensor:
     """Query, key and value projections as Megatron's ``linear_qkv``.
 
     Megatron's order is by KV head: the query heads that share it, its key head, its value head
-    (``SelfAttention.get_query_key_value_tensors``).
-
-    Args:
-        q: [H * D, ..], heads of one group next to each other.
-        k, v: [G * D, ..].
-
-    Returns:
-        [(H + 2 * G) * D, ..].
+    (``SelfAttention.get_query_key_value_tensors``). ``q`` [H * D, ..] has heads of one group next
+    to each other, ``k`` and ``v`` are [G * D, ..]; together they are [(H + 2 * G) * D, ..].
     """
     by_group = [x.reshape(query_groups, -1, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(by_group, dim=1).flatten(0, 1)
@@ -192,7 +181,7 @@ def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor
 
 
 def is_recomputed(name: str) -> bool:
-    """Whether a tensor of Hugging Face follows from config.json and needs no conversion."""
+    """Whether a tensor of Hugging Face follows from config.json."""
     return _RECOMPUTED.fullmatch(name) is not None
 
 

@@ -7,12 +7,14 @@ Import only after the CPU adapter has been installed.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.convert.hf_config import Decoder, Rope
-from sparsebalance_megatron.convert.mapping import Parameter
+from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.transfer import CONFIG
 from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention, checked_settings
@@ -80,23 +82,16 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.dtype) -> Namespace:
-    """Megatron's validated arguments: the model's own flags, and what the user adds.
+    """Megatron's validated arguments: the model's own flags, and ``passed_on`` by the user.
 
-    Args:
-        passed_on: the user's flags for Megatron.
-        dtype: of the parameters, unless the user's flags name a precision.
-
-    Returns:
-        With ``padded_vocab_size``: the user's, or the model's rounded up to the multiple that
-        ``--make-vocab-size-divisible-by`` asks for.
+    ``dtype`` is that of the parameters, unless the user's flags name a precision; the rows of the
+    vocabulary are the user's, or rounded up as ``--make-vocab-size-divisible-by`` asks.
 
     Raises:
         ConfigError: if the user's flags contradict the model, or spread it over ranks.
         ConvertError: if Megatron cannot build the model with those flags.
     """
-    divisor = default_divisor(model.vocab_size)
-    own = model_flags(model, divisor=divisor, padded_vocab_size=model.vocab_size)
-    own = tuple(flag for flag in own if flag[0] != "--padded-vocab-size")
+    own = tuple(flag for flag in model_flags(model) if flag[0] != "--padded-vocab-size")
     flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
     expected, args = _parse(flags), _parse((*flags, *passed_on))
     for name in _ONE_PROCESS:
@@ -104,14 +99,16 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
     for difference in _differences(args, expected):
         _refuse_flag(*difference)
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = padded_rows(model.vocab_size, args.make_vocab_size_divisible_by)
+        divisor = args.make_vocab_size_divisible_by
+        args.padded_vocab_size = -(-model.vocab_size // divisor) * divisor
     elif args.padded_vocab_size < model.vocab_size:
         raise ConfigError(
             f"--padded-vocab-size {args.padded_vocab_size}: the model has {model.vocab_size} rows"
         )
     if not (args.bf16 or args.fp16) and dtype in _PRECISIONS:
         setattr(args, _PRECISIONS[dtype], True)
-    complete_flags(args, set_globals=False)
+    with redirect_stdout(io.StringIO()):
+        complete_flags(args, set_globals=False)
     return args
 
 
@@ -124,11 +121,7 @@ def _refuse_flag(name: str, given: Any, fixed: Any) -> None:
 
 
 def _differences(args: Namespace, described: Namespace) -> Iterator[tuple[str, Any, Any]]:
-    """Settings of both models that differ and change what is computed: name and both values.
-
-    Raises:
-        ConvertError: if Megatron can make no model of ``args``.
-    """
+    """Settings of both models that differ and change what is computed: name and both values."""
     fixed = model_settings(described)
     try:
         settings = model_settings(args)
@@ -146,42 +139,42 @@ def _differences(args: Namespace, described: Namespace) -> Iterator[tuple[str, A
 
 
 def _parse(flags: Sequence[str]) -> Namespace:
-    return parse_flags("sparse-balance convert", flags, enabled=False, on_cpu=True)
+    with redirect_stdout(io.StringIO()):
+        return parse_flags("sparse-balance convert", flags, enabled=False, on_cpu=True)
 
 
 def build_model(
-    args: Namespace, layer_spec: Callable[[Any, int | None], Any] = default_layer_spec
+    model: Decoder,
+    args: Namespace,
+    layer_spec: Callable[[Any, int | None], Any] = default_layer_spec,
 ) -> Any:
-    """The whole ``GPTModel``, with uninitialised parameters of ``args.params_dtype``."""
-    config = transformer_config(args)
-    model = gpt_model(args, config, layer_spec(config, None))
-    return model.to(config.params_dtype).eval()
-
-
-def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
-    """Megatron's parameters are exactly those that the mapping knows.
+    """The whole ``GPTModel``, with uninitialised parameters of ``args.params_dtype``.
 
     Raises:
-        ConvertError: with the names.
+        ConvertError: memory does not suffice, or Megatron has other parameters than the mapping.
     """
-    names = {name for name, _ in model.named_parameters()}
-    known = {parameter.name for parameter in mapped}
-    if unmapped := names - known:
-        raise ConvertError(f"Megatron's model has parameters without a source: {listed(unmapped)}")
-    if absent := known - names:
-        raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")
+    config = transformer_config(args)
+    try:
+        with redirect_stdout(io.StringIO()):
+            built = gpt_model(args, config, layer_spec(config, None))
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise ConvertError(
+            f"a model of num_hidden_layers {model.num_hidden_layers}, hidden_size "
+            f"{model.hidden_size}, intermediate_size {model.intermediate_size} and vocab_size "
+            f"{model.vocab_size} exceeds this machine's memory; correct config.json, or "
+            "convert on a larger machine"
+        ) from error
+    names = {name for name, _ in built.named_parameters()}
+    if other := names ^ {parameter.name for parameter in parameters(model)}:
+        raise ConvertError(f"Megatron's parameters are not those of config.json: {listed(other)}")
+    return built.to(config.params_dtype).eval()
 
 
 def check_trained(trained: Namespace, described: Namespace) -> None:
-    """What trained the weights computes what config.json describes.
-
-    Args:
-        trained: Megatron's arguments in the checkpoint.
-        described: those that config.json makes.
-
-    Raises:
-        ConvertError: with the setting.
-    """
+    """Raise ConvertError, with the setting, unless what trained the weights, by its arguments,
+    computes what those of config.json describe."""
     # Megatron of another version knows other arguments.
     trained = Namespace(**(vars(described) | vars(trained)))
     for name, found, fixed in _differences(trained, described):
@@ -194,27 +187,17 @@ def check_trained(trained: Namespace, described: Namespace) -> None:
 Flag = tuple[str, ...]
 """A flag and its values, as words of a command line."""
 
-_MEGATRON_DIVISOR = 128
-"""Default of ``--make-vocab-size-divisible-by``."""
 
+def model_flags(model: Decoder, args: Namespace | None = None) -> tuple[Flag, ...]:
+    """Flags of ``pretrain_gpt`` that build this model, its vocabulary padded as in ``args``.
 
-def default_divisor(vocab_size: int) -> int:
-    """The largest divisor of the vocabulary that pads no row and divides Megatron's default."""
-    return math.gcd(vocab_size, _MEGATRON_DIVISOR)
-
-
-def padded_rows(vocab_size: int, divisor: int) -> int:
-    """The vocabulary's rows, rounded up to a multiple of the divisor."""
-    return -(-vocab_size // divisor) * divisor
-
-
-def model_flags(model: Decoder, *, divisor: int, padded_vocab_size: int) -> tuple[Flag, ...]:
-    """Flags of ``pretrain_gpt`` that build this model.
-
-    ``--padded-vocab-size`` is what the model has; the other two sizes only tell tokenizers what
-    it is made of. Without it Megatron would pad the size of the tokenizer, which is often smaller
-    than the model's.
+    Without ``--padded-vocab-size`` Megatron would pad the size of the tokenizer, which is often
+    smaller than the model's.
     """
+    # The largest divisor that pads no row and divides Megatron's default.
+    divisor, rows = math.gcd(model.vocab_size, 128), model.vocab_size
+    if args is not None:
+        divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     flags: list[Flag] = [
         ("--num-layers", str(model.num_hidden_layers)),
         ("--hidden-size", str(model.hidden_size)),
@@ -233,7 +216,7 @@ def model_flags(model: Decoder, *, divisor: int, padded_vocab_size: int) -> tupl
         ("--hidden-dropout", "0.0"),
         ("--vocab-size", str(model.vocab_size)),
         ("--make-vocab-size-divisible-by", str(divisor)),
-        ("--padded-vocab-size", str(padded_vocab_size)),
+        ("--padded-vocab-size", str(rows)),
     ]
     if model.has_qkv_bias:
         flags.append(("--add-qkv-bias",))
@@ -288,8 +271,18 @@ def _rope_flags(rope: Rope) -> tuple[Flag, ...]:
 
 
 def words(flags: Sequence[Flag]) -> tuple[str, ...]:
-    """The flags as one command line."""
     return tuple(word for flag in flags for word in flag)
+
+
+def model_arrays(model: Decoder, args: Namespace, hf_dir: Path) -> str:
+    """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
+    text = bash_array("MODEL_ARGS", model_flags(model, args))
+    settings = read_settings(hf_dir, model)
+    if settings is None:
+        return text
+    for name, value in _fields(settings).items():
+        setattr(args, destination(name), value)
+    return text + bash_array("SPARSE_BALANCE_ARGS", _training_flags(settings))
 
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:
@@ -299,11 +292,8 @@ def bash_array(name: str, flags: Sequence[Flag]) -> str:
 
 
 def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
-    """The settings in ``directory/config.json``; None where it has none.
-
-    Raises:
-        ConvertError: one is missing or wrong, or training cannot follow it.
-    """
+    """The settings in ``directory/config.json``, if any; ConvertError where training cannot follow
+    them."""
     path = directory / CONFIG
     values = read_json(path).get(KEY)
     if values is None:
@@ -340,20 +330,13 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
 
 
 def write_settings(directory: Path, settings: SparseAttention) -> None:
-    """Put the settings into ``directory/config.json``."""
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     config[KEY] = settings.as_config()
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def set_arguments(args: Namespace, settings: SparseAttention) -> None:
-    """Set Megatron's arguments as a run with these settings has them."""
-    for name, value in _fields(settings).items():
-        setattr(args, destination(name), value)
-
-
-def training_flags(settings: SparseAttention) -> tuple[Flag, ...]:
+def _training_flags(settings: SparseAttention) -> tuple[Flag, ...]:
     """Flags of ``pretrain_gpt`` that continue training with this attention."""
     return tuple(
         (flag_name(name),) if value is True else (flag_name(name), *str(value).split())

@@ -2,8 +2,7 @@
 """Moves weights between a Hugging Face directory and Megatron's parameters, and counts them.
 
 A directory has one safetensors file, or several with an index. Tensors are read one at a time,
-files written one at a time. Those beside the weights, configuration and tokenizer, are carried
-over.
+files written one at a time. Configuration and tokenizer are carried over.
 """
 
 from __future__ import annotations
@@ -46,16 +45,11 @@ Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCounts:
-    """Counts of a conversion.
+    """Counts of a conversion: tensors of Hugging Face, parameters of Megatron.
 
-    Attributes:
-        tensors: of Hugging Face, read or written.
-        parameters: of Megatron, written or read.
-        numbers: scalars in ``tensors``: Megatron's parameters hold padding besides.
-        padding_rows: rows of zeros added to each matrix of the vocabulary, or rows dropped.
-        cast: tensors whose dtype changed.
-        left_out: tensors of Hugging Face that the others or config.json determine.
-        files: written with weights of Hugging Face.
+    ``numbers`` are scalars in the tensors; ``padding_rows``, zeros added to each matrix of the
+    vocabulary or dropped from it, come besides. ``cast``: tensors whose dtype changed.
+    ``left_out``: those that the others or config.json determine.
     """
 
     tensors: int
@@ -67,7 +61,6 @@ class TransferCounts:
     files: int = 0
 
     def describe(self, dtype: torch.dtype) -> str:
-        """All but the padding in one line; ``dtype`` is that of the result."""
         parts = [
             f"{self.tensors} tensors of Hugging Face, {self.parameters} parameters of Megatron",
             f"{self.numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
@@ -84,15 +77,10 @@ class TransferCounts:
 def read_weights(
     files: WeightFiles, targets: Mapping[str, Tensor], model: Decoder, progress: Progress
 ) -> TransferCounts:
-    """Fill Megatron's parameters.
-
-    Args:
-        files: already found to match ``model``.
-        targets: Megatron's parameters by name, all of one dtype; overwritten.
+    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model.
 
     Raises:
-        ConvertError: if a shape differs, a number does not fit the dtype, or a tied output layer
-            is not the embedding.
+        ConvertError: a shape differs, a number does not fit, or a tied output layer is another.
     """
     mapped = parameters(model)
     padded_vocab_size = targets["embedding.word_embeddings.weight"].shape[0]
@@ -216,13 +204,10 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class WeightFiles:
     """The tensors of a directory, by name; a context manager that holds the files open.
 
-    Attributes:
-        dtypes: of every tensor.
-        recomputed: tensors that follow from config.json, and need not be read.
+    ``recomputed`` counts those that follow from config.json, and need not be read.
 
     Raises:
-        ConvertError: if files are missing or damaged, or a tensor has a dtype that is not
-            supported (quantised weights).
+        ConvertError: files are missing or damaged, or weights quantised.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -249,14 +234,8 @@ class WeightFiles:
         return self._stored[name].shape
 
     def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
-        """Every source of the parameters is here with its shape, and nothing else.
-
-        Args:
-            spare: names that may be here or not.
-
-        Raises:
-            ConvertError: with the names.
-        """
+        """Raise, with the names, unless every source of the parameters is here with its shape, and
+        nothing else but ``spare`` ones."""
         expected = {
             name: shape for parameter in parameters for name, shape in parameter.sources.items()
         }
@@ -340,10 +319,7 @@ def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str
     """Copy what is there of :data:`COMPANIONS`; config.json names the dtype of the new weights.
 
     It also says RoPE and experts in the keys of ``transformers`` 4, which takes defaults for what
-    only those of 5 say.
-
-    Returns:
-        The names of the files copied.
+    only those of 5 say. The names of the files copied are returned.
     """
     present = tuple(name for name in COMPANIONS if (source / name).is_file())
     for name in present:

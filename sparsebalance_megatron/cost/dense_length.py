@@ -14,15 +14,9 @@ from sparsebalance_megatron.cost.work_model import features
 
 
 def crossing_tokens(cost: CostModel, base_budget: int, longest_tokens: int) -> int:
-    """Tokens of the longest document, in whole blocks, that dense attention takes no longer for.
-
-    Than sparse attention at the base budget with its router, forward and backward, of a
-    micro-batch that holds the document alone. 0 where that is no document beyond those that the
-    budget covers.
-
-    Args:
-        longest_tokens: the longest document that counts.
-    """
+    """Tokens of the longest document, in whole blocks, that dense attention takes no longer for
+    than sparse attention at the base budget with its router, forward and backward, of a micro-batch
+    that holds the document alone. 0 where the budget covers all such documents."""
     sparse_F, dense_F = (
         sum(cost.coefficients_ms(part, direction) for part in parts for direction in Direction)
         for parts in ((Part.ATTENTION, Part.ROUTER), (Part.DENSE_ATTENTION,))
@@ -39,11 +33,7 @@ def crossing_tokens(cost: CostModel, base_budget: int, longest_tokens: int) -> i
 
 
 def check_dense_length(config: SparseBalanceConfig, longest_tokens: int) -> None:
-    """Refuse a length up to which documents are dense beyond the longest.
-
-    Raises:
-        ConfigError: naming the flag.
-    """
+    """Refuse a length up to which documents are dense beyond the longest."""
     if config.dense_up_to_tokens > longest_tokens:
         raise ConfigError(
             f"{flag_name('dense_up_to')} {config.dense_up_to}: the longest sample has "
@@ -54,10 +44,8 @@ def check_dense_length(config: SparseBalanceConfig, longest_tokens: int) -> None
 def with_dense_length(
     config: SparseBalanceConfig, cost: CostModel, longest_tokens: int
 ) -> SparseBalanceConfig:
-    """The choices with a number in place of ``dense_up_to`` auto.
-
-    Kernels that were named for their lists attend to no document densely.
-    """
+    """The choices with a number in place of ``dense_up_to`` auto: 0 for kernels that were named for
+    their lists."""
     if config.dense_up_to != "auto":
         return config
     lists = config.attention in ("triton", "reference")
@@ -66,8 +54,7 @@ def with_dense_length(
 
 
 def dense_length_line(config: SparseBalanceConfig, cost: CostModel, longest_tokens: int) -> str:
-    """A sentence on which documents are attended to densely, and whether costs would have it
-    otherwise."""
+    """Which documents are attended to densely, and whether costs would have it otherwise."""
     tokens = max(config.dense_up_to_tokens, config.base_budget * cost.block_size)
     now = with_dense_length(replace(config, dense_up_to="auto"), cost, longest_tokens)
     text = f"documents of up to {tokens:,} tokens are attended to densely"

@@ -22,12 +22,10 @@ _ELEMENT_BYTES: Mapping[str, float] = {"float64": 8.0, "float32": 4.0}
 
 
 def ms_per_byte(gigabytes_per_second: float) -> float:
-    """The time that a byte takes at a bandwidth."""
     return 1.0 / (gigabytes_per_second * _BYTES_PER_MS_AND_GIGABYTE)
 
 
 def gigabytes_per_second(ms_per_byte: float) -> float:
-    """The bandwidth at which a byte takes so long."""
     return 1.0 / (ms_per_byte * _BYTES_PER_MS_AND_GIGABYTE)
 
 
@@ -58,11 +56,8 @@ class Exchange:
 
     @classmethod
     def of(cls, elements: int, dtype: str = "bfloat16") -> Exchange:
-        """The exchange of a model at the nominal bandwidth, by the elements of a token's keys and
-        values on a tensor-parallel rank.
-
-        ``dtype`` is torch's name without the prefix; gradients travel in float32 at least.
-        """
+        """The exchange at the nominal bandwidth of a model with so many elements of keys and values
+        per token; gradients travel in float32 at least."""
         element_bytes = _ELEMENT_BYTES.get(dtype, 2.0)
         return cls(
             bytes_per_token=elements * element_bytes,

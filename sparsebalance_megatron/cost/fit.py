@@ -47,10 +47,8 @@ class FitError:
 
 
 def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) -> CostModel:
-    """The costs that a table of measurements gives; warns where they are hard to believe.
-
-    ``run`` is what the table must have been measured for; see :meth:`.CostTable.check_matches`.
-    """
+    """The costs that a table gives, if measured for this run (:meth:`.CostTable.check_matches`);
+    warns where they are hard to believe."""
     table = CostTable.load(path)
     table.check_matches(run)
     model = fit_cost_model(table)
@@ -68,7 +66,8 @@ def configured_cost_model(
 ) -> CostModel:
     """The costs of a configured run: those of its table, else counted operations, with a warning.
 
-    ``run`` is what the table must have been measured for, besides the configuration and the shape.
+    Args:
+        run: what the table must have been measured for, besides the configuration and the shape.
 
     Raises:
         CostTableError: the table was measured for something else.
@@ -94,12 +93,12 @@ def configured_cost_model(
 
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
-    identity, work = table.identity, _work_of(table)
+    identity, work, timed = table.identity, _work_of(table), table.rows_by_part
     fitted = {
         direction: {
             part: _fit_rows(rows, part, identity.block_size, work)
             for part in Part
-            if (rows := _rows_of(table, part, direction)) or part in OF_EVERY_MODEL
+            if (rows := timed.get((part, direction), [])) or part in OF_EVERY_MODEL
         }
         for direction in Direction
     }
@@ -140,12 +139,10 @@ def _fitted_ms_per_byte(rows: Sequence[ExchangeRow]) -> float:
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """Absolute relative error of a model on a table's rows, per part and direction."""
     return {
-        (part, direction): _error(
-            _relative_errors(
-                model.coefficients_ms(part, direction), rows, model.block_size, model.work
-            )
+        timed: _error(
+            _relative_errors(model.coefficients_ms(*timed), rows, model.block_size, model.work)
         )
-        for part, direction, rows in _timed_parts(table)
+        for timed, rows in table.rows_by_part.items()
     }
 
 
@@ -157,14 +154,14 @@ def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """
     block_size, work = table.identity.block_size, _work_of(table)
     errors = {}
-    for part, direction, rows in _timed_parts(table):
+    for timed, rows in table.rows_by_part.items():
         folds = min(_FOLDS, len(rows))
-        parts = []
+        of_folds = []
         for fold in range(folds):
             seen = [row for index, row in enumerate(rows) if index % folds != fold]
-            coefficients = np.array(_fit_rows(seen or rows, part, block_size, work))
-            parts.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
-        errors[part, direction] = _error(np.concatenate(parts))
+            coefficients = np.array(_fit_rows(seen or rows, timed[0], block_size, work))
+            of_folds.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
+        errors[timed] = _error(np.concatenate(of_folds))
     return errors
 
 
@@ -175,15 +172,6 @@ def _work_of(table: CostTable) -> WorkModel:
         raise CostTableError(
             f"cost table: no selection named {table.identity.selection!r}: {error}"
         ) from error
-
-
-def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:
-    parts = [
-        (part, direction, _rows_of(table, part, direction))
-        for direction in Direction
-        for part in Part
-    ]
-    return [part for part in parts if part[2]]
 
 
 def _relative_errors(
@@ -202,17 +190,13 @@ def _error(relative: np.ndarray) -> FitError:
     )
 
 
-def _rows_of(table: CostTable, part: Part, direction: Direction) -> list[CostRow]:
-    return [row for row in table.rows if (row.part, row.direction) == (part, direction)]
-
-
 def _fit_rows(
     rows: list[CostRow], part: Part, block_size: int, work: WorkModel
 ) -> tuple[float, ...]:
     """Coefficients of one part in one direction; no rows mean that it is never timed."""
     if not rows:
         return (0.0,) * len(FEATURES)
-    names = [*_COMMON_FEATURES, *([_PAIRS[part]] if part in _PAIRS else [])]
+    names = _COMMON_FEATURES + ((_PAIRS[part],) if part in _PAIRS else ())
     columns = [FEATURES.index(name) for name in names]
     measured_ms = np.array([row.ms_median for row in rows])
     matrix = np.stack([row.features(block_size, work) for row in rows])[:, columns]
@@ -237,10 +221,11 @@ def _fit_rows(
 
 def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
     """Reasons to measure again, one sentence each; none for a table as ``profile`` writes it."""
-    sizes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
-    for row in table.rows:
-        sizes.setdefault((row.part, row.direction), set()).add(row.lengths_tokens)
-    single = [f"{part} {direction}" for (part, direction), each in sizes.items() if len(each) == 1]
+    single = [
+        f"{part} {direction}"
+        for (part, direction), rows in table.rows_by_part.items()
+        if len({row.lengths_tokens for row in rows}) == 1
+    ]
     off = [
         f"{part} {direction} by {error.median:.0%}"
         for (part, direction), error in fit_errors(model, table).items()

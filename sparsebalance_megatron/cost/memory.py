@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory of a pipeline stage by counting tensors, before any GPU is used.
-
-Counted are weights with gradients and Adam's state, and the activations of the micro-batches in
-flight, with what this package adds: the lists of selected blocks. Not counted are the allocator's
-fragmentation, the CUDA context, NCCL's buffers and workspaces of libraries.
-"""
+"""Estimates the memory of a pipeline stage by counting tensors: weights with gradients and Adam's
+state, activations of the micro-batches in flight, and the lists of selected blocks."""
 
 from __future__ import annotations
 
@@ -159,12 +155,11 @@ class SegmentTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of the fullest rank of one pipeline stage."""
+    """Bytes of the fullest rank of a stage; ``lists_bytes`` are a part of the activations."""
 
     weights_bytes: float
     activations_bytes: float
     lists_bytes: float
-    """Part of the activations: the lists of selected blocks."""
 
     @property
     def total_bytes(self) -> float:
@@ -172,51 +167,46 @@ class StageMemory:
 
 
 def stage_memory(
-    model: MemoryModel, tokens_RM: np.ndarray, segments: SegmentTokens | None = None
-) -> tuple[StageMemory, ...]:
-    """Memory of every stage while a step runs: of the rank whose micro-batches in flight hold most.
+    model: MemoryModel, stage: int, tokens_RM: np.ndarray, segments: SegmentTokens | None = None
+) -> StageMemory:
+    """Memory of a stage while a step runs: of the rank whose micro-batches in flight hold most.
 
-    ``tokens_RM`` are the tokens of a rank's share of every micro-batch, in the order they run;
-    ``segments`` is given where a step runs in segments.
+    Args:
+        tokens_RM: of a rank's share of every micro-batch, in the order they run.
+        segments: given where a step runs in segments.
     """
-    micro_batches = tokens_RM.shape[1]
-    per_layer = model.layer_bytes_per_token()
+    layers, micro_batches = model.layers_per_stage[stage], tokens_RM.shape[1]
     lists_per_layer = 0.0
     if model.attention_kept or not (model.recompute_all or model.recompute_attention):
         lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
-    found = []
-    for stage, layers in enumerate(model.layers_per_stage):
-        chunks = model.chunks_in_flight(stage, micro_batches)
-        # So many neighbouring micro-batches, the last of them perhaps with some chunks only.
-        window = min(micro_batches, -(-chunks // model.virtual_stages))
-        sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
-        tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
-        most_tokens = float(tokens_RM.max())
-        if segments is not None:
-            tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
-        activations = tokens_in_flight * layers * per_layer
-        if segments is not None:
-            # Float32 sums of what later segments send; keys and values, which otherwise are
-            # computed again.
-            kept_tokens = _FLOAT * segments.longest
-            kept_tokens += _HALF * tokens_in_flight if model.recompute_all else 0.0
-            activations += kept_tokens * layers * model.keys_and_values_per_token
-        if model.recompute_all:
-            # One layer at a time is computed again, and then held whole.
-            activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
-        if stage == model.stages - 1:
-            # The logits in bfloat16 and their softmax in float32; of all segments in flight.
-            vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
-            with_logits = most_tokens if segments is None else tokens_in_flight
-            activations += with_logits * (_HALF + _FLOAT) * vocabulary_rows
-        found.append(
-            StageMemory(
-                weights_bytes=model.weights_bytes(stage),
-                activations_bytes=activations,
-                lists_bytes=tokens_in_flight * layers * lists_per_layer,
-            )
-        )
-    return tuple(found)
+    chunks = model.chunks_in_flight(stage, micro_batches)
+    # So many neighbouring micro-batches, the last of them perhaps with some chunks only.
+    window = min(micro_batches, -(-chunks // model.virtual_stages))
+    sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
+    tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
+    most_tokens = float(tokens_RM.max())
+    if segments is not None:
+        tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
+    activations = tokens_in_flight * layers * model.layer_bytes_per_token()
+    if segments is not None:
+        # Float32 sums of what later segments send; keys and values, which otherwise are computed
+        # again.
+        kept_tokens = _FLOAT * segments.longest
+        kept_tokens += _HALF * tokens_in_flight if model.recompute_all else 0.0
+        activations += kept_tokens * layers * model.keys_and_values_per_token
+    if model.recompute_all:
+        # One layer at a time is computed again, and then held whole.
+        activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
+    if stage == model.stages - 1:
+        # The logits in bfloat16 and their softmax in float32; of all segments in flight.
+        vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
+        with_logits = most_tokens if segments is None else tokens_in_flight
+        activations += with_logits * (_HALF + _FLOAT) * vocabulary_rows
+    return StageMemory(
+        weights_bytes=model.weights_bytes(stage),
+        activations_bytes=activations,
+        lists_bytes=tokens_in_flight * layers * lists_per_layer,
+    )
 
 
 def memory_lines(

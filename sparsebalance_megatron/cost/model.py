@@ -104,15 +104,12 @@ def selection_efficiency(selection: str) -> Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
+    """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
 
-    ``source`` says where the numbers come from, ``work`` how many block pairs the selection
-    computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
-    the pipeline in segments. Parts of a layer are per layer. ``efficiency``: at which operations
-    were counted; None where they were measured. ``device``: whose times these are.
-    ``covered_pair_share``: what a block pair takes in lists of all blocks, over one in a list of
-    the selection. Such lists stand for dense attention where ranks share a document or it is cut;
-    0 where dense attention itself does.
+    ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
+    where they were measured. ``covered_pair_share``: what a block pair takes in lists of all
+    blocks, over one in a list of the selection. Such lists stand for dense attention where ranks
+    share a document or it is cut; 0 where dense attention itself does.
     """
 
     block_size: int
@@ -126,12 +123,9 @@ class CostModel:
     device: str = "an unknown device"
     covered_pair_share: float = 1.0
 
-    def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
-        return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
-
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature; zeros for experts of a model without any."""
-        rows = self._of(direction)
+        rows = self.forward_ms if direction is Direction.FORWARD else self.backward_ms
         has_none = part is Part.EXPERTS and part not in rows
         return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
 
@@ -155,12 +149,11 @@ class CostModel:
         return replace(self, backward_ms=backward_ms)
 
     def with_frozen_weights(self) -> CostModel:
-        """A model whose weights take no gradients: of low-rank adapters (LoRA), say.
+        """A model whose weights take no gradients, as under low-rank adapters (LoRA).
 
         Backward of a projection is two products as large as its forward, one for its input and one
-        for its weights; the second falls away, and with it half the backward of the linear parts
-        and the head, and all of the embedding's. Attention has no weights. The adapters' own
-        products are left out: they are smaller by their rank over the hidden size.
+        for its weights; the second falls away. The adapters' own products are left out: they are
+        smaller by their rank over the hidden size.
         """
         kept = {Part.LINEAR: 0.5, Part.HEAD: 0.5, Part.EMBEDDING: 0.0}
         backward_ms = {
@@ -170,8 +163,7 @@ class CostModel:
         return replace(self, backward_ms=backward_ms)
 
     def with_bandwidth(self, gigabytes_per_second: float | None) -> CostModel:
-        """A model whose ranks receive keys and values at one bandwidth, at every cp_size; itself
-        where that is None."""
+        """A model whose ranks receive keys and values at one bandwidth at every cp_size, if any."""
         if gigabytes_per_second is None:
             return self
         rate = ms_per_byte(gigabytes_per_second)
@@ -180,18 +172,21 @@ class CostModel:
 
     @property
     def with_dense_attention(self) -> CostModel:
-        """A model that knows dense attention even where it was not measured: it costs what as many
-        block pairs of sparse attention do, without a router."""
+        """A model that knows dense attention: if not measured, it costs what as many block pairs of
+        sparse attention do, without a router."""
         if Part.DENSE_ATTENTION in self.forward_ms:
             return self
         pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")
-        found = {}
+        rows = []
         for direction in Direction:
             row = self.coefficients_ms(Part.ATTENTION, direction)
             row[visible], row[pairs] = row[visible] + row[pairs], 0.0
-            found[direction] = {**self._of(direction), Part.DENSE_ATTENTION: tuple(row.tolist())}
+            rows.append({Part.DENSE_ATTENTION: tuple(row.tolist())})
+        forward, backward = rows
         return replace(
-            self, forward_ms=found[Direction.FORWARD], backward_ms=found[Direction.BACKWARD]
+            self,
+            forward_ms={**self.forward_ms, **forward},
+            backward_ms={**self.backward_ms, **backward},
         )
 
     @classmethod
@@ -210,7 +205,6 @@ class CostModel:
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
-        Experts are counted by their shapes, with the exchange of tokens in both directions.
 
         Args:
             efficiency: None takes the selection's.
@@ -296,11 +290,10 @@ def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
 def attended_token_pairs(
     tokens: ArrayLike, budget_blocks: ArrayLike, block_size: int
 ) -> np.ndarray:
-    """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks.
+    """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks, without
+    those that causality masks.
 
-    A query reads the tokens of its own block up to itself, and all of k - 1 blocks before it, or of
-    as many as there are: the block pairs of selection, without what causality masks. A budget of
-    infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
+    A budget of infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
     """
     tokens = np.asarray(tokens, dtype=np.int64)
     whole_blocks, tail = np.divmod(tokens, block_size)
@@ -317,10 +310,8 @@ def training_flops(
     budgets_LS: np.ndarray | None,
     block_size: int,
 ) -> float:
-    """Operations of forward and backward of the whole model over some documents.
-
-    Matrix multiplications, two operations per multiply-add, whatever the tensor-parallel size.
-    Backward counts twice the forward, recomputation and routing not at all.
+    """Operations of matrix multiplications, forward and backward, of the whole model over some
+    documents: two per multiply-add. Recomputation and routing do not count.
 
     Args:
         layers: of the whole model.

@@ -14,12 +14,10 @@ class Part(StrEnum):
     """A part of the model; the first five are per transformer layer.
 
     ``DENSE_ATTENTION`` is of documents that a layer attends to densely, in place of ``ATTENTION``
-    and ``ROUTER``. ``LINEAR`` is
-    the rest of a layer: norms, projections, rotary embedding, MLP, residuals. ``EXPERTS`` is what
-    routed experts take, with the exchange of tokens: a rank of an expert-parallel group takes it
-    for the mean tokens of the group's ranks. Shared experts are counted with the linear part, and
-    measured with the routed ones.
-    ``HEAD`` is the final norm, the vocabulary projection and the loss.
+    and ``ROUTER``. ``LINEAR`` is the rest of a layer: norms, projections, rotary embedding, MLP,
+    residuals. ``EXPERTS`` is what routed experts take, with the exchange of tokens. Shared experts
+    are counted with the linear part, and measured with the routed ones. ``HEAD`` is the final norm,
+    the vocabulary projection and the loss.
     """
 
     ATTENTION = "attention"

@@ -26,7 +26,7 @@ class StageScales:
 
     @classmethod
     def of(cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None) -> StageScales:
-        """Scales from arrays of any part; copies."""
+        """Scales from copies of arrays."""
         return cls(
             scales_2PV=_read_only(scales_2PV),
             slowness_RP=None if slowness_RP is None else _read_only(slowness_RP),

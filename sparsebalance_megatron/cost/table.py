@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of measurements, as JSON: cost tables, latencies of one model's parts on one device; and
-sensitivities of a model's layers."""
+"""Files of measurements, as JSON: cost tables, and sensitivities of a model's layers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,11 +96,8 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> float:
-        """Weights that every token takes in a layer, without biases, on all ranks together.
-
-        Those of routed experts are not among them. Where some layers only have experts, it is the
-        mean of all layers.
-        """
+        """Weights that every token takes in a layer, without biases and routed experts, on all
+        ranks together: the mean of all layers."""
         heads = self.num_attention_heads + self.num_query_groups
         plain = self.hidden_size * heads * (self.head_dim + self.value_dim)
         attention, experts = self.attention_weights or plain, self.experts
@@ -112,7 +109,7 @@ class ModelShape:
 
     @property
     def expert_router_weights(self) -> float:
-        """Weights that choose a token's experts: the mean of all layers. Every rank has them."""
+        """Weights that choose a token's experts, on every rank: the mean of all layers."""
         experts = self.experts
         return experts.layers_share * self.hidden_size * experts.experts if experts else 0.0
 
@@ -151,11 +148,8 @@ def latent_attention_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """Facts that latencies depend on besides lengths and budgets; tables compare only if they are
-    equal.
-
-    ``selection`` is who selects blocks; ``dtype`` is torch's name without the prefix.
-    """
+    """Facts that latencies depend on besides lengths and budgets; ``dtype`` is torch's name without
+    the prefix."""
 
     device: str
     dtype: str
@@ -192,10 +186,8 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True, rename={"part": "kind"}
 
 
 class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement of keys and values travelling between the ranks that share a sequence.
-
-    ``width``: ranks. ``received_bytes``: by each of them (:func:`.exchange.received_bytes`).
-    """
+    """One measurement of keys and values travelling between ``width`` ranks that share a sequence;
+    each receives ``received_bytes``."""
 
     width: Annotated[int, msgspec.Meta(ge=2, le=2**40)]
     received_bytes: Count
@@ -273,10 +265,10 @@ class CostTable:
                 f"{self.place}: shape.num_query_groups {shape.num_query_groups}: must divide the "
                 f"{shape.num_attention_heads} attention heads; {_REMEDY}"
             )
-        measured = {(row.part, row.direction) for row in self.rows}
-        for pair in ((part, direction) for part in OF_EVERY_MODEL for direction in Direction):
-            if pair not in measured | NEVER_TIMED:
-                raise CostTableError(f"{self.place}: no row for {pair[0]} {pair[1]}; {_REMEDY}")
+        measured = self.rows_by_part.keys() | NEVER_TIMED
+        for part, direction in product(OF_EVERY_MODEL, Direction):
+            if (part, direction) not in measured:
+                raise CostTableError(f"{self.place}: no row for {part} {direction}; {_REMEDY}")
 
     def check_matches(self, run: Mapping[str, Any]) -> None:
         """Check that the table was measured for a run; what it lacks is not compared."""
@@ -290,6 +282,16 @@ class CostTable:
             raise CostTableError(f"{self.place}: {'; '.join(differences)}; {_REMEDY}")
 
     @property
+    def rows_by_part(self) -> dict[tuple[Part, Direction], list[CostRow]]:
+        """What was timed -> its rows, forwards first."""
+        rows_of: dict[tuple[Part, Direction], list[CostRow]] = {}
+        for direction, part in product(Direction, Part):
+            timed = part, direction
+            if rows := [row for row in self.rows if (row.part, row.direction) == timed]:
+                rows_of[timed] = rows
+        return rows_of
+
+    @property
     def place(self) -> str:
         """Name of the table in messages."""
         return "cost table" if self.path is None else f"cost table {self.path}"
@@ -299,16 +301,13 @@ _MEASURE_IT = "measure it with `sparse-balance sensitivity`"
 
 
 class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
-    """How sensitive each layer of a model is, and what it was measured on.
+    """How sensitive each layer of a model is, to any scale, and what it was measured on.
 
-    Attributes:
-        sensitivities: one for each layer, to any scale.
-        measure: what they are: attention of a layer's best head to far tokens that the text
-            repeats (:mod:`..attention.repetitions`).
-        block_size: tokens of the blocks that say what is far.
-        samples: training samples that were read.
-        versions: package -> version.
-        date: ISO 8601.
+    ``measure``: attention of a layer's best head to far tokens that the text repeats
+    (:mod:`..attention.repetitions`). ``block_size``: of the blocks that say what is far.
+    ``samples``: training samples that were read. ``versions``: package -> version. ``cuts``: nats
+    that a copied token loses where that layer alone reads the least budget, and all others
+    everything; empty where it was not measured.
     """
 
     sensitivities: tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e6)], ...]
@@ -317,6 +316,7 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     versions: dict[str, str]
     date: str
+    cuts: tuple[float, ...] = ()
     format_version: Literal[1] = 1
 
     def text(self) -> str:

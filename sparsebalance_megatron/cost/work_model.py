@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that a selection computes: block pairs of a document as a function of its budget.
 
-Cost and plan know of a selection only what stands here. Another selection, whose lists grow
-otherwise with the budget, brings a model of its own.
+Cost and plan know of a selection only what stands here.
 
 Shape legend: S samples or documents of a micro-batch.
 """
@@ -107,10 +106,7 @@ class VerticalSlash(BlockTopK):
     """Blocks on diagonals and columns of keys, together as many keys as k whole blocks.
 
     So attention computes the pairs of lists of blocks by query block. The router attends, without
-    values, from a few queries of every block.
-
-    Attributes:
-        probe_tokens: queries that probe in every block.
+    values, from ``probe_tokens`` queries of every block.
     """
 
     probe_tokens: int

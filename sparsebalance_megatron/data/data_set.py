@@ -34,8 +34,7 @@ class SampleCounts:
 
     Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
     token is never a label) + ``truncated_tokens`` + ``dropped_tokens``. ``samples`` and ``tokens``,
-    input tokens, are of one epoch. Dropped documents have no sample: they are below 2 tokens, or
-    overlong and dropped.
+    input tokens, are of one epoch. Dropped documents are below 2 tokens, or overlong.
     """
 
     documents: int
@@ -47,11 +46,9 @@ class SampleCounts:
     split_documents: int
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
-        """Counts of two data sets together."""
         return SampleCounts(**{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def describe(self) -> str:
-        """All of it in one line."""
         return (
             f"{self.documents:,} documents gave {self.samples:,} samples of {self.tokens:,} "
             f"tokens; {self.split_documents:,} overlong documents split, "
@@ -70,9 +67,7 @@ class DataSet:
         document_range: (first, end) documents of the split.
         max_tokens: input tokens of the longest sample (Megatron's ``--seq-length``).
         overlong: what happens to documents of more than ``max_tokens`` + 1 tokens.
-        seed: of the order; together with the epoch it determines the permutation.
-        vocab_size: rows of the model's embedding, which no stored token may exceed; None leaves
-            tokens unchecked.
+        vocab_size: rows of the model's embedding; None leaves tokens unchecked.
     """
 
     def __init__(
@@ -109,7 +104,6 @@ class DataSet:
             )
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64, in the order given."""
         documents, offsets = self._locate(np.asarray(samples, dtype=np.int64))
         return np.minimum(self._max_tokens, self._lengths_tokens[documents] - 1 - offsets)
 
@@ -125,11 +119,9 @@ class DataSet:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether some labels are not trained on."""
         return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where the data set has one."""
         local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
         length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
         document = self._first_document + local_document
@@ -143,7 +135,6 @@ class DataSet:
         return Sample(tokens=tokens, loss_mask=None if mask is None else mask.astype(np.float32))
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of what order and lengths depend on."""
         # Tokens are looked at in places only: in documents spread evenly over the split.
         digest = hashlib.sha256(
             f"{self._first_document}:{self._max_tokens}:{self._overlong}:{self._seed}:"
@@ -166,7 +157,6 @@ class DataSet:
         return documents, (samples - first_samples) * self._max_tokens
 
     def _order(self, epoch: int) -> np.ndarray:
-        """The permutation of an epoch."""
         if epoch not in self._orders:
             while len(self._orders) >= _EPOCHS_KEPT:
                 del self._orders[next(iter(self._orders))]
@@ -175,7 +165,7 @@ class DataSet:
 
 
 def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of ``range(samples)``, int64, a function of the arguments alone.
+    """Permutation of ``range(samples)``, int64.
 
     Sorts raw Philox output, a stream that numpy promises for all versions: a run resumed under
     another numpy keeps its order.
@@ -206,7 +196,6 @@ def split_range(documents: int, weights: str, split: Split) -> tuple[int, int]:
 
 
 def _pieces(predictions: np.ndarray, max_tokens: int, overlong: Overlong) -> np.ndarray:
-    """Samples per document, int64."""
     if overlong == "split":
         return -(-predictions // max_tokens)
     if overlong == "truncate":

@@ -30,7 +30,7 @@ from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.json_file import (
     UnreadableFileError,
     read_json,
-    refuse_output_over_input,
+    refuse_same_file,
 )
 
 LOSS_MASK_SUFFIX = "_loss_mask"
@@ -57,7 +57,6 @@ _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
 _SUMMARY_SUFFIX = ".json"
 _SUFFIXES = (*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, _SUMMARY_SUFFIX)
-"""In the order in which files get their names."""
 _LARGEST_UINT16_VOCABULARY = 65499
 """Megatron's preprocessing stores larger vocabularies as int32."""
 
@@ -66,7 +65,7 @@ _LARGEST_UINT16_VOCABULARY = 65499
 class StoredValues:
     """The values of a file, read where they are asked for.
 
-    No file stays open, so there may be more files than a process may open, and none is mapped.
+    None stays open or is mapped: there may be more files than a process may open.
     """
 
     path: Path
@@ -95,9 +94,8 @@ class StoredValues:
 class Documents:
     """The documents of one data set, in stored order.
 
-    ``prefix`` is the path without ``.bin`` or ``.idx``; ``starts`` says where each document starts
-    in ``tokens`` and where the last one ends, int64; ``tokens`` is None where only lengths were
-    asked for; ``loss_mask`` is uint8 per stored token, or None.
+    ``starts`` says where each document starts in ``tokens`` and where the last one ends, int64;
+    ``tokens`` is None where only lengths were asked for; ``loss_mask`` is uint8 per stored token.
     """
 
     prefix: str
@@ -106,26 +104,21 @@ class Documents:
     loss_mask: StoredValues | None = None
 
     @classmethod
-    def open(cls, prefix: str | Path) -> Documents:
-        """Open and check; reads the index, no token."""
+    def open(cls, prefix: str | Path, *, lengths_only: bool = False) -> Documents:
+        """Open and check; reads the index, no token. ``lengths_only``: the ``.idx`` file alone."""
         prefix = str(prefix)
+        if lengths_only:
+            starts, _ = _read_index(prefix)
+            return cls(prefix=prefix, starts=starts, tokens=None)
         starts, tokens = _open_checked(prefix)
-        return cls(
-            prefix=prefix, starts=starts, tokens=tokens, loss_mask=_open_loss_mask(prefix, starts)
-        )
-
-    @classmethod
-    def lengths_only(cls, prefix: str | Path) -> Documents:
-        """Open the ``.idx`` file alone: documents have lengths, and no token can be read."""
-        starts, _ = _read_index(str(prefix))
-        return cls(prefix=str(prefix), starts=starts, tokens=None)
+        mask = _open_loss_mask(prefix, starts)
+        return cls(prefix=prefix, starts=starts, tokens=tokens, loss_mask=mask)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @cached_property
     def lengths_tokens(self) -> np.ndarray:
-        """Stored tokens per document, int64."""
         return np.diff(self.starts)
 
     def check_values(self, vocab_size: int) -> None:
@@ -136,13 +129,13 @@ class Documents:
             check_loss_mask(self.loss_mask, f"{self.prefix}{LOSS_MASK_SUFFIX}.bin")
 
     def read_tokens(self, document: int, offset: int, count: int) -> np.ndarray:
-        """A copy of ``count`` tokens of a document from ``offset`` on, in the stored dtype."""
+        """``count`` tokens of a document from ``offset`` on, in the stored dtype."""
         assert self.tokens is not None, "opened for lengths only"
         first = self.starts[document] + offset
         return self.tokens[first : first + count]
 
     def read_loss_mask(self, document: int, offset: int, count: int) -> np.ndarray | None:
-        """A copy of the mask of the same tokens, uint8; None where the data set has no masks."""
+        """The mask of the same tokens, uint8; None where the data set has no masks."""
         if self.loss_mask is None:
             return None
         first = self.starts[document] + offset
@@ -161,7 +154,6 @@ def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.intege
 
 
 def _open_checked(prefix: str) -> tuple[np.ndarray, StoredValues]:
-    """Starts of the documents, int64, and the tokens."""
     starts, dtype = _read_index(prefix)
     path = _existing(Path(f"{prefix}.bin"), prefix)
     stored_bytes, actual_bytes = int(starts[-1]) * dtype.itemsize, path.stat().st_size
@@ -268,7 +260,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _Summary(msgspec.Struct):
-    """Fields that are read from the summary that ``sparse-balance prepare-data`` writes."""
+    """What is read of the summary that ``sparse-balance prepare-data`` writes."""
 
     tokenizer: _Tokenizer
 
@@ -300,7 +292,6 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
 
 
 def check_loss_mask(mask: StoredValues | np.ndarray, path: str) -> None:
-    """Check the values of a stored loss mask, uint8."""
     any_trained = False
     for place in _places(mask):
         check_mask(place, path)
@@ -326,8 +317,7 @@ class DatasetWriter:
     """Context manager that writes tokens and loss masks in Megatron's format.
 
     Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
-    was written. The loss mask is kept only if some token is masked. ``vocab_size`` decides the
-    stored dtype, uint16 or int32, as Megatron's preprocessing does.
+    was written. The loss mask is kept only if some token is masked.
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
@@ -351,7 +341,7 @@ class DatasetWriter:
             self._partial(suffix).unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Append a document: token ids, and per token whether predicting it counts (0 or 1)."""
+        """Append a document: token ids, and per token whether predicting it counts."""
         self._tokens.write(tokens.astype(self._dtype).tobytes())
         self._masks.write(mask.astype(np.uint8).tobytes())
         self.lengths_tokens.append(len(tokens))
@@ -360,8 +350,7 @@ class DatasetWriter:
     def commit(self, summary: str) -> None:
         """Finish the files and give them their names, replacing an older data set.
 
-        The index, without which nothing reads a data set, gets its name after the data;
-        ``PREFIX.json`` with the summary comes last.
+        The index, without which nothing reads a data set, gets its name after the data.
         """
         self._tokens.close()
         self._masks.close()
@@ -383,7 +372,7 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
     outputs = [Path(prefix + suffix) for suffix in _SUFFIXES]
     for path in outputs:
-        refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
+        refuse_same_file(path, inputs, f"--output-prefix {prefix}:")
     existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not overwrite:
         raise DataError(

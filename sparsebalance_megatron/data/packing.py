@@ -24,21 +24,8 @@ class Sample:
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        if self.tokens.ndim != 1 or len(self.tokens) < 2:
-            raise ValueError(
-                f"a sample has at least 2 tokens, an input and a label; got "
-                f"shape {self.tokens.shape}"
-            )
-        if self.loss_mask is not None and self.loss_mask.shape != (self.length_tokens,):
-            raise ValueError(
-                f"loss mask has shape {self.loss_mask.shape}, expected ({self.length_tokens},): "
-                "one entry per label"
-            )
-
     @property
     def length_tokens(self) -> int:
-        """Input tokens n."""
         return len(self.tokens) - 1
 
 
@@ -57,18 +44,14 @@ class PackedSequence:
     loss_mask: np.ndarray
 
     def part(self, tokens: np.ndarray, *, padding_tokens: int = 0) -> PackedSequence:
-        """The tokens at the given places, and padding behind them.
-
-        Labels go with their tokens: the label of a part's last token is the one that followed it in
-        the whole sequence, not the part's next token.
-        """
+        """The tokens at the given places, with their labels in the whole sequence, and padding
+        behind them."""
         padding = (0, padding_tokens)
         parts = {name: np.pad(values[tokens], padding) for name, values in vars(self).items()}
         return PackedSequence(**parts)
 
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
-    """Padding that makes ``tokens`` divide by ``pad_to_multiple_of``."""
     return -tokens % pad_to_multiple_of
 
 
@@ -78,12 +61,8 @@ def packed_cu_seqlens(
     """Boundaries of a packed sequence, as :func:`pack` lays it out, from the lengths alone.
 
     Padding is a sequence of its own, so that no sample's attention, position or budget depends on
-    it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
-
-    Args:
-        pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
-        padding_documents: of one token each, behind the samples (a sequence that several ranks
-            share needs something for each of them).
+    it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers. ``padding_documents``, of
+    one token each, lie behind the samples: every rank that shares a sequence needs some.
     """
     if not lengths_tokens or min(lengths_tokens) < 1:
         raise ValueError(

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsebalance_megatron.data.conversations import (
-    PLAIN,
     ConversationRenderer,
     RenderedDocument,
-    template_renderer,
+    TemplateRenderer,
 )
 from sparsebalance_megatron.data.documents import DatasetWriter, check_output
 from sparsebalance_megatron.data.records import (
@@ -64,13 +63,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    At a :class:`DataError` nothing is left behind.
-
-    Args:
-        append_eod: end documents with the tokenizer's end-of-sequence token.
-        prepend_bos: begin texts, not conversations, with its token for that.
-        template_arguments: for the chat template, by name.
-        skip_bad_records: count unusable records instead of stopping at the first.
+    At a :class:`DataError` nothing is left behind. Texts, not conversations, begin with the
+    tokenizer's token for that if ``prepend_bos``.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
     tokenizer = load_tokenizer(tokenizer_name, template_arguments)
@@ -87,8 +81,8 @@ def prepare(
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
         eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
-        records = _with_progress(source, bad)
-        for tokens, mask in _encoded(records, tokenizer, eod, bos, bad, counts):
+        documents = _rendered(source, tokenizer.conversations, bad)
+        for tokens, mask in _encoded(documents, tokenizer, eod, bos, bad, counts):
             writer.add(tokens, mask)
             trained = int(mask.sum())
             counts["loss_tokens"] += trained
@@ -124,38 +118,34 @@ def prepare(
     return summary
 
 
-def _with_progress(source: RecordFiles, bad: BadRecords) -> Iterator[Record]:
+_Rendered = tuple[Record, RenderedDocument]
+
+
+def _rendered(
+    source: RecordFiles, conversations: ConversationRenderer, bad: BadRecords
+) -> Iterator[_Rendered]:
     from tqdm import tqdm
 
     bar_of = {"desc": "tokenise", "unit": "B", "unit_scale": True, "disable": None}
     with tqdm(total=source.total_bytes, **bar_of) as bar:
         for record in source.records(bad):
-            yield record
+            if record.messages is None:
+                yield record, RenderedDocument(text=record.text or "")
+            else:
+                try:
+                    document = conversations.document(record.messages, record.tools)
+                    check_encodable(document.text)
+                except ValueError as error:
+                    reason = "the chat template cannot render it"
+                    bad.found(record.place, reason, f"{reason}: {error}")
+                else:
+                    yield record, document
             bar.update(record.size_bytes)
 
 
-def _rendered(
-    records: Iterable[Record], conversations: ConversationRenderer, bad: BadRecords
-) -> Iterator[tuple[Record, RenderedDocument]]:
-    for record in records:
-        if record.messages is None:
-            yield record, RenderedDocument(text=record.text or "")
-            continue
-        try:
-            document = conversations(record.messages, record.tools)
-            check_encodable(document.text)
-        except ValueError as error:
-            reason = "the chat template cannot render it"
-            bad.found(record.place, reason, f"{reason}: {error}")
-        else:
-            yield record, document
-
-
-def _batches(
-    documents: Iterable[tuple[Record, RenderedDocument]],
-) -> Iterator[list[tuple[Record, RenderedDocument]]]:
+def _batches(documents: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
     """Consecutive documents, bounded in number and characters."""
-    batch: list[tuple[Record, RenderedDocument]] = []
+    batch: list[_Rendered] = []
     characters = 0
     for record, document in documents:
         batch.append((record, document))
@@ -168,7 +158,7 @@ def _batches(
 
 
 def _encoded(
-    records: Iterable[Record],
+    documents: Iterable[_Rendered],
     tokenizer: DocumentTokenizer,
     eod: int | None,
     bos: int | None,
@@ -178,7 +168,7 @@ def _encoded(
     """Token ids (int64), with ``eod`` at the end and ``bos`` before texts, and loss mask (uint8) of
     every document."""
     end_text = None if eod is None else tokenizer.backend.id_to_token(eod)
-    for batch in _batches(_rendered(records, tokenizer.conversations, bad)):
+    for batch in _batches(documents):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
             with_offsets=any(document.trained_spans is not None for _, document in batch),
@@ -227,14 +217,12 @@ def _notes(counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: b
 
 
 def _percentiles(lengths_tokens: np.ndarray) -> dict[str, int]:
-    """Percentiles of documents' tokens, and the most."""
     percentiles = np.percentile(lengths_tokens, _PERCENTILES, method="nearest")
     named = zip(_PERCENTILES, percentiles, strict=True)
     return {f"p{rank}": int(value) for rank, value in named} | {"max": int(lengths_tokens.max())}
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Count the records that were left out for each reason, in one line."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
 
 
@@ -254,10 +242,8 @@ def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) 
 class DocumentTokenizer:
     """A fast tokenizer and what preparation must know of it.
 
-    ``name`` is a directory or model name, for the summary; ``backend`` a ``tokenizers.Tokenizer``;
-    ``vocab_size`` one more than the largest token id; ``eod`` the id that ends a document, or None;
-    ``bos`` the id that the tokenizer itself begins texts with, or None; ``conversations`` makes
-    conversations text.
+    ``backend`` is a ``tokenizers.Tokenizer``, ``vocab_size`` one more than the largest token id;
+    ``eod`` ends a document, and ``bos`` is what the tokenizer itself begins texts with.
     """
 
     name: str
@@ -265,7 +251,7 @@ class DocumentTokenizer:
     vocab_size: int
     eod: int | None
     bos: int | None = None
-    conversations: ConversationRenderer = PLAIN
+    conversations: ConversationRenderer
 
     def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
@@ -283,9 +269,6 @@ def load_tokenizer(
     name: str, template_arguments: Mapping[str, Any] | None = None
 ) -> DocumentTokenizer:
     """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
-
-    Args:
-        template_arguments: for the chat template, by name.
 
     Raises:
         DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
@@ -318,10 +301,10 @@ def load_tokenizer(
     backend.no_truncation()
     backend.no_padding()
     _check_encoding(name, loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
-    conversations = PLAIN
+    conversations = ConversationRenderer()
     if loaded.chat_template:
         try:
-            conversations = template_renderer(loaded, template_arguments or {})
+            conversations = TemplateRenderer(loaded, template_arguments or {})
         except DataError as error:
             raise DataError(f"--tokenizer {name}: {error}") from error
     elif template_arguments:
@@ -387,7 +370,6 @@ def _ids_or_error(backend: Any, text: str) -> list[int] | str:
 
 
 def _begins_with(backend: Any, token: int | None) -> bool:
-    """Whether the tokenizer puts a token before every text."""
     if token is None or isinstance(without := _ids_or_error(backend, "a"), str):
         return False
     return backend.encode("a").ids[:1] == [token] != without[:1]

@@ -21,6 +21,7 @@ from sparsebalance_megatron.json_file import (
     open_regular,
     parse_json,
     what_is_wrong,
+    without_nulls,
 )
 
 MAX_LINE_BYTES = 2**28
@@ -41,15 +42,13 @@ The content of a turn with ``tool_calls`` may be None.
 """
 
 Tools = Sequence[dict[str, Any]]
-"""Definitions of the tools that an assistant may call, as chat templates take them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One document before tokenisation: either ``text`` or ``messages`` is set.
 
-    ``tools`` may be set beside ``messages``. ``place`` is for error messages; ``size_bytes`` says
-    what it takes there.
+    ``place`` is for error messages; ``size_bytes`` says what it takes there.
     """
 
     place: str
@@ -67,7 +66,6 @@ class BadRecords:
         self._skip = skip
 
     def found(self, place: str, reason: str, explanation: str) -> None:
-        """Count a record by its reason, or raise :class:`DataError` with the explanation."""
         if not self._skip:
             raise DataError(
                 f"{place}: {explanation}; correct it, or pass --on-bad-record skip to leave such "
@@ -81,7 +79,7 @@ class RecordFiles:
     """Files of ``{"text": ...}`` or ``{"messages": [...], "tools": [...]}``.
 
     One JSON object per line, plain or compressed (``.gz``, ``.zst``), or rows of ``.parquet``.
-    Blank lines are no records. They can be read more than once, each time in the same order.
+    Blank lines are no records.
     """
 
     paths: Sequence[Path]
@@ -179,7 +177,6 @@ class _Content(msgspec.Struct):
 
     @property
     def definitions(self) -> Tools | None:
-        """The tools, or None where there are none."""
         return self.tools if isinstance(self.tools, list) and self.tools else None
 
 
@@ -242,16 +239,10 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
         for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number}", _without_nulls(row), row_bytes
+                # A row has all keys that any row has: what is null was not there.
+                yield f"{path}, row {number}", without_nulls(row), row_bytes
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as Parquet ({error}); copy it again") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Row of a column, which has all keys that any row has: what is null was not there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -38,11 +38,10 @@ _ALTERNATE = "give prefixes only, or a weight before every prefix, such as 0.7 w
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Data sets that are mixed, in the order given.
+    """Data sets that are mixed, named at ``place``, a flag or a file.
 
-    ``place`` is the flag or file that names them, ``prefixes`` those of their ``.bin`` and ``.idx``
-    files. ``weights`` are positive, in any unit; None mixes by size. ``whole``: every document
-    counts, whatever ``--split`` says.
+    ``weights`` are positive, in any unit; None mixes by size. ``whole``: every document counts,
+    whatever ``--split`` says.
     """
 
     place: str
@@ -156,21 +155,15 @@ def _read_per_split(path: str) -> dict[Split, Blend | None]:
     for split in get_args(Split):
         words = content[split]
         words = words.split() if isinstance(words, str) else words
-        blends[split] = (
-            parse_blend([str(word) for word in words], f"{place}, {split}", whole=True)
-            if words
-            else None
-        )
+        blends[split] = None
+        if words:
+            blends[split] = parse_blend(list(map(str, words)), f"{place}, {split}", whole=True)
     return blends
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """One of several data sets that a run mixes.
-
-    ``weight`` is its share of the samples; all shares add up to 1. ``digest`` is of what its order
-    and lengths depend on.
-    """
+    """One of several data sets that a run mixes; ``weight`` is its share of the samples."""
 
     prefix: str
     weight: float
@@ -215,8 +208,7 @@ class SampleIndex:
     """An endless order of the samples of one split, of one data set or of several.
 
     Every data set goes through its own epochs, each in an order of its own. Samples are numbered
-    data set by data set. ``weights`` are shares of the samples, in any unit; None mixes by size.
-    ``counts`` are of one epoch of every data set.
+    data set by data set. ``counts`` are of one epoch of every data set.
     """
 
     def __init__(
@@ -235,7 +227,6 @@ class SampleIndex:
         return open_samples(blend, options.pop("split", "train"), **options)
 
     def __len__(self) -> int:
-        """Samples of one epoch."""
         return self.counts.samples
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
@@ -252,8 +243,7 @@ class SampleIndex:
     def global_batch(self, first: int, size: int) -> np.ndarray:
         """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
 
-        A batch may span epochs. The result depends on the arguments alone: resuming needs only the
-        number of consumed samples.
+        It depends on the arguments alone: resuming needs only the number of consumed samples.
         """
         if first < 0 or size < 1:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
@@ -267,8 +257,6 @@ class SampleIndex:
 
     def read(self, sample: int) -> Sample:
         """Tokens of a sample, and its loss mask where its data set has one."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} is not one of 0 to {len(self) - 1}")
         source = int(self.source_of(np.asarray([sample]))[0])
         return self._data_sets[source].read(sample - int(self._firsts[source]))
 
@@ -301,7 +289,6 @@ class SampleIndex:
         return digest.hexdigest()
 
     def describe(self) -> tuple[str, ...]:
-        """Lines that say what became of the documents."""
         # Weights are shares of the samples; a data set of longer samples has more of the tokens.
         facts = self.sources
         if not facts:
@@ -325,11 +312,8 @@ class SampleIndex:
         return tuple(lines)
 
     def untrained(self) -> str:
-        """How many of the first samples have no trained token, in one line; "" if all have some.
-
-        Pieces of long conversations are such samples, and documents whose only trained token is
-        the first, which is no target.
-        """
+        """How many of the first samples have no trained token, as pieces of long conversations may,
+        in one line; "" if all have some."""
         if not any(data_set.has_loss_mask for data_set in self._data_sets):
             return ""
         looked_at = min(len(self), _SAMPLES_LOOKED_AT)
@@ -365,13 +349,11 @@ def open_samples(
 
     ``split_weights`` is Megatron's ``--split``, for blends that all splits share;
     ``missing_loss_mask`` says what happens to data sets without one beside others that have one.
-    ``lengths_only``: lengths and order, from ``.idx`` files alone. Other arguments as of
-    :class:`.data_set.DataSet`.
+    ``lengths_only``: from ``.idx`` files alone. Other arguments as of :class:`.data_set.DataSet`.
     """
     if len(blend.prefixes) > _MOST_SOURCES:
         raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
-    open_documents = Documents.lengths_only if lengths_only else Documents.open
-    documents = [open_documents(prefix) for prefix in blend.prefixes]
+    documents = [Documents.open(prefix, lengths_only=lengths_only) for prefix in blend.prefixes]
     ranges = [
         (0, len(each)) if blend.whole else split_range(len(each), split_weights, split)
         for each in documents

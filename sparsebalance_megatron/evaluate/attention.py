@@ -6,22 +6,24 @@ Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    dense_attention,
+)
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate.settings import settings_of
-from sparsebalance_megatron.layer_budgets import DENSE
 
 
 def sparse_balance_attention(
@@ -44,7 +46,6 @@ def sparse_balance_attention(
         module: the attention layer, with ``config`` and ``layer_idx``.
         attention_mask: int64 [B, Q], what :func:`document_starts` gives.
         scaling: factor on q . k, None for 1 / sqrt(D).
-        dropout: must be 0.
         features: what else a model asks its attention for.
 
     Returns:
@@ -68,76 +69,63 @@ def sparse_balance_attention(
             )
         # Queries of the tokens in the cache decide nothing.
         q_BTHD = torch.nn.functional.pad(q_BQHD, (0, 0, 0, 0, tokens - asked, 0))
-        part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BQHD.device)
+        layouts, kept_T, asking_T = _last_blocks(
+            *(batch, asked, tokens, settings.sparse_block_size), q_BQHD.device
+        )
     else:
-        part = _whole_rows(starts_BQ, settings.sparse_block_size)
-    q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
-    kv_layout = part.rows.kv_layout
+        layouts, kept_T, asking_T = _whole_rows(starts_BQ, settings.sparse_block_size)
+    q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
+    kv_layout, asking_THD = layouts.kv_layout, q_THD[asking_T]
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cast("int", module.layer_idx)
-    if settings.base_budget(layer) == DENSE:
-        selection = Selection.of_everything(part.rows, k_TGD.shape[1])
+    lengths_tokens = kv_layout.grid.tokens_S.tolist()
+    budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
+    inputs = asking_THD, k_TGD, v_TGD
+    everything = all(map(operator.ge, budgets, kv_layout.blocks_per_document))
+    if everything and asked == tokens and attends_densely(q_THD, v_TGD, kv_layout, "auto"):
+        out_THD, _ = dense_attention(*inputs, kv_layout, softmax_scale=softmax_scale)
     else:
-        lengths_tokens = (end - begin for begin, end in itertools.pairwise(kv_layout.cu_seqlens))
-        budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
-        ranking = selector.rank(
-            q_THD[part.asking_T],
-            selector.summaries(q_THD, k_TGD, kv_layout),
-            part.rows,
-            softmax_scale=softmax_scale,
-            max_budget=max(budgets),
-            observe=False,
-        )
-        selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
-    out_THD, _ = block_sparse_attention(
-        q_THD[part.asking_T], k_TGD, v_TGD, selection, softmax_scale=softmax_scale
-    )
-    place_T = part.kept_T[part.asking_T]
-    out_THD = out_THD.new_zeros(q_BTHD.flatten(0, 1).shape).index_copy(0, place_T, out_THD)
+        if everything:
+            selection = Selection.of_everything(layouts, k_TGD.shape[1])
+        else:
+            ranking = selector.rank(
+                *(asking_THD, selector.summaries(q_THD, k_TGD, kv_layout), layouts),
+                softmax_scale=softmax_scale,
+                max_budget=max(budgets),
+                observe=False,
+            )
+            selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
+        out_THD, _ = block_sparse_attention(*inputs, selection, softmax_scale=softmax_scale)
+    place_T, shape = kept_T[asking_T], q_BTHD.flatten(0, 1).shape
+    out_THD = out_THD.new_zeros(shape).index_copy(0, place_T, out_THD)
     return out_THD.unflatten(0, (batch, -1))[:, -asked:], None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Tokens of a batch that are no padding, and those of them that are queries.
-
-    ``kept_T``: int64, the tokens of documents among all of the batch, padding left out.
-    ``asking_T``: int64, those of the query blocks among the kept ones.
-    ``rows``: the blocks of both.
-    """
-
-    kept_T: Tensor
-    asking_T: Tensor
-    rows: LayoutPair
-
-
-def _whole_rows(starts_BQ: Tensor, block_size: int) -> _Part:
-    """All tokens ask."""
+def _whole_rows(starts_BQ: Tensor, block_size: int) -> tuple[LayoutPair, Tensor, Tensor]:
+    """All blocks, which ask; a batch's tokens without padding; those of them that ask."""
     row_B1 = torch.arange(len(starts_BQ), device=starts_BQ.device)[:, None]
     start_T = (starts_BQ + row_B1 * starts_BQ.shape[1])[starts_BQ != PADDING]
     lengths_tokens = torch.unique_consecutive(start_T, return_counts=True)[1]
     cu_seqlens = (0, *lengths_tokens.cumsum(0).tolist())
     layout = packed_layout(cu_seqlens, block_size, starts_BQ.device)
-    return _Part(
-        kept_T=(starts_BQ.flatten() != PADDING).nonzero()[:, 0],
-        asking_T=torch.arange(layout.tokens, device=starts_BQ.device),
-        rows=LayoutPair.within(layout),
-    )
+    kept_T = (starts_BQ.flatten() != PADDING).nonzero()[:, 0]
+    return LayoutPair.within(layout), kept_T, torch.arange(len(kept_T), device=kept_T.device)
 
 
 def _last_blocks(
     batch: int, asked: int, tokens: int, block_size: int, device: torch.device
-) -> _Part:
-    """The blocks of each row that hold its last ``asked`` tokens ask; a row is one document."""
+) -> tuple[LayoutPair, Tensor, Tensor]:
+    """As :func:`_whole_rows`: the blocks of each row, which is one document, that hold its last
+    ``asked`` tokens ask."""
     first_block = (tokens - asked) // block_size
     first, blocks = first_block * block_size, -(-tokens // block_size)
     kept_T = torch.arange(batch * tokens, device=device)
-    rows = LayoutPair.of_blocks(
+    layouts = LayoutPair.of_blocks(
         packed_layout(range(0, batch * (tokens - first) + 1, tokens - first), block_size, device),
         packed_layout(range(0, batch * tokens + 1, tokens), block_size, device),
         [row * blocks + block for row in range(batch) for block in range(first_block, blocks)],
     )
-    return _Part(kept_T=kept_T, asking_T=kept_T.view(batch, tokens)[:, first:].flatten(), rows=rows)
+    return layouts, kept_T, kept_T.view(batch, tokens)[:, first:].flatten()
 
 
 def needs_whole_documents(selector: Selector[Any, Any]) -> bool:
@@ -179,8 +167,7 @@ def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any])
 def _check_positions(positions_BQ: Tensor | None, starts_BQ: Tensor, tokens: int) -> None:
     """Refuse positions that start again inside a document of the mask.
 
-    ``transformers`` looks for packed documents only where it has neither a cache nor an
-    attention_mask; elsewhere its mask makes one document of the row, and nothing says so.
+    Where it has a cache or an attention_mask, ``transformers`` looks for no packed documents.
     """
     if positions_BQ is None or positions_BQ.ndim != 2:
         return
@@ -213,8 +200,7 @@ def document_starts(
 ) -> Tensor:
     """Find the first token of every query's document: int64 [B, Q], :data:`PADDING` for padding.
 
-    A mask function of ``transformers`` (``AttentionMaskInterface``), which calls it once per
-    forward pass.
+    A mask function of ``transformers``, which calls it once per forward pass.
 
     Args:
         mask_function: whether a query may read a key, by (row, head, query, key).
@@ -234,7 +220,6 @@ def document_starts(
     row_B1 = torch.arange(batch_size, device=device)[:, None]
 
     def may_read(key_BQ: Tensor) -> Tensor:
-        """Whether each query may read its key, bool [B, Q]."""
         shape = (batch_size, q_length)
         if mask_function is None:
             return (key_BQ <= query_1Q).expand(shape)
@@ -256,7 +241,6 @@ def document_starts(
 
 
 def _padding(attention_mask: Tensor, kv_length: int) -> Tensor:
-    """Mask of padding, bool [B, T]."""
     kept_BT = attention_mask.bool()
     place_T = torch.arange(kv_length, device=kept_BT.device)
     at_end_BT = place_T >= kept_BT.sum(1, keepdim=True)

@@ -36,7 +36,7 @@ class SparseBalanceLM(HFLM):
     """A Hugging Face model that reads with the attention it was trained with.
 
     Its log and its results name the settings, up to which length documents are read whole, and the
-    share of causal attention that is computed by length. Requests to generate run one by one: rows
+    share of causal attention that is computed. Requests to generate run one by one: rows
     of unequal length would need padding on the left, which would move blocks. Loglikelihoods run in
     batches, unless the selection looks at a document's end, where padding would be.
 
@@ -74,7 +74,6 @@ class SparseBalanceLM(HFLM):
             _logger.info("sparse-balance: %s", self._attention())
 
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
-        """See the ``hf`` model; one request at a time."""
         batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
         no_cache = self._sparse and queries_not_in_a_cache(self._selector)
         if no_cache:
@@ -92,8 +91,7 @@ class SparseBalanceLM(HFLM):
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model for the results: also its attention, and the share of it that is
-        computed."""
+        """Facts about the model for the results: also its attention."""
         info: dict[str, Any] = super().get_model_info()
         return info | (self._attention() if self._sparse else {"attention": "dense"})
 

@@ -140,11 +140,7 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
 
 
 def settings_of(config: Any) -> SparseAttention:
-    """The settings in a ``transformers`` config.
-
-    Raises:
-        ConfigError: there are none, or one is missing or wrong.
-    """
+    """The settings in a ``transformers`` config; a ConfigError if they are missing or wrong."""
     config = config.get_text_config()
     found = getattr(config, KEY, None)
     if found is None:
@@ -153,11 +149,7 @@ def settings_of(config: Any) -> SparseAttention:
 
 
 def checked_settings(values: Any, config: Any) -> SparseAttention:
-    """Read the settings of a model with ``config.num_hidden_layers``.
-
-    Raises:
-        ConfigError: one is missing or wrong.
-    """
+    """Read the settings of a model; a ConfigError if one is missing or wrong."""
     try:
         found: SparseAttention = checked(values, SparseAttention)
     except UnreadableFileError as error:

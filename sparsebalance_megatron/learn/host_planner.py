@@ -32,8 +32,6 @@ class HostJob:
     Attributes:
         layout: ranks and pipeline stages. Where a plan chooses the number of micro-batches, its
             ``micro_batches`` is not read.
-        shape: the sizes that a layer's cost depends on.
-        max_sample_tokens: the longest sample.
         global_batch_size: samples of a training step, on average.
         pad_samples_to: tokens that the host pads every sample to a multiple of.
         recompute_all, recompute_attention: what backward computes again (Megatron's
@@ -74,9 +72,8 @@ class HostJob:
     def cost_model(self, config: SparseBalanceConfig, run: Mapping[str, Any]) -> CostModel:
         """The costs of this job: those of the configured table, else counted operations.
 
-        Args:
-            run: what a table must share with this run, by the names of ``RunIdentity``; a process
-                that only plans has neither device nor dtype, and gives nothing.
+        ``run``: what a table must share with this run, by the names of ``RunIdentity``; a process
+        that only plans has neither device nor dtype, and gives nothing.
         """
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size
@@ -90,11 +87,8 @@ class HostJob:
         )
 
     def plan_settings(self, config: SparseBalanceConfig, micro_batch_tokens: int) -> PlanSettings:
-        """What plans may do.
-
-        Args:
-            micro_batch_tokens: the token cap of a micro-batch where the config names none.
-        """
+        """What plans may do; ``micro_batch_tokens`` is the token cap of a micro-batch where the
+        config names none."""
         cap_tokens = config.max_tokens_per_micro_batch or -(
             -micro_batch_tokens // self.layout.context_parallel_size
         )
@@ -110,10 +104,10 @@ class HostJob:
 class HostPlanner:
     """Plans from lengths alone; knows no data, no loop and no device, and loads no torch.
 
-    A plan is a pure function of the arguments of :meth:`plan` and of what has been learnt, so every
-    process that made the same calls makes the same plan. Knowledge changes in :meth:`learn` and
-    :meth:`load_state_dict` only. ``steps`` counts what has been learnt from, ``config`` are the
-    choices with the length up to which documents are dense.
+    A plan is a pure function of the arguments of :meth:`plan` and of what :meth:`learn` and
+    :meth:`load_state_dict` were given, so every process that made the same calls makes the same
+    plan. ``steps`` counts what has been learnt from, ``config`` are the choices with the length up
+    to which documents are dense.
 
     Args:
         config: the plugin's choices.
@@ -175,8 +169,7 @@ class HostPlanner:
         Args:
             lengths_tokens: of its samples; the plan calls them 0 to S - 1.
             micro_batches: of every rank; None is the least number that the token cap allows, or,
-                where ranks run in lockstep without a pipeline, the number of the shortest step
-                (unless the config says ``positions="fixed"``).
+                where the plan chooses positions, the number of the shortest step.
             placement: where the host has placed the samples, [rank][position] -> samples; the plan
                 then only chooses budgets, and holds the host to no token cap. Ranks that Megatron's
                 context parallelism groups count as one.
@@ -256,10 +249,8 @@ class HostPlanner:
         return self._planner.state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """Take over the state of another planner of this model, written by the same version.
-
-        Returns what does not fit this job and starts afresh, one sentence each.
-        """
+        """Take over the state of another planner of this model; see
+        :meth:`.StepPlanner.load_state_dict`."""
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])
         own = self.config.dense_up_to_tokens

@@ -50,11 +50,8 @@ class Span(NamedTuple):
 
 
 class CollectiveTime(NamedTuple):
-    """Time inside a collective of a model chunk during a forward or backward, in ms.
-
-    ``number``: which of the chunk's collectives. ``passes_before``: of the same segment and
-    direction through it.
-    """
+    """Time inside one of a model chunk's collectives during a forward or backward, in ms;
+    ``passes_before``: of the same segment and direction through it."""
 
     direction: str
     chunk: int
@@ -79,7 +76,7 @@ class StepTimes:
     ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
     ``spans``: by start, since ``start_unix_s``, the schedule's start, or that of the first span
     where the schedule began unseen; None where nothing was seen. ``collectives``: those in which
-    ranks of a lockstep group wait for one another; None where they were not measured.
+    ranks wait for one another; None where they were not measured.
     """
 
     schedule_ms: float
@@ -133,11 +130,9 @@ class CoverageTotals:
 
 
 class RecomputeTotals(NamedTuple):
-    """Passes of single layers that backward recomputed where attention is to be kept.
-
-    ``kept`` took the first forward's attention, ``otherwise`` of them with other inputs than in the
-    first forward; ``again`` found none and attended again.
-    """
+    """Passes of single layers that backward recomputed where attention is to be kept: those that
+    took the first forward's, that found none and attended again, and that took it with other
+    inputs."""
 
     kept: int = 0
     again: int = 0
@@ -183,9 +178,7 @@ class StepMeasurement(MeasuredTimes):
     def times(self) -> MeasuredTimes:
         """The times alone."""
         return MeasuredTimes(
-            times_2RPVM=self.times_2RPVM,
-            schedule_ms=self.schedule_ms,
-            waiting_2RPVM=self.waiting_2RPVM,
+            **{each.name: getattr(self, each.name) for each in fields(MeasuredTimes)}
         )
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
@@ -194,8 +187,6 @@ class StepMeasurement(MeasuredTimes):
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
         which waits for no rank and from then on computes in step with the others. So each operation
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
-        Waiting would otherwise look like computation, and a rank with little to do before like a
-        slow device.
         """
         shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:
@@ -217,11 +208,8 @@ def lockstep_waiting(inside_RPVMYXZ: np.ndarray, lockstep_ranks: int) -> np.ndar
     exchange takes. So what others are inside beyond the group's least is waiting, of every exchange
     by itself: one rank may wait in a segment's, another in the next.
 
-    Args:
-        inside_RPVMYXZ: ms inside every collective of every micro-batch, by
-            :attr:`CollectiveTime.place`; NaN where unmeasured, which leaves the whole group
-            unmeasured.
-        lockstep_ranks: neighbouring ranks of a group.
+    ``inside_RPVMYXZ``: ms inside every collective, by :attr:`CollectiveTime.place`; NaN where
+    unmeasured, which leaves the whole group unmeasured.
     """
     ranks, *rest = inside_RPVMYXZ.shape
     by_group = inside_RPVMYXZ.reshape(ranks // lockstep_ranks, lockstep_ranks, *rest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import (
@@ -29,7 +28,6 @@ from sparsebalance_megatron.learn.step_planner import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
-from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _PLANS_KEPT = 2
@@ -89,11 +87,22 @@ class BatchSizes:
         coming = zip(self._phases, [*ends, math.inf], strict=True)
         return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
 
-    def step_at(self, consumed_samples: int) -> int | None:
-        """The step that begins after so many samples; None if none does."""
+    def step_at(self, consumed_samples: int) -> int:
+        """The step that begins after so many samples, or a :class:`StateError` if none does."""
         phase = [each for each in self._phases if each.first_sample <= consumed_samples][-1]
         steps, rest = divmod(consumed_samples - phase.first_sample, phase.size)
-        return None if rest else phase.first_step + steps
+        if rest:
+            what = (
+                f"no multiple of --global-batch-size {phase.size}; resume with another global "
+                "batch size"
+            )
+            if len(self.schedule) > 1:
+                what = (
+                    "after which no step of --step-batch-size-schedule begins; resume with the "
+                    "schedule that it was trained with"
+                )
+            raise StateError(f"the checkpoint has consumed {consumed_samples} samples, {what}")
+        return phase.first_step + steps
 
     def _phase_of(self, step: int) -> _Phase:
         return [phase for phase in self._phases if phase.first_step <= step][-1]
@@ -126,9 +135,7 @@ class Scheduler:
     """Plans training or evaluation steps and learns from them.
 
     Attributes:
-        planner: knows what steps have taught.
         job: how the largest step is cut up; a smaller one has fewer micro-batches.
-        index: the samples and their lengths.
         batch_sizes: samples of every step.
         worker: plans the following step while one runs; None plans every step when it begins.
         uncapped: whether a step that cannot keep the token cap runs above it, with a warning.
@@ -155,7 +162,15 @@ class Scheduler:
         """The plan of a step."""
         if step not in self._planned:
             started = self.planner.clock()
-            planned = self._next_plan(step)
+            known, future = self.planner.knowledge(), self._ahead.pop(step, None)
+            if self.worker is None:
+                planned = self._plan(step, known)
+            else:
+                self._drop_plans_ahead()
+                late = self._known_for_next or known
+                planned = future.result() if future else self._plan(step, late)
+                self._known_for_next = known
+                self._followers.clear()
             wait_ms = (self.planner.clock() - started) * 1e3
             self._planned[step] = replace(planned, wait_ms=wait_ms)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
@@ -175,34 +190,20 @@ class Scheduler:
         if step not in self._planned:
             return
         followers, self._followers = self._followers, []
-
-        def pass_on(made: Future[PlannedStep]) -> None:
-            if made.exception() is None:
-                for then in followers:
-                    then(made.result())
-
-        future = self.worker.submit(self._plan, step + 1, known)
-        self._ahead = {step + 1: future}
-        future.add_done_callback(pass_on)
+        self._ahead = {step + 1: self.worker.submit(self._plan_for, step + 1, known, followers)}
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
-        """Call ``then`` with the next plan that the worker makes, on its thread.
-
-        It is never called without a worker, nor if planning fails, which :meth:`planned` will
-        raise.
-        """
+        """Call ``then`` with the next plan that the worker makes, on its thread; never without a
+        worker, nor if planning fails, which :meth:`planned` will raise."""
         if self.worker is not None:
             self._followers.append(then)
 
-    def _next_plan(self, step: int) -> PlannedStep:
-        known = self.planner.knowledge()
-        if self.worker is None:
-            return self._plan(step, known)
-        future = self._ahead.pop(step, None)
-        self._drop_plans_ahead()
-        planned = future.result() if future else self._plan(step, self._known_for_next or known)
-        self._known_for_next = known
-        self._followers.clear()
+    def _plan_for(
+        self, step: int, known: Knowledge, followers: Sequence[Callable[[PlannedStep], None]]
+    ) -> PlannedStep:
+        planned = self._plan(step, known)
+        for then in followers:
+            then(planned)
         return planned
 
     def _drop_plans_ahead(self) -> None:
@@ -213,9 +214,13 @@ class Scheduler:
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
         first, size = self.batch_sizes.first_sample(step), self.batch_sizes.size_of(step)
-        samples = self.index.global_batch(first, size)
+        samples, job = self.index.global_batch(first, size), self.job
         lengths_tokens = self.index.lengths_of(samples).tolist()
-        plan = partial(self.planner.plan, step, lengths_tokens, self._job_of(step), known)
+        if size < (largest := self.batch_sizes.largest):
+            name = f"step {step}: --step-batch-size-schedule size"
+            sizes = {"samples of a position": largest // job.micro_batches}
+            job = replace(job, micro_batches=whole_parts(size, name, sizes))
+        plan = partial(self.planner.plan, step, lengths_tokens, job, known)
         try:
             return plan(samples=samples)
         except PlanError as error:
@@ -232,20 +237,36 @@ class Scheduler:
         )
         return plan(samples=samples, plan_settings=in_order)
 
-    def _job_of(self, step: int) -> Job:
-        """The job with as many micro-batches as the step has samples for."""
-        size, largest = self.batch_sizes.size_of(step), self.batch_sizes.largest
-        if size == largest:
-            return self.job
-        name = f"step {step}: --step-batch-size-schedule size"
-        sizes = {"samples of a position": largest // self.job.micro_batches}
-        return replace(self.job, micro_batches=whole_parts(size, name, sizes))
-
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
         if step > self._finished_step:
             self._finished_step = step
             self.planner.learn(self._planned[step], measured)
+
+    def for_evaluation(
+        self, index: SampleLengths, job: Job, global_batch_size: int, *, dense: bool
+    ) -> Scheduler:
+        """A scheduler of evaluation: the same placement, cp_sizes and cap, no tuning.
+
+        Budgets are the same in every step, so that losses are comparable: those that cover the
+        longest sample where evaluation is ``dense``, else base budgets.
+        """
+        training = self.planner
+        plan_settings = replace(
+            training.plan_settings, tuning="off", max_segments=1, plans_positions=False
+        )
+        if dense:
+            most = training.coverage.max_blocks
+            plan_settings = replace(plan_settings, base_budget=most, layer_budgets=None)
+        planner = StepPlanner(
+            job=job,
+            plan_settings=plan_settings,
+            cost=training.cost,
+            coverage=training.coverage,
+            calibrate="off",
+        )
+        sizes = BatchSizes.constant(global_batch_size)
+        return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
@@ -261,13 +282,7 @@ class Scheduler:
             StateError: if it was written by another version, or no step begins there.
         """
         check_version(state)
-        following = self.batch_sizes.step_at(int(state["consumed_samples"]))
-        if following is None:
-            raise StateError(
-                f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
-                "step begins; resume with another global batch size"
-            )
-        self._finished_step = following - 1
+        self._finished_step = self.batch_sizes.step_at(int(state["consumed_samples"])) - 1
         self._drop_plans_ahead()
         self._planned.clear()
         afresh = self.planner.load_state_dict(state)
@@ -275,34 +290,3 @@ class Scheduler:
         if self.worker is not None and not afresh and state["next_plan"] is not None:
             self._known_for_next = self.planner.knowledge().restored(state["next_plan"])
         return afresh
-
-
-def evaluation_scheduler(
-    *,
-    job: Job,
-    plan_settings: PlanSettings,
-    cost: CostModel,
-    coverage: CoverageCurves,
-    index: SampleLengths,
-    global_batch_size: int,
-    dense: bool,
-) -> Scheduler:
-    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
-
-    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
-    pass that needs the cap.
-
-    Args:
-        dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
-    """
-    if dense:
-        plan_settings = replace(plan_settings, base_budget=coverage.max_blocks, layer_budgets=None)
-    planner = StepPlanner(
-        job=job,
-        plan_settings=replace(plan_settings, tuning="off", max_segments=1, plans_positions=False),
-        cost=cost,
-        coverage=coverage,
-        calibrate="off",
-    )
-    sizes = BatchSizes.constant(global_batch_size)
-    return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)

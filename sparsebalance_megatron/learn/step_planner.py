@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans steps from lengths and from what earlier steps have taught.
 
-A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and knowledge changes only
-in :meth:`StepPlanner.learn`, from measurements that are identical on all ranks. So ranks that make
-the same calls make the same plans.
+A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and measurements that
+:meth:`StepPlanner.learn` is given are identical on all ranks. So ranks make the same plans.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -70,10 +70,7 @@ class Knowledge:
         """Saved knowledge of the job that this is about."""
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
-        return Knowledge(
-            coverage=coverage,
-            scales=StageScales.of(np.array(state["scales_2PV"])),
-        )
+        return Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,7 +79,6 @@ class StepPlanner:
 
     Attributes:
         job: how steps are cut up; plans may be of other numbers of micro-batches.
-        calibrate: which predicted times measured ones correct.
         selection: that coverage is measured with.
         clock: seconds, for the time that planning takes.
     """
@@ -119,7 +115,7 @@ class StepPlanner:
         pinned_LS: np.ndarray | None = None,
         plan_settings: PlanSettings | None = None,
     ) -> PlannedStep:
-        """Plan one step.
+        """Plan one step, or raise a :class:`PlanError` that names what does not fit.
 
         Args:
             step: named in messages, and part of the plan's digest.
@@ -127,9 +123,6 @@ class StepPlanner:
             samples: their training samples; None numbers them from 0.
             placement, pinned_LS: see :class:`.PlanInputs`.
             plan_settings: of this step; None is that of the run.
-
-        Raises:
-            PlanError: no plan exists, naming the sample or the number that does not fit.
         """
         started = self.clock()
         inputs = PlanInputs(
@@ -160,10 +153,8 @@ class StepPlanner:
             self._device_speed.update(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that later plans depend on besides lengths, in plain Python types.
-
-        It has no device speeds: a restart may run on other devices.
-        """
+        """State that later plans depend on besides lengths, in plain Python types; without device
+        speeds, since a restart may run on other devices."""
         return {
             "version": _STATE_VERSION,
             "selection": self.selection,
@@ -173,20 +164,14 @@ class StepPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take over saved state, of a job that may have been laid out otherwise.
-
-        Nothing in it depends on the number of data-parallel or tensor-parallel ranks.
-
-        Returns:
-            What does not fit this job and starts afresh, one sentence each.
+        """Take over saved state, of a job with any number of data-parallel or tensor-parallel
+        ranks; what does not fit this one and starts afresh, one sentence each.
 
         Raises:
             StateError: if it was written by another version.
         """
         check_version(state)
         afresh = []
-        if "coverage_balance" in state:
-            afresh.append("the account of coverage goes: budgets only rise above base budgets")
         measured_with = state.get("selection", self.selection)
         for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
             if name == "coverage" and measured_with != self.selection:
@@ -200,11 +185,7 @@ class StepPlanner:
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Refuse state that another version of the plugin wrote.
-
-    Raises:
-        StateError: naming both versions.
-    """
+    """Raise a :class:`StateError` at state that another version of the plugin wrote."""
     if state.get("version") != _STATE_VERSION:
         raise StateError(
             f"the plugin's state in the checkpoint has version {state.get('version')}, not "
@@ -219,7 +200,7 @@ class Calibration:
     weighing as much as its predicted time: many short ones must not speak for the long ones that
     make up the step. The median of the last nine steps outvotes odd steps; an exponential average
     smooths what is left. Nothing moves before three steps have been seen; the first estimate is
-    taken whole. Without randomness or clocks: equal inputs give equal scales on every rank.
+    taken whole.
     """
 
     def __init__(self, stages: int, virtual_stages: int = 1) -> None:
@@ -233,11 +214,7 @@ class Calibration:
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step, leaving out times that are not finite and positive."""
-        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.own_2RPVM)
-        self._remember(planned.scales.scales_2PV * ratio_2PV)
-
-    def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
-        """Weighted median of measured / predicted over a step; NaN if nothing counts."""
+        predicted_2RPVM, measured_2RPVM = planned.times_2RPVM, measured.own_2RPVM
         usable = _finite_and_positive(predicted_2RPVM) & _finite_and_positive(measured_2RPVM)
         ratio_2RPVM = np.full(usable.shape, np.nan)
         np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
@@ -246,10 +223,8 @@ class Calibration:
             np.moveaxis(values, (1, 4), (0, 1)).reshape(-1, *self._scales_2PV.shape)
             for values in (ratio_2RPVM, weight_2RPVM)
         )
-        return _weighted_median(ratio_I2PV, weight_I2PV)
-
-    def _remember(self, ratio_2PV: np.ndarray) -> None:
-        """Shift each cell's history by its own new ratio, then follow the median."""
+        ratio_2PV = planned.scales.scales_2PV * _weighted_median(ratio_I2PV, weight_I2PV)
+        # Each cell's history is shifted where it has a new ratio, and its median followed.
         known_2PV = np.isfinite(ratio_2PV)
         shifted_W2PV = np.concatenate([self._history_W2PV[1:], ratio_2PV[None]])
         self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)
@@ -257,10 +232,7 @@ class Calibration:
         median_2PV = np.nanmedian(np.where(steps_2PV, self._history_W2PV, 0.0), axis=0)
         smooth_2PV = _DECAY * self._scales_2PV + (1.0 - _DECAY) * median_2PV
         self._scales_2PV = np.select(
-            [
-                ~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS),
-                steps_2PV == _FIRST_ESTIMATE_STEPS,
-            ],
+            [~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS), steps_2PV == _FIRST_ESTIMATE_STEPS],
             [self._scales_2PV, median_2PV],
             default=smooth_2PV,
         )
@@ -309,8 +281,7 @@ class DeviceSlowness:
     A step yields one ratio of measured to predicted time per device, relative to the median of its
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
     that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
-    a plan that follows a device whose speed changes every few steps comes too late each time. Equal
-    inputs give equal factors on every rank.
+    a plan that follows a device whose speed changes every few steps comes too late each time.
     """
 
     def __init__(self, data_parallel_size: int, stages: int) -> None:
@@ -333,10 +304,7 @@ class DeviceSlowness:
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step; a step with a time missing is left out."""
-        predicted_RP, measured_RP = (
-            (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
-            for times_2RPVM in (planned.times_2RPVM, measured.own_2RPVM)
-        )
+        predicted_RP, measured_RP = map(stage_busy_ms, (planned.times_2RPVM, measured.own_2RPVM))
         times_2RP = np.stack([predicted_RP, measured_RP])
         if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
             return

@@ -49,17 +49,15 @@ _logger = logging.getLogger(__name__)
 
 
 def step_log_path(directory: str | Path) -> Path:
-    """``DIR/steps.jsonl``."""
     return Path(directory) / "steps.jsonl"
 
 
 def rank_log_path(directory: str | Path, world_rank: int) -> Path:
-    """``DIR/ranks/rank-00000.jsonl``."""
     return Path(directory) / "ranks" / f"rank-{world_rank:05d}.jsonl"
 
 
 def older_file(path: Path) -> Path:
-    """File of the earlier lines of a log that outgrew its size: ``NAME.jsonl.1``."""
+    """File of the earlier lines of a log that outgrew its size."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -76,11 +74,7 @@ class LogDirectory:
         self._lock: Any = None
 
     def check(self) -> str | None:
-        """Whether logs could be written, without writing; a remark where that cannot be told.
-
-        Raises:
-            LogDirectoryError: if they could not.
-        """
+        """Raise unless logs could be written, without writing; a remark where none can tell."""
         existing = next(filter(os.path.lexists, (self.path, *self.path.parents)))
         if not existing.is_dir():
             raise self._error(f"{existing} is not a directory; name another")
@@ -94,14 +88,8 @@ class LogDirectory:
         return None
 
     def make(self, *, claim: bool) -> None:
-        """Make the directory, and write a file that goes at once.
-
-        Args:
-            claim: whether to keep other runs out; of one rank per run.
-
-        Raises:
-            LogDirectoryError: if files cannot be written, or another process has the claim.
-        """
+        """Make the directory, write a file that goes at once, and, of one rank per run, keep other
+        runs out by a claim."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
@@ -125,9 +113,6 @@ class LogDirectory:
         """Move an earlier run's logs to ``earlier/NUMBER``, which is returned.
 
         All ranks may do it at once: the first one moves a log.
-
-        Raises:
-            LogDirectoryError: if they cannot be moved.
         """
         target = self.path / EARLIER / str(number)
         try:
@@ -179,8 +164,6 @@ class LogWriter:
     Lines that cannot be queued, made or written cost one warning, and the next line that can be
     says in ``lines_dropped`` how many they were. Nothing here stops a run or holds it up. The
     process ends when all lines are written; one that was forked from it writes none.
-
-    ``header`` is the first line of every file, and of what a process appends to one.
     """
 
     def __init__(
@@ -208,7 +191,6 @@ class LogWriter:
         self._queue.join()
 
     def close(self) -> None:
-        """Write what is queued, and end the thread."""
         atexit.unregister(self.close)
         if os.getpid() == self._process:
             self.flush()
@@ -237,7 +219,6 @@ class LinesHandler(RotatingFileHandler):
         self._warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line; whatever happens, it is written or counted."""
         lost, failed = self.never_queued + self._not_written - self._reported, self._not_written
         make: Callable[[], Record] | None = record.msg  # type: ignore[assignment]
         try:
@@ -268,7 +249,6 @@ class LinesHandler(RotatingFileHandler):
         self.warn(str(getattr(error, "strerror", None) or error))
 
     def warn(self, reason: str) -> None:
-        """Say once that lines are lost."""
         if not self._warned:
             self._warned = True
             _logger.warning(
@@ -278,7 +258,6 @@ class LinesHandler(RotatingFileHandler):
             )
 
     def doRollover(self) -> None:
-        """Count what goes."""
         self._discarded = (self._discarded or 0) + _lines_in(older_file(self._path))
         super().doRollover()
 
@@ -305,14 +284,12 @@ _DISCARDED = msgspec.json.Decoder(_Discarded)
 
 
 def _discarded_before(path: Path) -> int:
-    """Lines discarded before this file, by its header."""
     with suppress(UnreadableFileError, OSError, DamagedLineError), open_regular(path) as stream:
         return decode(stream.readline(_READ_BYTES), _DISCARDED).lines_discarded
     return 0
 
 
 def _ends_cut_off(path: Path) -> bool:
-    """Whether a file ends within a line."""
     with suppress(UnreadableFileError, OSError), open_regular(path) as stream:
         stream.seek(-1, os.SEEK_END)
         return stream.read() != b"\n"

@@ -7,9 +7,9 @@ What a damaged file still says is kept, and every line that had to be left out i
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -49,22 +49,18 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """A run's header and steps by rising iteration; ``problems`` says what the file lacks.
-
-    ``coverage``: the last record of coverage curves. It and the header are None where they are
-    missing.
-    """
+    """A run's header, steps by rising iteration, and last coverage curves; ``problems`` says what
+    the file lacks."""
 
     directory: Path
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
     coverage: CoverageRecord | None = None
-    damaged_lines: int = 0
 
     @property
     def schedule(self) -> MegatronSchedule:
-        """The pipeline schedule that the run planned with; Megatron's default without a header."""
+        """Schedule of the pipeline; Megatron's default without a header."""
         return self.header.job.schedule if self.header else megatron_order
 
     @property
@@ -75,11 +71,11 @@ class RunLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """Records of all ranks; ``steps[iteration][place]``."""
+    """Who the ranks are, and what they logged of one step."""
 
-    headers: Mapping[Place, RankHeader] = field(default_factory=dict)
-    steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    headers: Mapping[Place, RankHeader]
+    steps: Mapping[Place, RankStep]
+    problems: tuple[str, ...]
 
 
 class _Line(msgspec.Struct):
@@ -93,103 +89,84 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 
 
-@dataclass(kw_only=True)
-class _LogReader[R: Record]:
-    """Reads the files of one log, and notes what they lack in ``problems``.
+def _records[R: Record](
+    newest: Path,
+    decoder: msgspec.json.Decoder[R],
+    problems: list[str],
+    *,
+    iteration: int | None = None,
+    last_bytes: int | None = None,
+) -> Iterator[R]:
+    """The records of one log, an older file's first; what the files lack goes into ``problems``.
 
-    Attributes:
-        path: the newest file; an older one is read before it.
-        decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
-        wanted: iterations to decode; None for all.
+    Damaged lines are left out, as are lines behind a header of another format.
+
+    Args:
+        iteration: the step to decode; None for all.
         last_bytes: read no more than so much of the newest file's end, in whole lines; None: all.
     """
+    discarded = dropped = foreign = 0
+    is_foreign = False
+    has_older = last_bytes is None and older_file(newest).exists()
+    for path in (older_file(newest), newest) if has_older else (newest,):
+        with open_regular(path) as stream:
+            for number, text in enumerate(_lines(stream, last_bytes), start=1):
+                line = _Line()
+                with suppress(DamagedLineError):
+                    line = decode(text, _LINE)
+                if line.type in ("run", "rank"):
+                    is_foreign = line.log_format != LOG_FORMAT
+                foreign += is_foreign
+                is_unwanted = iteration is not None and line.iteration not in (None, iteration)
+                is_being_written = last_bytes is not None and not text.endswith(b"\n")
+                if is_foreign or is_unwanted or is_being_written:
+                    continue
+                try:
+                    record = decode(text, decoder)
+                except DamagedLineError as error:
+                    problems.append(f"{path} line {number}: {error}; left out")
+                    continue
+                dropped += record.lines_dropped or 0
+                if isinstance(record, Header):
+                    discarded = max(discarded, record.lines_discarded or 0)
+                yield record
+    counts = {
+        f"{foreign} lines in another log format than {LOG_FORMAT}; left out: read them with "
+        "the version of sparsebalance_megatron that wrote them": foreign,
+        f"the {discarded} oldest lines were discarded while training; raise "
+        "--sparse-balance-config log-megabytes to keep them": discarded,
+        f"{dropped} lines could not be written in training": dropped,
+    }
+    problems += [f"{newest}: {problem}" for problem, count in counts.items() if count]
 
-    path: Path
-    decoder: msgspec.json.Decoder[R]
-    wanted: Collection[int] | None = None
-    last_bytes: int | None = None
-    problems: list[str] = field(default_factory=list)
-    damaged_lines: int = 0
 
-    def records(self) -> Iterator[R]:
-        """The records as they are read; damaged lines are noted and left out, as are lines behind
-        a header of another format.
-
-        Raises:
-            UnreadableFileError, OSError: a file cannot be read.
-        """
-        discarded = dropped = foreign = 0
-        is_foreign = False
-        older = older_file(self.path)
-        for path in (
-            (older, self.path) if self.last_bytes is None and older.exists() else (self.path,)
-        ):
-            with open_regular(path) as stream:
-                for number, text in enumerate(self._lines(stream), start=1):
-                    line = _Line()
-                    with suppress(DamagedLineError):
-                        line = decode(text, _LINE)
-                    if line.type in ("run", "rank"):
-                        is_foreign = line.log_format != LOG_FORMAT
-                    foreign += is_foreign
-                    if is_foreign or self._is_unwanted(text, line):
-                        continue
-                    try:
-                        record = decode(text, self.decoder)
-                    except DamagedLineError as error:
-                        self.damaged_lines += 1
-                        self.problems.append(f"{path} line {number}: {error}; left out")
-                        continue
-                    dropped += record.lines_dropped or 0
-                    if isinstance(record, Header):
-                        discarded = max(discarded, record.lines_discarded or 0)
-                    yield record
-        counts = {
-            f"{foreign} lines in another log format than {LOG_FORMAT}; left out: read them with "
-            "the version of sparsebalance_megatron that wrote them": foreign,
-            f"the {discarded} oldest lines were discarded while training; raise "
-            "--sparse-balance-config log-megabytes to keep them": discarded,
-            f"{dropped} lines could not be written in training": dropped,
-        }
-        self.problems += [f"{self.path}: {problem}" for problem, count in counts.items() if count]
-
-    def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
-        """All lines, or the first, which is the header, and the whole ones of the end."""
-        if self.last_bytes is not None:
-            first_byte = os.fstat(stream.fileno()).st_size - self.last_bytes
-            if first_byte > 0:
-                yield from islice(bounded_lines(stream, MAX_BYTES), 1)
-                stream.seek(first_byte)
-                stream.readline()
-        yield from bounded_lines(stream, MAX_BYTES)
-
-    def _is_unwanted(self, text: bytes, line: _Line) -> bool:
-        if self.last_bytes is not None and not text.endswith(b"\n"):
-            # It is being written.
-            return True
-        if self.wanted is None or line.iteration is None:
-            return False
-        return line.iteration not in self.wanted
+def _lines(stream: BinaryIO, last_bytes: int | None) -> Iterator[bytes]:
+    """All lines, or the first, which is the header, and the whole ones of the end."""
+    if last_bytes is not None:
+        first_byte = os.fstat(stream.fileno()).st_size - last_bytes
+        if first_byte > 0:
+            yield from islice(bounded_lines(stream, MAX_BYTES), 1)
+            stream.seek(first_byte)
+            stream.readline()
+    yield from bounded_lines(stream, MAX_BYTES)
 
 
 def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> RunLog:
     """Read ``DIRECTORY/steps.jsonl``, and the file before it where the log outgrew one.
 
     A resumed run appends to its log: of the steps before, those that it repeats are left out.
-
-    Args:
-        last_bytes: read only so much of the end of a log that may still be written; None: all.
+    Of a log that may still be written, only ``last_bytes`` of the end are read.
 
     Raises:
         RunLogError: if the file is missing, unreadable, or holds no step at all.
     """
     path = step_log_path(directory)
-    reader = _LogReader(path=path, decoder=STEP_LOG, last_bytes=last_bytes)
+    problems: list[str] = []
     header = coverage = None
     steps: list[StepRecord] = []
     repeated = 0
     try:
-        for record in reader.records():
+        for record in _records(path, STEP_LOG, problems, last_bytes=last_bytes):
             match record:
                 case RunHeader():
                     header = record
@@ -208,7 +185,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         raise RunLogError(
             f"{path}: {error}; give a directory that --sparse-balance-log-dir named"
         ) from error
-    problems = reader.problems
     if not steps:
         raise RunLogError(
             f"no readable step: {problems[0]}" if problems else f"{path}: no step is logged yet"
@@ -223,37 +199,32 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         steps=tuple(steps),
         problems=tuple(problems),
         coverage=coverage,
-        damaged_lines=reader.damaged_lines,
     )
 
 
-def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
-    """Read the header and the given iterations of every rank.
-
-    Of an iteration that is there twice the later line counts.
+def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
+    """Read the header of every rank, and one step if asked for; of lines of it the last counts.
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """
     headers: dict[Place, RankHeader] = {}
-    steps: dict[int, dict[Place, RankStep]] = {}
+    steps: dict[Place, RankStep] = {}
     problems: list[str] = []
     for path in sorted(rank_log_path(directory, 0).parent.glob("rank-*.jsonl")):
-        reader = _LogReader(path=path, decoder=RANK_LOG, wanted=frozenset(iterations))
         header: RankHeader | None = None
         try:
-            for record in reader.records():
+            for record in _records(path, RANK_LOG, problems, iteration=iteration):
                 if isinstance(record, RankHeader):
                     header = record
                     if header.tensor_parallel_rank:
                         break
                     headers[header.place] = header
-                    if not iterations:
+                    if iteration is None:
                         break
                 elif header is not None:
-                    steps.setdefault(record.iteration, {})[header.place] = record
+                    steps[header.place] = record
         except (UnreadableFileError, OSError) as error:
-            reader.problems.append(f"{path}: {error}; this rank is left out")
+            problems.append(f"{path}: {error}; this rank is left out")
         if header is None:
-            reader.problems.append(f"{path}: no header line; this rank is left out")
-        problems += reader.problems
+            problems.append(f"{path}: no header line; this rank is left out")
     return RankLogs(headers=headers, steps=steps, problems=tuple(problems))

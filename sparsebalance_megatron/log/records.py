@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every record that a run's logs hold: its keys, what makes it valid, and how it is made from what
-was planned and measured.
+"""Records of a run's logs: their keys, what makes them valid, and how they are made.
 
 A log is a file of JSON lines. NaN and infinity are written as null: not measured.
 
@@ -53,7 +52,6 @@ Place = tuple[int, int]
 """(data-parallel rank, pipeline stage)."""
 
 SIDES = ("predicted", "measured")
-"""What is known of a step's times."""
 
 LOG_FORMAT: Literal[2] = 2
 """Changes with the keys; logs of another format are not read."""
@@ -75,7 +73,7 @@ class Record(Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Header(Record, frozen=True, kw_only=True):
-    """First line of a file; ``lines_discarded`` older ones are gone, for space."""
+    """First line of a file; ``lines_discarded`` older ones are gone."""
 
     log_format: Literal[2]
     lines_discarded: Count | UnsetType = UNSET
@@ -84,10 +82,10 @@ class Header(Record, frozen=True, kw_only=True):
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     """Software, devices and settings of a run.
 
-    ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
-    ``seq_length``: tokens of the longest sample. ``iterations``: of the whole run, None where it
-    ends otherwise. ``grid``: budgets, in blocks, at which coverage is observed. ``counts``: of the
-    training samples. ``sources``: the data sets that a run mixes; none where there is but one.
+    ``cost_source``: where predicted times come from. ``seq_length``: tokens of the longest sample.
+    ``iterations``: of the whole run, None where it ends otherwise. ``grid``: budgets, in blocks, at
+    which coverage is observed. ``counts``: of the training samples. ``sources``: the data sets that
+    a run mixes; none where there is but one.
     """
 
     config: dict[str, Any]
@@ -175,30 +173,17 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every stage of every rank."""
         ranks, stages = self.shape[:2]
         return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
 
     @property
     def in_segments(self) -> bool:
-        """Whether stages ran segments."""
         return bool((self.segments_RM > 1).any())
-
-    @property
-    def waits_in_layers(self) -> bool:
-        """Whether ranks wait for one another in layers."""
-        return self.measured.waiting_2RPVM is not None
 
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own times of every micro-batch, of one of :data:`SIDES`; NaN where nothing was
         measured."""
         return self.measured.own_2RPVM if side == "measured" else self.predicted.times_2RPVM
-
-    def passed_2RPVM(self, side: str) -> np.ndarray:
-        """What passed from the begin to the end of every micro-batch: with waiting in layers,
-        where it was measured."""
-        times = self.measured if side == "measured" else self.predicted
-        return times.times_2RPVM
 
     @property
     def complete(self) -> bool:
@@ -282,7 +267,6 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
 
 
 def encode(record: Record) -> bytes:
-    """One line of a log."""
     return _ENCODER.encode(record) + b"\n"
 
 
@@ -304,21 +288,11 @@ def _array(kind: type, value: Any) -> np.ndarray:
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord | CoverageRecord, dec_hook=_array)
-"""Decodes lines of the step log."""
 RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
-"""Decodes lines of a rank's log."""
 
 
 def decode[R](text: bytes, decoder: msgspec.json.Decoder[R]) -> R:
-    """The record of a line.
-
-    Args:
-        decoder: :data:`STEP_LOG`, :data:`RANK_LOG` or the like.
-
-    Raises:
-        DamagedLineError: the line is cut off or not JSON, or a value is missing or not what it
-            should be; names the key.
-    """
+    """The record of a line; DamagedLineError where it is cut off, or a key is not as it should."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -374,7 +348,6 @@ class FinishedStep:
 
 
 def step_record(step: FinishedStep) -> StepRecord:
-    """A step of all ranks."""
     planned, plan = step.planned, step.planned.plan
     by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
@@ -399,7 +372,6 @@ def step_record(step: FinishedStep) -> StepRecord:
 
 
 def coverage_record(iteration: int, known: CoverageCurves) -> CoverageRecord:
-    """The coverage curves as they stand."""
     known_LUK = np.where(known.observed_LU[..., None], known.mean_LUK, math.nan)
     return CoverageRecord(
         iteration=iteration,
@@ -412,7 +384,6 @@ def coverage_record(iteration: int, known: CoverageCurves) -> CoverageRecord:
 
 
 def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
-    """The first line of a rank's log."""
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     return RankHeader(
         **{name: getattr(place, name) for name in ranks},
@@ -423,7 +394,6 @@ def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
 
 
 def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
-    """One step of this rank."""
     planned, times = step.planned, step.times
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}

@@ -26,7 +26,8 @@ from sparsebalance_megatron.flags import (
     defaults_given_by,
     flag_groups,
 )
-from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
+from sparsebalance_megatron.megatron import cpu
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
 from sparsebalance_megatron.text_table import one_line
 
@@ -47,17 +48,33 @@ _WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
 """Megatron arguments by which ``set_global_variables`` writes files or calls a service."""
 
 
-def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
-    """Whether ``--sparse-balance`` is given, and "cpu" or "cuda": how Megatron must be imported."""
+def early_flags(argv: Sequence[str]) -> Namespace:
+    """``enabled``, ``device`` and ``dry_run``: flags that must be known before Megatron is
+    imported, or reads the environment."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
     parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    parser.add_argument(flag_name("dry_run"), dest="dry_run", type=int, nargs="?", const=0)
     early, _ = parser.parse_known_args(argv)
-    visible = torch.cuda.is_available()
-    if early.device == "cuda" and not visible:
+    return early
+
+
+def device_type_of(argv: Sequence[str]) -> str:
+    """Where a command line trains, "cpu" or "cuda": how Megatron must be imported."""
+    device, visible = early_flags(argv).device, torch.cuda.is_available()
+    if device == "cuda" and not visible:
         raise ConfigError(f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu")
-    device_type = "cuda" if visible and early.device != "cpu" else "cpu"
-    return early.enabled, device_type
+    return "cuda" if visible and device != "cpu" else "cpu"
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Whether a process that stands for others runs on the CPU, by ``--sparse-balance-device``;
+    then Megatron is made ready for it, before it is imported."""
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if on_cpu:
+        with quiet_imports():
+            cpu.install()
+    return on_cpu
 
 
 def destination(field_name: str) -> str:
@@ -68,12 +85,8 @@ def destination(field_name: str) -> str:
 def add_sparse_balance_args(
     parser: ArgumentParser, argv: Sequence[str] | None = None
 ) -> ArgumentParser:
-    """Add three groups of flags by Megatron's generator, with this plugin's prefix.
-
-    Args:
-        argv: words that name a mode or a file of options, whose values become defaults; those of
-            the process by default, which Megatron's parser reads.
-    """
+    """Add three groups of flags by Megatron's generator, with this plugin's prefix; defaults are
+    what a mode and a file of options in ``argv``, or the process's words, set."""
     # Trainers that own their loop have no flags and need not load it.
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -96,13 +109,8 @@ def add_sparse_balance_args(
         )
         if number == 0:
             added.add_argument(MODE_FLAG, choices=tuple(MODES), help=OTHER_FLAGS[MODE_FLAG][1])
-            added.add_argument(
-                *(FILE_FLAG,),
-                nargs="+",
-                action="extend",
-                metavar="FILE | OPTION=VALUE",
-                help=OTHER_FLAGS[FILE_FLAG][1],
-            )
+            values, text = "FILE | OPTION=VALUE", OTHER_FLAGS[FILE_FLAG][1]
+            added.add_argument(FILE_FLAG, nargs="+", action="extend", metavar=values, help=text)
         else:
             added.description = None
     given = {each.name: each.default for each in only_in_file}
@@ -115,15 +123,13 @@ def args_provider(
     *, enabled: bool, on_cpu: bool, report: Callable[[str], None] | None = None
 ) -> Callable[[ArgumentParser], ArgumentParser]:
     """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
-
-    ``report`` is told, in one line, which of Megatron's defaults the command line gets otherwise.
-    """
+    ``report`` is told, in one line, which of Megatron's defaults change."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         _cut_long_errors(parser)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
-        changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
+        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
         added = _as_flags(parser, changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
         if report and added:
@@ -168,10 +174,8 @@ def _as_flags(
 
 
 def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
-    """Refuse what is not supported with ``--sparse-balance`` before Megatron looks at its flags.
-
-    Megatron's own assertions would speak of something else, in a traceback.
-    """
+    """Refuse what is not supported with ``--sparse-balance`` before Megatron's own assertions speak
+    of something else, in a traceback."""
     args, _ = parser.parse_known_args(argv)
     # Where Megatron's parser takes it from, too.
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -184,11 +188,8 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
 def arguments_without_ranks(
     argv: Sequence[str], *, on_cpu: bool, report: Callable[[str], None]
 ) -> Namespace:
-    """Megatron's arguments as training gets them, in a process that stands for all ranks.
-
-    Nothing is written and no service is called. ``argv`` are the words of ``sys.argv``, which
-    Megatron's parser reads.
-    """
+    """Megatron's arguments as training gets them, in a process that stands for all ranks; nothing
+    is written and no service is called. ``argv`` are the words of ``sys.argv``."""
     with warnings.catch_warnings():
         # Megatron warns of libraries that this machine lacks; training may run on another.
         warnings.simplefilter("ignore")
@@ -222,14 +223,10 @@ def arguments_without_ranks(
 
 def config_from_args(args: Namespace) -> SparseBalanceConfig:
     """Read the plugin's config back from Megatron's ``args``."""
-    missing = [
-        f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))
-    ]
-    if missing:
+    names = [each.name for each in fields(SparseBalanceConfig)]
+    if missing := [name for name in names if not hasattr(args, destination(name))]:
         raise ConfigError(
             f"{flag_name(missing[0])} is not among the parsed arguments: --yaml-cfg replaces the "
             "command line; give every flag on the command line instead"
         )
-    return SparseBalanceConfig(
-        **{f.name: getattr(args, destination(f.name)) for f in fields(SparseBalanceConfig)}
-    )
+    return SparseBalanceConfig(**{name: getattr(args, destination(name)) for name in names})

@@ -23,11 +23,8 @@ def megatron_version() -> str:
 
 
 def quantized_token_multiple(config: Any) -> int:
-    """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
-
-    As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4 128
-    (``get_align_size_for_quantization``).
-    """
+    """Tokens that fp8 and fp4 matrix products need to divide by, as Megatron pads the tokens of
+    every expert: 16, with the recipe mxfp8 32, with fp4 128; 1 without either."""
     if not (config.fp8 or config.fp4):
         return 1
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
@@ -44,11 +41,8 @@ def validated_arguments(add_flags: Callable[..., Any]) -> Namespace:
 
 
 def keep_built_data_set_helpers() -> None:
-    """Have Megatron use its compiled data set helpers as they are where nothing can build them.
-
-    The wheel ships them without a Makefile, and Megatron's start (``compile_helpers``) ends the run
-    where ``make`` finds none.
-    """
+    """Have Megatron use its compiled data set helpers as they are where nothing can build them: the
+    wheel has no Makefile, and Megatron's start ends the run where ``make`` finds none."""
     import megatron.core.datasets.utils as dataset_utils
 
     folder = Path(dataset_utils.__file__).parent
@@ -111,12 +105,9 @@ def _position_keywords(args: Namespace) -> dict[str, Any]:
 
 
 def model_settings(args: Namespace) -> dict[str, Any]:
-    """What flags say of a GPT: fields of ``TransformerConfig``, keywords of ``GPTModel``, and
-    arguments that choose other classes, by name.
-
-    As they are given: Megatron would check and complete them for the machine that it runs on.
-    Fields of ``ModelParallelConfig`` are left out, which say where and when a model computes.
-    """
+    """What flags say of a GPT, not checked or completed for a machine: fields of
+    ``TransformerConfig`` without those of ``ModelParallelConfig``, keywords of ``GPTModel``, and
+    arguments that choose other classes, by name."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import TransformerConfig
     from megatron.training.arguments import core_transformer_config_from_args
@@ -144,8 +135,8 @@ def model_settings(args: Namespace) -> dict[str, Any]:
 def enable_variable_lengths(transformer_config: Any) -> None:
     """Let pipeline stages exchange sequences of any length.
 
-    Megatron refuses the combination with the allgather dispatcher, which is the default even of
-    models without experts; those never dispatch, so the dispatcher's name is free to change.
+    Megatron refuses that with the allgather dispatcher, the default even of models without experts,
+    which never dispatch.
     """
     transformer_config.variable_seq_lengths = True
     if transformer_config.num_moe_experts is None:
@@ -201,11 +192,8 @@ def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], 
 
 
 def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Layers of every stage and chunk of a ``--pipeline-model-parallel-layout``.
-
-    Megatron's own functions answer only once process groups exist. Layers are numbered chunk by
-    chunk, and within a chunk stage by stage.
-    """
+    """Layers of every stage and chunk of a ``--pipeline-model-parallel-layout``, numbered chunk by
+    chunk, and within a chunk stage by stage; Megatron's functions need process groups."""
     from megatron.core.transformer.enums import LayerType
 
     counts_PV = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
@@ -219,11 +207,8 @@ def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
-    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``.
-
-    Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
-    where the size is fixed.
-    """
+    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``, as Megatron's
+    own calculator reads it; none where the size is fixed."""
     if args.step_batch_size_schedule is None:
         return ()
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -302,10 +287,8 @@ def last_saved_iteration(directory: str) -> int | None:
 
 
 def metric_writers() -> tuple[Any, Any, int] | None:
-    """Megatron's TensorBoard and wandb writers, each None where it is off, and ``--log-interval``.
-
-    None on ranks without a writer, and where ``megatron.training`` is not loaded.
-    """
+    """Megatron's TensorBoard and wandb writers, each None where it is off, and ``--log-interval``;
+    None without a writer, and where ``megatron.training`` is not loaded."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
@@ -314,17 +297,3 @@ def metric_writers() -> tuple[Any, Any, int] | None:
     if tensorboard is None and wandb is None:
         return None
     return tensorboard, wandb, get_args().log_interval
-
-
-def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
-    """Feed the true sequence lengths to Megatron's FLOP count.
-
-    Megatron sums over all ranks, if this one has fed anything, and divides by the context-parallel
-    size among others. So every rank feeds something, and a sequence counts ``times``; 0 only says
-    that this rank takes part.
-    """
-    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-
-    update_seqlen_stats_from_cu_seqlens(cu_seqlens if times else cu_seqlens * 0)
-    for _ in range(times - 1):
-        update_seqlen_stats_from_cu_seqlens(cu_seqlens)

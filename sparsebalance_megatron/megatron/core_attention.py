@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's core attention, replaced: route, select, attend; and specs of layers with it.
 
-Megatron's multi-latent attention, rotating by the true positions of an operation's tokens.
-
-Other attention gets its table of rotary embeddings from the model; this one makes it in every
-layer, for one sequence from position 0.
-
 Shape legend: H query heads and G KV heads of this tensor-parallel rank, K budgets, s sequence, b
 batch, T tokens that an operation computes.
 """
@@ -43,12 +38,7 @@ from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.layer_budgets import (
-    DENSE,
-    MAX_BLOCKS,
-    base_budgets,
-    dense_up_to_blocks,
-)
+from sparsebalance_megatron.layer_budgets import DENSE, MAX_BLOCKS, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,
@@ -63,17 +53,13 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 from sparsebalance_megatron.megatron.unsupported import check_replaced_attention
 
 
-def with_true_positions(attention: type) -> type:
-    """A subclass of ``MLASelfAttention``, or of a subclass of it, with :class:`TruePositions`."""
-    return type(attention.__name__, (TruePositions, attention), {})
-
-
 class TruePositions:
-    """Mixed into Megatron's multi-latent attention.
+    """Mixed into Megatron's multi-latent attention: rotates by the true positions of tokens.
 
-    A packed sequence with a plan passes in the sbhd layout, with a batch of one: line i of the
-    table then belongs to token i, values keep their head dim, and no boundary is read from the
-    device. Other inputs pass as they are.
+    Other attention gets its table of rotary embeddings from the model; this one makes it in every
+    layer, for one sequence from position 0. A packed sequence with a plan passes in the sbhd
+    layout, with a batch of one: line i of the table then belongs to token i, values keep their head
+    dim, and no boundary is read from the device. Other inputs pass as they are.
     """
 
     rotary_pos_emb: Any
@@ -122,8 +108,7 @@ class AttentionOptions:
 
     ``config``: a checkpoint that is loaded may change up to which length documents are dense.
     ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences.
-    ``layouts`` holds the last packed sequence that came without a carrier. ``repetitions`` is where
-    a model that does not train adds up its attention to far repetitions; None where nobody asks.
+    ``repetitions``: adds up a model's attention to far repetitions; None where nobody asks.
     """
 
     config: SparseBalanceConfig
@@ -137,11 +122,6 @@ class AttentionOptions:
         """Chooses blocks."""
         return selector_named(self.config.selection, self.config.router, self.config.first_blocks)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether a first forward's attention serves the recomputed pass too."""
-        return self.config.recompute_attention == "keep"
-
 
 class BudgetedCoreAttention(MegatronModule):
     """Block-sparse causal attention under the budgets that travel with the micro-batch.
@@ -149,10 +129,8 @@ class BudgetedCoreAttention(MegatronModule):
     Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``, and has its
     parameter, the attention sink ``softmax_offset`` [H] of ``--softmax-type learnable``; coverage
     and selection do not count the sink. Without a carrier (plain ``PackedSeqParams``, or the sbhd
-    layout) every sample gets the base budget and nothing is observed. With a carrier the host never
-    waits for the device; plain ``PackedSeqParams`` hold their boundaries on the device, and reading
-    them makes it wait, in the first layer of a micro-batch. Without a carrier nothing is kept for a
-    recomputed pass.
+    layout) every sample gets the base budget, nothing is observed or kept for a recomputed pass,
+    and the host waits for boundaries on the device, once a micro-batch.
     """
 
     def __init__(
@@ -177,8 +155,7 @@ class BudgetedCoreAttention(MegatronModule):
             # The model's own would have had them, but takes no packed sequences.
             check_replaced_attention(config, options.config)
         self._layer_index = layer_number - 1
-        self._options = options
-        chosen = options.config
+        self._options, chosen = options, options.config
         base_L = base_budgets(chosen.base_budget, chosen.layer_budgets, config.num_layers)
         self._base_budget = base_L[self._layer_index]
         # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
@@ -188,9 +165,9 @@ class BudgetedCoreAttention(MegatronModule):
         self.tp_group = getattr(pg_collection, "tp", None)
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            sink_H = torch.empty(
-                heads, dtype=config.params_dtype, device=_device_of_weights(config)
-            )
+            on_cpu = config.use_cpu_initialization
+            device = "cpu" if on_cpu else torch.cuda.current_device()
+            sink_H = torch.empty(heads, dtype=config.params_dtype, device=device)
             self.softmax_offset = torch.nn.Parameter(sink_H)
             # Every rank's heads count in the norm of the gradient.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
@@ -226,7 +203,9 @@ class BudgetedCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
-        kept = getattr(packed_seq_params, "kept", None) if self._options.keeps else None
+        kept = None
+        if self._options.config.recompute_attention == "keep":
+            kept = getattr(packed_seq_params, "kept", None)
         thd = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if context is None:
             if not thd:
@@ -469,10 +448,6 @@ class BudgetedCoreAttention(MegatronModule):
         return curves_SK / torch.distributed.get_world_size(group)
 
 
-def _device_of_weights(config: Any) -> Any:
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
 def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int | None], Any]:
     """A spec function ``(transformer_config, vp_stage) -> ModuleSpec or block submodules``."""
 
@@ -511,7 +486,8 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
         if options.leaves_attention and _takes_packed_sequences(submodules.core_attention):
             continue
         if issubclass(self_attention.module, MLASelfAttention):
-            self_attention.module = with_true_positions(self_attention.module)
+            own = self_attention.module
+            self_attention.module = type(own.__name__, (TruePositions, own), {})
         submodules.core_attention = ModuleSpec(
             module=BudgetedCoreAttention, params={"options": options}
         )

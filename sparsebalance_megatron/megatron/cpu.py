@@ -2,9 +2,8 @@
 """Megatron on a CPU over gloo: every replaced symbol, with its reason, in one place.
 
 Megatron asks CUDA for devices, streams, events and generators even where no kernel needs them.
-:func:`install` answers those questions for a machine without a GPU. It must run before ``megatron``
-is imported, changes nothing in Megatron's own files, and refuses to run where a GPU is visible.
-This file imports nothing of this package, so that it can be loaded by itself.
+:func:`install` answers for a machine without a GPU, before ``megatron`` is imported. This file
+imports nothing of this package, so that it can be loaded by itself.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ class CpuAdapterError(RuntimeError):
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Maps CUDA devices, ``.cuda()`` and ``.to("cuda")`` to the CPU, and tensor type strings back.
-
-    Megatron's optimizers recognise their own parameters by type strings such as
-    ``torch.cuda.FloatTensor``; a CPU tensor therefore has to answer with the CUDA name.
-    """
+    """Maps CUDA devices, ``.cuda()`` and ``.to("cuda")`` to the CPU, and tensor type strings back:
+    Megatron's optimizers recognise their own parameters by ``torch.cuda.FloatTensor``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

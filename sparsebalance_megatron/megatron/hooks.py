@@ -1,46 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around the functions of Megatron's steps that the plugin times, and helpers of forward
-steps.
+"""Hooks in Megatron's config and model, and helpers of forward steps; loads no
+``megatron.training`` by itself.
 
-Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
-forward and likewise around every backward. A proxy sees all of them without a patch.
-Loads no ``megatron.training``.
+Shape legend: T tokens that a rank computes, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import get_model_config as get_model_config
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from sparsebalance_megatron.megatron.compat import update_sequence_statistics
-from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.timing import (
+    FORWARD_TIMER,
+    MicroBatchRecorder,
+    NoTimers,
+    RecordingTimers,
+)
 
-FORWARD_TIMER = "forward-compute"
-BACKWARD_TIMER = "backward-compute"
-SCHEDULE_TIMER = "forward-backward"
-_MARK = "_sparse_balance_true_positions"
+_TRUE_POSITIONS, _MASKED = "_sparse_balance_true_positions", "_sparse_balance_masked"
 
 
 def use_true_positions(model: Any) -> None:
     """Have a GPT model's decoder rotate by the true positions of this rank's tokens; idempotent.
 
-    Megatron makes one table of rotary embeddings per forward pass and hands it to the decoder;
-    attention applies line i of it to token i. A hook in front of the decoder puts the lines of this
-    rank's tokens in its place.
+    Attention applies line i of a table that the model hands to the decoder to token i. A hook puts
+    the lines of this rank's tokens in its place.
     """
     decoder = unwrap_model(model).decoder
-    if not getattr(decoder, _MARK, False):
+    if not getattr(decoder, _TRUE_POSITIONS, False):
         decoder.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
-        setattr(decoder, _MARK, True)
+        setattr(decoder, _TRUE_POSITIONS, True)
 
 
 def _hand_over_positions(
@@ -54,40 +57,62 @@ def _hand_over_positions(
     return args, {**kwargs, "rotary_pos_emb": of_tokens}
 
 
-def model_config_of(model: Any) -> Any:
-    """The ``TransformerConfig`` of a model chunk, wrapped by Megatron or not."""
-    return get_model_config(model)
+def leave_out_padding(model: Any) -> None:
+    """Have a model chunk's routers count no padding, in expert bias and balancing losses;
+    idempotent. Megatron's quantile balancing takes no mask and counts all."""
+    if getattr(model, _MASKED, False):
+        return
+    for block in [each for each in model.modules() if isinstance(each, TransformerBlock)]:
+        routers = [each for each in block.modules() if isinstance(each, TopKRouter)]
+        if routers and all(each.routing_type != "quantile_balancing" for each in routers):
+            block.register_forward_pre_hook(_hand_over_mask, with_kwargs=True)
+            for router in routers:
+                router._apply_expert_bias = _masking(router._apply_expert_bias)
+    setattr(model, _MASKED, True)
 
 
-def count_sequences(packed: BudgetedPackedSeqParams) -> None:
-    """Have Megatron's FLOP count see a sequence once, however many ranks share it.
+def _hand_over_mask(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    micro_batch = getattr(kwargs.get("packed_seq_params"), "micro_batch", None)
+    padding_T = None if micro_batch is None else micro_batch.padding_T()
+    if padding_T is None or kwargs.get("padding_mask") is not None:
+        return args, kwargs
+    if block.config.sequence_parallel:
+        padding_T = scatter_to_sequence_parallel_region(padding_T)
+    return args, {**kwargs, "padding_mask": padding_T[None]}
+
+
+def _masking(count: Callable[..., None]) -> Callable[..., None]:
+    """A router's counting of tokens by expert, without padding.
+
+    megatron-core 0.19.2 cannot mask [T, E] by [T] itself.
+    """
+
+    def count_tokens(routing_map_TE: Tensor, padding_mask: Tensor | None = None) -> None:
+        if padding_mask is not None:
+            routing_map_TE = routing_map_TE & ~padding_mask.reshape(-1, 1)
+        count(routing_map_TE)
+
+    return count_tokens
+
+
+def count_sequences(cu_seqlens: Tensor, micro_batch: LocalMicroBatch) -> None:
+    """Have Megatron's FLOP count see a sequence once, without padding, however many ranks share it.
 
     It divides by the context-parallel size, as if each of those ranks had counted every sequence.
-    Padding is left out: useful work is counted.
+    Every rank feeds something, 0 where another one counts, or it would leave out the collective
+    that adds up.
     """
-    micro_batch = packed.micro_batch
-    cu_seqlens, sequence = packed.cu_seqlens_q, None
-    if micro_batch is not None:
-        cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
-        sequence = micro_batch.sequence
-    if sequence is None:
-        update_sequence_statistics(cu_seqlens)
-        return
-    counts = micro_batch is not None and micro_batch.counts
-    times = parallel_state.get_context_parallel_world_size() if counts else 0
-    update_sequence_statistics(cu_seqlens, times=times)
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-
-def _validate_loss(loss: Tensor) -> None:
-    """Hand a loss to Megatron's re-run machinery, which decides what NaN and Inf mean."""
-    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=test,
-            message=f"found {what} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )
+    cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
+    times = 1
+    if micro_batch.sequence is not None:
+        times = parallel_state.get_context_parallel_world_size() * micro_batch.counts
+    update_seqlen_stats_from_cu_seqlens(cu_seqlens if times else cu_seqlens * 0)
+    for _ in range(times - 1):
+        update_seqlen_stats_from_cu_seqlens(cu_seqlens)
 
 
 _NO_TOKENS = 1e-30
@@ -101,59 +126,21 @@ def token_loss(
 
     Megatron divides the sums that all micro-batches report. Where none has a trained token the
     count is next to nothing, so that the step's loss is 0 and no NaN removes its log interval.
+    ``check_for_nan`` asks its re-run machinery what NaN and Inf mean.
     """
     mask_T = loss_mask.reshape(-1).float()
     loss = (output.reshape(-1).float() * mask_T).sum()
     tokens = mask_T.sum().to(torch.int)
-    if check_for_nan:
-        _validate_loss(loss)
+    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")) if check_for_nan else ():
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=test,
+            message=f"found {what} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
     count = tokens.detach().float().clamp(min=_NO_TOKENS)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), count])}
-
-
-class Recorder(Protocol):
-    """Receives calls of the functions named above, and one before gradients are finalised."""
-
-    def start(self, timer_name: str) -> None: ...
-
-    def stop(self, timer_name: str) -> None: ...
-
-    def end_schedule(self) -> None: ...
-
-
-class RecordingTimers:
-    """Stands in for Megatron's ``Timers`` in ``config.timers`` and hands everything on to it."""
-
-    def __init__(self, inner: Any, recorder: Recorder) -> None:
-        self.inner = inner
-        self.recorder = recorder
-
-    def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        timer = self.inner(name, *arguments, **keywords)
-        if name in (FORWARD_TIMER, BACKWARD_TIMER, SCHEDULE_TIMER):
-            return _RecordingTimer(timer, name, self.recorder)
-        return timer
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.inner, attribute)
-
-
-class _RecordingTimer:
-    def __init__(self, inner: Any, name: str, recorder: Recorder) -> None:
-        self._inner = inner
-        self._name = name
-        self._recorder = recorder
-
-    def start(self, *arguments: Any, **keywords: Any) -> None:
-        self._inner.start(*arguments, **keywords)
-        self._recorder.start(self._name)
-
-    def stop(self, *arguments: Any, **keywords: Any) -> None:
-        self._recorder.stop(self._name)
-        self._inner.stop(*arguments, **keywords)
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._inner, attribute)
 
 
 @dataclass(frozen=True)
@@ -176,16 +163,15 @@ class ReportingFinalize:
 
 
 def install_hooks(
-    model_config: Any, recorder: Recorder, after_finalize: Callable[[], object]
+    model_config: Any, recorder: MicroBatchRecorder, after_finalize: Callable[[], object]
 ) -> None:
     """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
 
     It is called in every forward step, because Megatron's loop resets both attributes.
     ``after_finalize`` is called when gradients are final.
     """
-    timers = model_config.timers
-    if timers is not None and not isinstance(timers, RecordingTimers):
-        model_config.timers = RecordingTimers(timers, recorder)
+    if not isinstance(model_config.timers, RecordingTimers):
+        model_config.timers = RecordingTimers(model_config.timers or NoTimers(), recorder)
         # The forward that brought us here began before its timer could be watched.
         recorder.start(FORWARD_TIMER)
     finalize = model_config.finalize_model_grads_func
@@ -198,26 +184,18 @@ def install_hooks(
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor | None) -> None:
     """Divide sharded gradients by the tokens of a step, which Megatron leaves out.
 
-    With per-token loss, ``finalize_model_grads`` asks every model chunk to divide. A chunk with
-    FSDP2 does nothing then (megatron-core 0.19.2), so that gradients are sums over tokens, and
-    their mean over ranks. Chunks of a Megatron that divides are left alone.
-
-    Args:
-        model: chunks, after ``finalize_model_grads``.
-        tokens: what that function was given, and has added up over ranks; None without per-token
-            loss.
+    With per-token loss, ``finalize_model_grads`` asks every model chunk to divide, and a chunk with
+    FSDP2 does nothing (megatron-core 0.19.2). Chunks of a Megatron that divides are left alone.
+    ``tokens`` has been added up over ranks; None without per-token loss.
     """
     for chunk in model:
-        if tokens is None or not _leaves_gradients(chunk):
+        if (
+            tokens is None
+            or not isinstance(chunk, TorchFullyShardedDataParallel)
+            or type(chunk).scale_gradients is not _BaseDataParallel.scale_gradients
+        ):
             continue
         scale = chunk.process_group.size() / tokens.clamp(min=1)
         for parameter in chunk.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().mul_(scale)
-
-
-def _leaves_gradients(chunk: Any) -> bool:
-    return (
-        isinstance(chunk, TorchFullyShardedDataParallel)
-        and type(chunk).scale_gradients is _BaseDataParallel.scale_gradients
-    )

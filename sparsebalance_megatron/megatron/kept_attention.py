@@ -40,8 +40,8 @@ def in_recomputed_pass() -> bool:
 class RecomputeCounts:
     """Counts of recomputed and reused results of one micro-batch and model chunk.
 
-    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds,
-    on the device, for every layer that took what was kept whether its inputs were other ones.
+    ``again``: layers that attended again although results were to be kept. ``changed``: of every
+    layer that took what was kept, on the device, whether its inputs were other ones.
     """
 
     again: int = 0
@@ -78,9 +78,8 @@ class KeptResult:
 class KeptAttention:
     """The results of one micro-batch in one model chunk, by layer, until backward takes them.
 
-    It belongs to the parameters that travel with the micro-batch, so what no backward takes goes
-    with them. Results of a layer that runs forward twice under the same parameters are let go:
-    which of the two a backward means cannot be told, so it attends again, and that is counted.
+    Results of a layer that runs forward twice under the same parameters are let go: which of the
+    two a backward means cannot be told, so it attends again, and that is counted.
     """
 
     def __init__(self, counts: RecomputeCounts) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,9 +33,8 @@ STEPS_PER_FULL_OBSERVATION = 8
 class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
-    ``grid_SK``: coverage at the budgets of the grid, NaN of documents that were not routed since
-    they are attended to densely. ``executed_S``, ``base_S``: at the executed
-    and at the base budget.
+    ``grid_SK``: at the budgets of the grid, NaN of documents that were not routed since they are
+    attended to densely. ``executed_S``, ``base_S``: at the executed and at the base budget.
     """
 
     grid_SK: Tensor
@@ -45,10 +44,9 @@ class CoverageObservation:
     def followed_by(self, others: CoverageObservation) -> CoverageObservation:
         """The observation of its documents and of others behind them."""
         return CoverageObservation(
-            **{
-                each.name: torch.cat((getattr(self, each.name), getattr(others, each.name)))
-                for each in fields(self)
-            }
+            grid_SK=torch.cat((self.grid_SK, others.grid_SK)),
+            executed_S=torch.cat((self.executed_S, others.executed_S)),
+            base_S=torch.cat((self.base_S, others.base_S)),
         )
 
 
@@ -65,7 +63,6 @@ class LocalMicroBatch:
         observe: whether coverage is observed, in a training step.
         step: the training step; -1 outside of one.
         position: its place in the rank's order.
-        chunk: virtual stage, 0 without virtual stages.
         sequence: the slice that runs; None where that is the whole packed sequence.
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
@@ -103,22 +100,21 @@ class LocalMicroBatch:
         return self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
 
     def dense_documents(self, layer: int, dense_blocks: int) -> int:
-        """Number of first documents, padding left out, of which a layer reads everything: of up to
-        ``dense_blocks``, within their budgets."""
-        dense_S = self._dense_S(layer, dense_blocks)
+        """Number of first documents, padding left out and those of later segments included, of
+        which a layer reads everything: of up to ``dense_blocks``, within their budgets."""
+        if self.budgets_on_host_LS is None:
+            return 0
+        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
+        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
+        dense_S = dense_S[: len(dense_S) - self.padding_documents]
         return len(dense_S) if dense_S.all() else int(dense_S.argmin())
 
     def is_dense(self, layer: int, dense_blocks: int) -> bool:
-        """Whether a layer reads everything of all documents, those of later segments included."""
-        dense_S = self._dense_S(layer, dense_blocks)
-        return len(dense_S) > 0 and bool(dense_S.all())
-
-    def _dense_S(self, layer: int, dense_blocks: int) -> np.ndarray:
-        if self.budgets_on_host_LS is None:
-            return np.zeros(0, dtype=bool)
-        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
-        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
-        return np.asarray(dense_S[: len(dense_S) - self.padding_documents])
+        """Whether a layer reads everything of all documents."""
+        documents, budgets_LS = self.dense_documents(layer, dense_blocks), self.budgets_on_host_LS
+        return budgets_LS is not None and (
+            0 < documents == budgets_LS.shape[1] - self.padding_documents
+        )
 
     def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
         """Note that layers whose attention is the model's own read everything."""
@@ -168,7 +164,7 @@ class LocalMicroBatch:
         return None if self.sequence is None else self.sequence.group.exchange
 
     def params(self, max_seqlen_tokens: int) -> BudgetedPackedSeqParams:
-        """Parameters for Megatron's attention and RoPE: of a packed sequence, in the thd layout.
+        """Parameters for Megatron's attention and RoPE, in the thd layout.
 
         In a run that may share sequences the layout is called sbhd, with a batch of one, and the
         RoPE group is this rank alone: Megatron then applies row i of the table that
@@ -216,8 +212,7 @@ def local_micro_batches(
 ) -> list[LocalMicroBatch]:
     """Build a planned micro-batch on this rank, segment by segment.
 
-    A packed sequence that is padded for sequence parallelism, for fp8 or fp4 products, or for ranks
-    that share it, has more documents than the plan has samples; padding gets budget 1, since
+    A padded sequence has more documents than the plan has samples; padding gets budget 1, since
     nothing it computes reaches the loss.
 
     Args:
@@ -263,9 +258,8 @@ def local_micro_batches(
 class LayoutCache:
     """The last packed sequence's boundaries and layout, shared by the layers of a model.
 
-    All layers of a micro-batch get the same boundary tensor from Megatron, one after the other.
-    Reading it makes the host wait for the device, so it is read anew only where it is another
-    tensor, or was written to since.
+    Layers of a micro-batch get the same boundary tensor from Megatron. Reading it makes the host
+    wait for the device, so it is read anew only where it is another tensor, or was written to.
     """
 
     def __init__(self) -> None:

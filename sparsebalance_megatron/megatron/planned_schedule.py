@@ -7,12 +7,9 @@ then runs so many. Samples, learning rate and logs go on counting by the batch s
 is one of all tokens, so that only the balancing losses of experts that Megatron logs need scaling.
 
 A step in which some micro-batch of some data-parallel rank has several segments runs in
-:func:`run_segments` on all ranks. Everything that
-``forward_backward_pipelining_without_interleaving`` does for training is done there too: timers,
-``no_sync``, loss scales, freed outputs, embedding gradients, reduced gradients. Shapes follow from
-the plan, so stages never send them, and the host never waits for a shape. The alternative is a
-communicator with more stages and a proxy autograd function inside Megatron's schedule. It needs
-equal shapes for all segments and hides which backward runs.
+:func:`run_segments` on all ranks, which does for training what Megatron's
+``forward_backward_pipelining_without_interleaving`` does. Shapes follow from the plan, so stages
+never send them, and the host never waits for a shape.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -40,30 +37,23 @@ ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's function of keywords that runs all forwards and backwards of a step."""
 
 
-class PlannedIterator(Protocol):
-    """A data iterator that knows the plan of the next step."""
+class StepShape(NamedTuple):
+    """What a data iterator knows of the next step; it yields segments in the sequence's order.
 
-    def micro_batches(self) -> int:
-        """Micro-batches of every rank in the next step."""
+    ``micro_batches``: of every rank. ``segment_tokens``: of each segment of each micro-batch of
+    this rank, padding included; None where no rank has segments. ``schedule``: their order.
+    """
 
-    def segment_tokens(self) -> Sequence[Sequence[int]] | None:
-        """Tokens of each segment of each micro-batch of this rank's next step, padding included;
-        None where no rank has segments."""
-
-    def segment_schedule(self) -> SegmentedSchedule:
-        """Order of this rank's segments in the next step, where it has some."""
-
-    def __next__(self) -> Any:
-        """The next segment, in the order of the sequence."""
+    micro_batches: int
+    segment_tokens: Sequence[Sequence[int]] | None
+    schedule: SegmentedSchedule
 
 
 def as_planned(megatrons: ForwardBackward, *, segments: bool) -> ForwardBackward:
-    """``megatrons``, but training steps run as their plans say.
+    """``megatrons``, but training steps run as their plans say, whose micro-batches may have
+    ``segments``.
 
     Evaluation runs as Megatron says, and in one piece: no backward holds activations there.
-
-    Args:
-        segments: whether plans may have some.
     """
 
     @functools.wraps(megatrons)
@@ -81,14 +71,13 @@ def as_planned(megatrons: ForwardBackward, *, segments: bool) -> ForwardBackward
                 )
             return _run(megatrons, len(iterator.saved_microbatches), keywords)
         # Megatron wraps iterators to run steps again.
-        planned: PlannedIterator = getattr(iterator, "iterable", iterator)
-        segment_tokens = planned.segment_tokens() if segments else None
-        if segment_tokens is None:
-            return _run(megatrons, planned.micro_batches(), keywords)
+        step: StepShape = getattr(iterator, "iterable", iterator).next_step()
+        if step.segment_tokens is None:
+            return _run(megatrons, step.micro_batches, keywords)
         (model,) = keywords["model"] if isinstance(keywords["model"], list) else [keywords["model"]]
         return run_segments(
-            planned.segment_schedule(),
-            segment_tokens,
+            step.schedule,
+            step.segment_tokens,
             forward_step_func=keywords["forward_step_func"],
             data_iterator=iterator,
             model=model,
@@ -141,12 +130,9 @@ def run_segments(
     """Run the forwards and backwards of one step on this stage, and reduce gradients.
 
     Args:
-        schedule: of this data-parallel rank, equal on all stages. It says why nobody waits for
-            ever, although ranks that share a micro-batch exchange keys and values in its layers.
-        segment_tokens: tokens of each segment of each micro-batch, equal on all stages.
+        schedule, segment_tokens: see :class:`StepShape`; equal on all stages.
         forward_step_func: Megatron's forward step, called once per segment in the order of the
             sequence; its loss function returns a sum, a count of tokens and a report.
-        data_iterator: yields the segments in that order.
         model: this stage's only chunk.
         force_all_reduce: reduce gradients to all ranks, for Megatron's checks.
 
@@ -219,7 +205,7 @@ class _Stage:
                 received = self._backward(operation, received, following)
 
     def _forward(self, operation: Operation, input_: Any, following: Operation | None) -> Any:
-        """Run a forward; return what the following operation takes."""
+        """Run it; what the following operation takes."""
         assert following is not None, "a step ends with a backward"
         output, loss_tokens = forward_step(
             self._forward_step_func,
@@ -247,7 +233,7 @@ class _Stage:
         return received
 
     def _backward(self, operation: Operation, gradient: Any, following: Operation | None) -> Any:
-        """Run a backward; return what the following operation takes."""
+        """Run it; what the following operation takes."""
         tensors = self._awaiting_backward.pop(operation[1:])
         input_gradient = backward_step(*tensors, gradient, self._config)
         if following is not None and following.direction is Direction.FORWARD:

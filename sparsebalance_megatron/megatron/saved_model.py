@@ -20,11 +20,7 @@ import msgspec
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.global_vars import set_global_variables
 from torch import Tensor
@@ -32,12 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsebalance_megatron.errors import ConvertError, listed
-from sparsebalance_megatron.json_file import (
-    UnreadableFileError,
-    open_regular,
-    read_json,
-    read_text,
-)
+from sparsebalance_megatron.json_file import UnreadableFileError, open_regular, read_json, read_text
 
 _MAX_ITERATION_DIGITS = 12
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -45,13 +36,9 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def save_release(args: Namespace, model: Any, directory: Path) -> None:
-    """Write ``directory`` as Megatron writes a checkpoint that no training run made.
-
-    Megatron calls it a release: its iteration is 0, and it has no optimizer and no random state.
-
-    Raises:
-        OSError: it cannot be written. Megatron's worker processes keep the reason to themselves.
-    """
+    """Write ``directory`` as Megatron writes a release: a checkpoint of iteration 0, without
+    optimizer and random state. Raises an :class:`OSError` where it cannot be written, whose reason
+    Megatron's worker processes keep to themselves."""
     args.save = str(directory)
     set_global_variables(args, build_tokenizer=False)
     needed = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -85,10 +72,8 @@ _METADATA_NAMES = {
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Reads ``.metadata``, a pickle, and refuses what does not describe tensors.
-
-    Megatron unpickles the file again when it loads; what that would run has been refused here.
-    """
+    """Reads ``.metadata``, a pickle, and refuses what does not describe tensors, before Megatron
+    unpickles the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _METADATA_NAMES.get(module, ()):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's place among Megatron's, and the groups of ranks that share a packed sequence.
-
-Asked once Megatron's process groups exist. All ranks make the groups of sequences alike, once.
+"""This rank's place among Megatron's, and the groups of ranks that share a packed sequence; asked
+once Megatron's process groups exist.
 
 A sequence lies on 1, 2, 4, ... neighbouring ranks of those that differ in their data-parallel and
 context-parallel place alone. Neighbours of so many begin at a multiple of their number, so that
@@ -38,14 +37,8 @@ def rank_place() -> RankPlace:
 
 
 def check_lockstep_ranks(lockstep_ranks: int) -> bool:
-    """Refuse an expert group of this rank that is not within so many neighbouring ranks.
-
-    Returns:
-        Whether it is all of them, so that they wait for one another in expert layers alone.
-
-    Raises:
-        ConfigError: naming the data-parallel places of its ranks.
-    """
+    """Refuse an expert group of this rank that is not within so many neighbouring ranks; whether it
+    is all of them, so that they wait for one another in expert layers alone."""
     ranks_of = torch.distributed.get_process_group_ranks
     experts = set(ranks_of(parallel_state.get_expert_tensor_and_model_parallel_group()))
     replica = ranks_of(parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -94,9 +87,9 @@ class SequenceGroups:
 
 
 def make_sequence_groups(
-    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float
-) -> SequenceGroups:
-    """Make the groups; collective over all ranks, once Megatron's own exist.
+    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float = 10.0
+) -> SequenceGroups | None:
+    """Make the groups; collective over all ranks, once. None where no two ranks share a sequence.
 
     Args:
         largest: ranks of the largest group, a power of two that divides the data-parallel times
@@ -104,6 +97,8 @@ def make_sequence_groups(
         ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
         timeout_minutes: after which a rank that waits in vain for another member fails.
     """
+    if largest == 1:
+        return None
     maker = _Maker(timedelta(minutes=timeout_minutes))
     groups = {1 << power: maker.neighbours(1 << power) for power in range(largest.bit_length())}
     inner = max(size for size in groups if size <= ranks_per_node)

@@ -39,9 +39,8 @@ class RunSettings:
     Attributes:
         host_job: model and layout; its samples are at most ``--seq-length`` long, its steps the
             largest.
-        dtype: torch's name without the prefix.
-        tied_embeddings, distributed_optimizer, sharded_parameters: what memory depends on besides;
-            the last where ranks divide weights and gradients too.
+        dtype: see :func:`dtype_name`.
+        sharded_parameters: whether ranks divide weights and gradients, too.
         micro_batch_size: samples of a micro-batch on average.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
@@ -130,9 +129,9 @@ class RunSettings:
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
-        ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
-        Megatron's, which counts no context-parallel ranks. ``shards_parameters``: whether all of
-        them gather the weights of every layer, and so begin it together.
+        ``vocab_size``: with padding. ``data_parallel_size``: Megatron's, which counts no
+        context-parallel ranks. ``shards_parameters``: whether all ranks gather the weights of every
+        layer, and so begin it together.
         """
         ranks = data_parallel_size * transformer_config.context_parallel_size
         return cls(
@@ -199,14 +198,9 @@ def _shards_parameters(args: Namespace) -> bool:
     return bool(args.use_torch_fsdp2 or (args.use_megatron_fsdp and layer_by_layer))
 
 
-def _ranks_per_node() -> int:
-    return RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count()
-
-
 def _micro_batches(
     global_batch_size: int, micro_batch_size: int, data_parallel_size: int, *, scheduled: bool
 ) -> int:
-    """Positions of a rank in a step of so many samples."""
     flag = "--step-batch-size-schedule: size" if scheduled else "--global-batch-size"
     sizes = {"--micro-batch-size": micro_batch_size, "data-parallel size": data_parallel_size}
     return whole_parts(global_batch_size, flag, sizes)
@@ -328,12 +322,11 @@ def host_job(
 ) -> HostJob:
     """The job of this model; ``others`` are fields that its config does not hold.
 
-    Args:
-        vocab_size: rows of the embedding, padding included.
-        data_parallel_size: counts context-parallel ranks too.
-        lockstep_ranks: None is as many as an expert group has.
+    ``data_parallel_size`` counts context-parallel ranks too, ``vocab_size`` padding;
+    ``lockstep_ranks``: None is as many as an expert group has.
     """
     shape = model_shape(transformer_config, vocab_size)
+    ranks_per_node = RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count()
     if lockstep_ranks is None:
         lockstep_ranks = expert_group_ranks(transformer_config)
     granularity = transformer_config.recompute_granularity
@@ -347,7 +340,7 @@ def host_job(
             lockstep_ranks=lockstep_ranks,
         ),
         shape=shape,
-        neighbours_per_node=max(1, _ranks_per_node() // shape.tensor_parallel_size),
+        neighbours_per_node=max(1, ranks_per_node // shape.tensor_parallel_size),
         expert_parallel_size=transformer_config.expert_model_parallel_size,
         recompute_all=granularity == "full",
         recompute_attention=granularity == "selective"

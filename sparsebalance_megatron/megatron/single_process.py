@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.arguments import (
-    core_transformer_config_from_args,
-    parse_args,
-    validate_args,
-)
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from sparsebalance_megatron.megatron.arguments import args_provider

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's ``args``, as far as a run under ``megatron.training`` needs them; what mends its
-checkpoints of parameters that ranks hold in shards (``--use-torch-fsdp2``).
-
-Megatron reads shards into the tensors of model and optimizer. Three things go wrong there in
-megatron-core 0.19.2: an optimizer's state is not matched with its parameters, shards of experts
-count as copies of one another, so that most are not written, and Adam's number of steps is not read
-back. :func:`use_sharded_checkpoints` mends them.
-"""
+checkpoints of parameters that ranks hold in shards (``--use-torch-fsdp2``)."""
 
 from __future__ import annotations
 
@@ -18,13 +12,15 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from sparsebalance_megatron.config import flag_name
-from sparsebalance_megatron.megatron.arguments import destination
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
     enable_variable_lengths,
     saved_state,
 )
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
 STATE_ATTRIBUTE = "sparse_balance_state"
@@ -49,14 +45,9 @@ class TrainingArguments:
         return getattr(self._args, "iteration", None)
 
     @property
-    def consumed_train_samples(self) -> int:
-        """Training samples of those steps."""
-        return int(self._args.consumed_train_samples)
-
-    @property
-    def consumed_valid_samples(self) -> int:
-        """Validation samples that those steps were evaluated on."""
-        return int(self._args.consumed_valid_samples)
+    def consumed_samples(self) -> tuple[int, int]:
+        """Training samples of those steps, and validation samples."""
+        return self._args.consumed_train_samples, self._args.consumed_valid_samples
 
     def take_saved_state(self) -> dict[str, Any] | None:
         """The plugin's state in the checkpoint that the run goes on from; None without one, and
@@ -93,20 +84,28 @@ class TrainingArguments:
         enable_variable_lengths(model_config.transformer)
 
 
+def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, RunSettings]:
+    """What flags say, once Megatron has completed them, and a sentence for each where the
+    checkpoint decides otherwise than the default."""
+    lines = settle_attention(args)
+    config = config_from_args(args)
+    check_supported(args, config)
+    check_resumed_optimizer(args)
+    return lines, config, RunSettings.from_args(args)
+
+
 def trained_first_blocks(trained: Namespace) -> int:
     """First blocks that a run with these arguments read; runs before there was a flag read none."""
     return getattr(trained, destination("first_blocks"), None) or 0
 
 
 def settle_attention(args: Namespace) -> list[str]:
-    """Set what flags leave open of attention, for checkpoints to hold it.
+    """Set what flags leave open of attention, for checkpoints to hold it; see
+    :func:`checked_settings`.
 
     First blocks are those of the checkpoint that the run starts from, where it was trained with
     this selection, else the selection's default. The length up to which documents are dense is the
     checkpoint's, where flags say the same of attention otherwise.
-
-    Returns:
-        A sentence for each where the checkpoint decides otherwise than the default.
     """
     trained, lines = arguments_of_weights(args), []
 
@@ -152,7 +151,12 @@ def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
 
 
 def use_sharded_checkpoints() -> None:
-    """Have ``megatron.training`` save and load shards; once, before it builds the model."""
+    """Have ``megatron.training`` save and load shards; once, before it builds the model.
+
+    In megatron-core 0.19.2 an optimizer's state is not matched with its parameters, shards of
+    experts count as copies of one another, so that most are not written, and Adam's number of steps
+    is not read back.
+    """
     from megatron.core.dist_checkpointing import optimizer as optimizer_states
     from megatron.training import checkpointing, training
 
@@ -208,12 +212,8 @@ def _with_optimizer_steps(load: Any) -> Any:
 
 
 def restore_steps(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Set how many steps an optimizer has taken.
-
-    Args:
-        optimizer: a ``ChainedOptimizer``, whose other state is loaded.
-        state: what is common to all ranks of its saved state.
-    """
+    """Set how many steps a ``ChainedOptimizer`` has taken, from what is common to all ranks of its
+    saved state."""
     parts = optimizer.chained_optimizers
     states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
     for part, of_part in zip(parts, states, strict=True):

@@ -2,13 +2,14 @@
 """Megatron flags that are refused with ``--sparse-balance``, and what to do instead.
 
 ``MODEL`` holds fields of Megatron's ``TransformerConfig``, which are flags of the same names;
-``TRAINING`` holds flags of ``megatron.training`` alone. Flags are checked as typed, before
-Megatron's own assertions can fail over them, and again when Megatron has completed its arguments.
-docs/SUPPORT.md is generated from both tables.
+``TRAINING`` holds flags of ``megatron.training`` alone; docs/SUPPORT.md is generated from both.
+Flags are checked as typed, before Megatron's own assertions can fail over them, and again when
+Megatron has completed its arguments.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,10 +56,8 @@ def _has_experts(get: Settings) -> bool:
 
 
 def shards_unequally(get: Settings) -> bool:
-    """Whether ranks that share parameters cannot save them: rows of a weight do not divide.
-
-    Sizes that are not known yet, such as Megatron's defaults before it has set them, are left out.
-    """
+    """Whether ranks that share parameters cannot save them: rows of a weight do not divide. Sizes
+    that Megatron has not set yet are left out."""
     if not get("use_torch_fsdp2") or not (get("save") or get("load")):
         return False
     parts, heads = get("tensor_model_parallel_size", 1), get("num_attention_heads", 0)
@@ -287,9 +286,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     ),
     "ModelOpt": lambda get: get("modelopt_enabled"),
 }
-"""Flags that are refused for some values, or beside others: flag -> whether it is. Every other flag
-is refused for any value that is true."""
-
+"""Flag -> whether it is refused; every other flag is refused for any value that is true."""
 
 OF_REPLACED_ATTENTION = (
     *("fp8_dot_product_attention", "fp8_multi_head_attention", "--num-query-groups"),
@@ -297,7 +294,6 @@ OF_REPLACED_ATTENTION = (
 )
 """Flags and fields of :data:`MODEL` that Megatron's own attention has, where it runs untouched: in
 mode exact, with Transformer Engine, on ranks that share no micro-batch."""
-
 
 _ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
 _UNTESTED = "segments are not tested with it; drop it"
@@ -315,8 +311,7 @@ SEGMENTS = {
     "--fine-grained-activation-offloading": _UNTESTED,
     "--moe-paged-stash": _UNTESTED,
 }
-"""Flag or field that is refused where micro-batches may have several segments -> the reason and the
-remedy."""
+"""Likewise where micro-batches may have several segments."""
 
 _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
     "--pipeline-model-parallel-size": lambda get: (
@@ -326,8 +321,6 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),
 }
-"""Those of :data:`SEGMENTS` that are refused for some values: flag -> whether it is."""
-
 
 _LARGEST_SEED = 2**31 - 1
 """Megatron adds numbers of ranks to it, and numpy takes 32 bits."""
@@ -403,11 +396,8 @@ def _as_given(flag: str, value: Any) -> str:
 
 
 def _check_sharing(get: Settings, longest: int) -> None:
-    """Refuse what does not fit the number of ranks that may share a sequence.
-
-    That is a cap on a rank's tokens that the shares of the longest sample exceed, and a selection
-    that needs whole documents, which segments divide too.
-    """
+    """Refuse a cap that the shares of the longest sample exceed, and a selection that needs whole
+    documents where ranks or segments divide them."""
     config = get.config
     cap = config.max_tokens_per_micro_batch
     sharing = {
@@ -426,10 +416,8 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 
 def check_resumed_optimizer(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism.
-
-    Experts of an expert-parallel group have an optimizer of their own.
-    """
+    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism:
+    experts of an expert-parallel group have an optimizer of their own."""
     if not args.num_experts or args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)
@@ -447,15 +435,11 @@ def check_resumed_optimizer(args: Namespace) -> None:
 
 
 def check_batches(args: Namespace) -> None:
-    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much.
-
-    What cannot be told yet, because flags are missing or will come from a checkpoint, is left to
-    Megatron.
-    """
+    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much;
+    what a checkpoint decides is left to Megatron."""
     get = Settings(args, SparseBalanceConfig())
-    ranks_per_model = 1
-    for kind in ("tensor_model", "pipeline_model", "context"):
-        ranks_per_model *= get(f"{kind}_parallel_size", 1)
+    kinds = ("tensor_model", "pipeline_model", "context")
+    ranks_per_model = math.prod(get(f"{kind}_parallel_size", 1) for kind in kinds)
     ranks = get("world_size", 1)
     if get("use_checkpoint_args") or ranks_per_model < 1 or ranks % ranks_per_model:
         return

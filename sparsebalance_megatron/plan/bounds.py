@@ -79,7 +79,7 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     chain_S, beside_S = np.full((2, samples), np.inf)
     work_SP, way_2SP = np.full((samples, stages), np.inf), np.full((2, samples, stages), np.inf)
     for cp_size in (1 << power for power in range(max_cp_size.bit_length())):
-        on_each_2SC = costs.ms_at_cp_size(sample_2SC, np.full(samples, cp_size))
+        on_each_2SC = costs.by_chunk.at_cp_size(sample_2SC, np.full(samples, cp_size))
         work_2SPV = cp_size * on_each_2SC.reshape(2, samples, stages, -1)
         work_SP = np.minimum(work_SP, work_2SPV.sum(axis=(0, 3)))
         alone_2SC = on_each_2SC + constant_2C[:, None] - _divided_2SC(costs, cp_size)
@@ -100,12 +100,10 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     )
 
 
-def _divided_2SC(costs: StepCosts, cp_size: int) -> np.ndarray | float:
+def _divided_2SC(costs: StepCosts, cp_size: int) -> np.ndarray:
     """Ms of each sample's experts that other ranks of its lockstep group compute."""
-    if costs.layers is None:
-        return 0.0
     others = max(0.0, 1.0 - cp_size / costs.job.lockstep_ranks)
-    return np.asarray(others * costs.share_W[cp_size] * costs.layers.together_2SC)
+    return np.asarray(others * costs.share_W[cp_size] * costs.together_2SC)
 
 
 def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
@@ -136,13 +134,16 @@ def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
     constant_P = costs.constant_2C.sum(axis=0)
     # The least of a token in any sample.
     dense_SP = dense_layers(costs.dense_LS, costs.chunk_of_layer_L, costs.chunks)
-    sparse_P, denser_P = (x[..., TOKENS].sum(axis=0) for x in (costs.sparse_2CF, costs.denser_2CF))
+    by_chunk = costs.by_chunk
+    sparse_P, denser_P = (
+        each_2PF[..., TOKENS].sum(axis=0) for each_2PF in (by_chunk.sparse_2XF, by_chunk.denser_2XF)
+    )
     token_P = sparse_P + (dense_SP * denser_P).min(axis=0)
     share = costs.share_W[1 : max_cp_size + 1].min()
     alone_SP = work_SP * share
-    if costs.layers is not None:
+    if job.lockstep_ranks > 1:
         divided = 1.0 - 1.0 / job.lockstep_ranks
-        together_SP = costs.layers.together_2SC[:, longest_S].sum(axis=0)
+        together_SP = costs.together_2SC[:, longest_S].sum(axis=0)
         alone_SP = (work_SP - divided * together_SP) * share
         tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
         # Where experts cost something whatever the tokens, this takes away too much: still a bound.

@@ -189,8 +189,8 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
     return Candidate.of(problem, Arrangement.of_groups(placement), batching)
 
 
-def _searched(start: Candidate, max_cp_size: int = 1) -> Candidate:
-    """What the search makes of a start."""
+def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Candidate:
+    """What the search makes of a start, with a part of the effort that one search may take."""
     problem = start.problem
     job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
     share, stop = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP, _STOP_RATIO_TO_BOUND
@@ -205,7 +205,7 @@ def _searched(start: Candidate, max_cp_size: int = 1) -> Candidate:
             max_cp_size=max_cp_size,
             lockstep_ranks=job.lockstep_ranks,
         ),
-        plan_ms=problem.search_ms(start.makespan_ms, share),
+        plan_ms=effort * problem.search_ms(start.makespan_ms, share),
         enough_ms=stop * _bound_ms(problem, max_cp_size),
         layer_2SX=problem.layer_2SX,
     )
@@ -253,10 +253,9 @@ def _rows(problem: StepProblem) -> list[Candidate]:
     """Rows of equal height, the highest ones on the group with least work; none where the samples
     do not fit so many."""
     job, costs = problem.job, problem.costs
-    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
     of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
-    weights_S = (problem.expected_2SC - costs.layers.together_2SC).sum(axis=(0, 2))
+    weights_S = (problem.expected_2SC - costs.together_2SC).sum(axis=(0, 2))
     packings = packed_rows(
         weights_S,
         costs.lengths_tokens_S,
@@ -284,7 +283,8 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
 
     No others are searched where equal ones are near the lower bound of all cp_sizes. Where steps
     may have fewer positions than the job, so do starts, by halves: where there are no more samples
-    than positions, all ranks have to share every sample.
+    than positions, all ranks have to share every sample. All fewer positions together are searched
+    as long as the job's.
 
     Raises:
         PlanError: no placement of the samples exists.
@@ -303,8 +303,11 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
             failures.append(error)
         positions = positions // 2 if problem.plans_positions else 0
     found = [] if equal is None else [equal]
-    if starts:
-        found.append(_searched(min(starts, key=_makespan_ms), limit))
+    most = problem.job.micro_batches
+    of_job = [start for start in starts if start.problem.job.micro_batches == most]
+    fewer = [start for start in starts if start.problem.job.micro_batches < most]
+    for some in (of_job, fewer):
+        found += [_searched(start, limit, 1.0 / len(some)) for start in some]
     if not found:
         raise failures[0]
     return min(found, key=_makespan_ms)

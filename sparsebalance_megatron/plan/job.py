@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
@@ -108,6 +110,15 @@ class Job:
         return graph_of(
             self.schedule, self.pipeline_stages, self.virtual_stages, self.micro_batches
         )
+
+    @cached_property
+    def chunk_of_layer_L(self) -> np.ndarray:
+        """The chunk of the pipeline that each layer belongs to."""
+        chunks = [chunk for stage in self.stage_layers for chunk in stage]
+        chunk_of_layer_L = np.empty(self.layers, dtype=np.int64)
+        for number, layers in enumerate(chunks):
+            chunk_of_layer_L[list(layers)] = number
+        return chunk_of_layer_L
 
     @property
     def groups(self) -> Job:

@@ -17,17 +17,16 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_costs import LayerCosts, StepCosts, of_lockstep_groups
+from sparsebalance_megatron.plan.step_costs import StepCosts, of_lockstep_groups
 
 
 def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
     """Times of placed samples: on every rank those of its lockstep group. What a micro-batch takes
     whatever it holds is that of the slowest device."""
-    layers = layers_of(costs, where)
-    members_2EWMX = _by_member_2EWMX(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)), where)
-    slowness_EWX = slowness_of_members_EWX(costs, layers.chunk_of_X)
-    ms_2EMC = of_lockstep_groups(members_2EWMX, slowness_EWX, layers.chunk_of_X)
-    slowest_EC = slowness_EWX[..., layers.own_columns :].max(axis=1)
+    members_2EWMX = _by_member_2EWMX(costs, layer_ms_2SX(costs, budgets_LS, where), where)
+    slowness_EWX = slowness_of_members_EWX(costs)
+    ms_2EMC = of_lockstep_groups(members_2EWMX, slowness_EWX, costs.chunk_of_X)
+    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
     ms_2EMC += costs.constant_2C[:, None, None] * slowest_EC[:, None]
     ms_2RMC = np.repeat(ms_2EMC, costs.job.lockstep_ranks, axis=1)
     times = costs.flat(ms_2RMC, where.cp_sizes_RM)
@@ -37,31 +36,26 @@ def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) ->
 def own_times(costs: StepCosts, times_2RPVM: np.ndarray, where: Arrangement) -> np.ndarray:
     """Own times of micro-batches, from times at which each rank passes its own samples through
     experts: a rank's experts compute an equal share of its group's samples instead."""
-    own_2EWMC = _by_member_2EWMX(costs, layers_of(costs, where).together_2SC, where)
+    cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S]
+    together_2SC = costs.together_2SC * costs.share_W[cp_size_S][:, None]
+    own_2EWMC = _by_member_2EWMX(costs, together_2SC, where)
     more_2EWMC = own_2EWMC.mean(axis=2, keepdims=True) - own_2EWMC
     two, ranks, *chunks, positions = times_2RPVM.shape
     more_2RPVM = np.moveaxis(more_2EWMC.reshape(two, ranks, positions, *chunks), 2, -1)
     return times_2RPVM + costs.slowness_RP[..., None, None] * more_2RPVM
 
 
-def layers_of(costs: StepCosts, where: Arrangement) -> LayerCosts:
-    """Costs of the samples' layers on each of the ranks that share them.
-
-    Raises:
-        ValueError: the job's ranks do not wait for one another.
-    """
-    if costs.layers is None:
-        raise ValueError("costs by layer are known only of ranks that wait for one another")
+def layer_ms_2SX(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+    """Ms of placed samples in the columns of layers, on each of the ranks that share them."""
+    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S]
-    if (cp_size_S == 1).all():
-        return costs.layers
-    return costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
+    return costs.layers.at_cp_size(costs.layers.ms_2SX(budgets_LS), cp_size_S)
 
 
-def slowness_of_members_EWX(costs: StepCosts, chunk_of_X: np.ndarray) -> np.ndarray:
-    """Factors on the times of every member of a group in the chunk of each column."""
-    slowness_RX = costs.slowness_RP[:, chunk_of_X // costs.job.virtual_stages]
-    return slowness_RX.reshape(-1, costs.job.lockstep_ranks, len(chunk_of_X))
+def slowness_of_members_EWX(costs: StepCosts) -> np.ndarray:
+    """Factors on the times of every member of a group in the columns of layers."""
+    slowness_RX = costs.slowness_RP[:, costs.chunk_of_X // costs.job.virtual_stages]
+    return slowness_RX.reshape(-1, costs.job.lockstep_ranks, slowness_RX.shape[1])
 
 
 def _by_member_2EWMX(costs: StepCosts, ms_2SX: np.ndarray, where: Arrangement) -> np.ndarray:

@@ -120,7 +120,7 @@ def _micro_batches(
 
 def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets) -> Expectation:
     """Times, balance and coverage of placed samples with these budgets."""
-    costs = problem.costs.with_dense(tuned.dense_LS)
+    costs = replace(problem.costs, dense_LS=tuned.dense_LS)
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
     if arrangement.segment_starts_blocks:
         times_2RPVM, makespans_R, ms_2UP = segmented_times(costs, arrangement, tuned.budgets_LS)

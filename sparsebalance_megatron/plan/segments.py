@@ -30,11 +30,10 @@ from sparsebalance_megatron.plan.lockstep_times import slowness_of_members_EWX
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import (
-    PAIRS,
     SEQUENCES,
     TOKENS,
     VISIBLE,
-    LayerCosts,
+    Columns,
     StepCosts,
     as_lists,
     dense_layers,
@@ -59,31 +58,6 @@ class Cut(NamedTuple):
 
     ms_2UP: np.ndarray
     tokens_U: np.ndarray
-
-
-class Columns(NamedTuple):
-    """Parts of the model whose times are told apart, such as stages, and what each takes.
-
-    ``sparse_2XF``: ms by feature of a sample that no layer attends to densely. ``denser_2XF``: how
-    much more that is per layer that does. ``pair_2X``: ms of a block pair in one layer.
-    ``column_of_L``: the part that each layer belongs to.
-    """
-
-    sparse_2XF: np.ndarray
-    denser_2XF: np.ndarray
-    pair_2X: np.ndarray
-    column_of_L: np.ndarray
-
-    @classmethod
-    def of_chunks(cls, costs: StepCosts) -> Columns:
-        """The chunks of the pipeline."""
-        return cls(costs.sparse_2CF, costs.denser_2CF, costs.pair_2C, costs.chunk_of_layer_L)
-
-    @classmethod
-    def of_layers(cls, costs: LayerCosts, layers: int) -> Columns:
-        """The columns of ranks that wait in every layer, the layers first."""
-        pair_2X = costs.columns_2XF[..., PAIRS]
-        return cls(costs.columns_2XF, costs.denser_2XF, pair_2X, np.arange(layers))
 
 
 def rows_of(placement: Placement, members: int) -> list[list[Row]]:
@@ -139,18 +113,17 @@ def micro_batch_cuts(
     others' part of the keys and values so far.
     """
     ms_2UP, tokens_U = _pieces(
-        *(costs, Columns.of_chunks(costs), budgets_LS, micro_batches, starts),
+        *(costs, costs.by_chunk, budgets_LS, micro_batches, starts),
         costs.share_W[np.array(cp_sizes)],
     )
     ms_2UP += _whatever_it_holds_2C(costs)[:, None]
-    token_2P = costs.exchange_2SC[:, 0] / costs.lengths_tokens_S[0]
     ends = accumulate(map(len, starts), initial=0)
     cuts = []
     for rank, cp_size, part in zip(first_ranks, cp_sizes, pairwise(ends), strict=True):
         own_2UP, own_U = ms_2UP[:, slice(*part)], tokens_U[slice(*part)]
         if cp_size > 1:
             so_far_U1 = np.cumsum(own_U)[:, None] * costs.received_W[cp_size]
-            own_2UP += so_far_U1 * token_2P[:, None]
+            own_2UP += so_far_U1 * costs.by_chunk.exchange_2X[:, None]
         slowest_P = costs.slowness_RP[rank : rank + cp_size].max(axis=0)
         cuts.append(Cut(own_2UP * slowest_P, -(-own_U // cp_size)))
     return cuts
@@ -171,21 +144,21 @@ def row_cuts(
         groups: whose devices run each row.
     """
     assert costs.layers is not None, "ranks that wait in layers have costs by layer"
-    members, chunk_of_X = costs.job.lockstep_ranks, costs.layers.chunk_of_X
+    members = costs.job.lockstep_ranks
     ms_2UX, tokens_U = _pieces(
         costs,
-        Columns.of_layers(costs.layers, len(costs.chunk_of_layer_L)),
+        costs.layers,
         budgets_LS,
         list(chain.from_iterable(rows)),
         list(chain.from_iterable(starts)),
     )
-    slowness_EWX = slowness_of_members_EWX(costs, chunk_of_X)
-    slowest_EC = slowness_EWX[..., costs.layers.own_columns :].max(axis=1)
+    slowness_EWX = slowness_of_members_EWX(costs)
+    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
     cuts = []
     ends = accumulate((members * len(of_row[0]) for of_row in starts), initial=0)
     for group, part in zip(groups, pairwise(ends), strict=True):
-        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(chunk_of_X))
-        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], chunk_of_X)
+        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(costs.chunk_of_X))
+        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], costs.chunk_of_X)
         ms_2UP += (_whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
         cuts.append(Cut(ms_2UP, tokens_U[slice(*part)].reshape(members, -1).max(axis=0)))
     return cuts
@@ -318,7 +291,7 @@ class Places:
         blocks_XS = blocks_XS.astype(np.int64)
         samples = len(costs.blocks_S)
         _, ms_2XSP = _prefix(
-            *(costs, Columns.of_chunks(costs), budgets_LS, np.arange(samples), blocks_XS),
+            *(costs, costs.by_chunk, budgets_LS, np.arange(samples), blocks_XS),
             lists_E=np.ones(samples, dtype=bool),
         )
         self._costs = costs

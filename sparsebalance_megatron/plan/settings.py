@@ -78,11 +78,12 @@ class PlanSettings:
 
     def plans_positions_of(self, job: Job) -> bool:
         """Whether steps of this job may have fewer positions than the job: fuller rows are more
-        equal."""
+        equal, and fewer ranks have to share a sample."""
+        plans_cp_sizes = self.context_parallel == "dynamic" and self.max_context_parallel > 1
         return (
             self.plans_positions
             and self.batching == "makespan"
-            and job.lockstep_ranks > 1
+            and (job.lockstep_ranks > 1 or plans_cp_sizes)
             and job.pipeline_stages == 1
         )
 

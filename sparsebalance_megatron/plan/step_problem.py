@@ -195,9 +195,7 @@ class StepProblem:
         """Ms of every sample in the columns of layers at the expected budgets; None where no ranks
         wait in layers."""
         layers = self.costs.layers
-        if layers is None:
-            return None
-        return layers.ms_2SX(self.costs.sparse_pairs_LS(self.expected_LS))
+        return None if layers is None else layers.ms_2SX(self.expected_LS)
 
     def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
         """Latency-balanced placement at these budgets."""

@@ -32,22 +32,21 @@ _STEPS = 4
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
-_AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
+AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
 """Samples where they arrive, and ranks that share micro-batches as Megatron has them do."""
 _CHOSEN = ("batching", "tuning")
 
 
 class Row(NamedTuple):
-    """A way to plan: fields of :class:`.PlanSettings`, of which batching and tuning are the default
-    where it does not name them; what it is, in words; and whether the attention is Megatron's,
-    which is dense where ranks share a micro-batch, too."""
+    """A way to plan: changes of :class:`.PlanSettings` with the default batching and tuning, in
+    words, and whether the attention is Megatron's: dense where ranks share a micro-batch, too."""
 
     changes: Mapping[str, Any]
     meaning: str
     of_megatron: bool = False
 
     def of(self, workload: Workload) -> Workload:
-        """The workload, planned this way: on the same ranks, which share what they did."""
+        """The workload, planned this way on the same ranks."""
         changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
         if workload.plan_settings.max_context_parallel == 1:
             changes.pop("context_parallel", None)
@@ -61,7 +60,7 @@ class Row(NamedTuple):
 DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"
 ROWS: Mapping[str, Row] = {
     DENSE: Row(
-        {**MODES["exact"], **_AS_MEGATRON},
+        {**MODES["exact"], **AS_MEGATRON},
         "dense attention in order of arrival, as without the plugin",
         of_megatron=True,
     ),
@@ -71,35 +70,14 @@ ROWS: Mapping[str, Row] = {
     OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
 }
 """The first is what all others are compared with."""
-_FURTHER_ROWS: Mapping[str, Row] = {
-    "fixed budgets, arrival": Row({**_AS_MEGATRON, "tuning": "off"}, "base budgets for all"),
-    "DST": Row({**_AS_MEGATRON, "tuning": "anchor"}, "in order of arrival, the paper's budgets"),
-    "LBB": Row({"batching": "length", "tuning": "off"}, "placed by length, base budgets"),
-    "SAB": Row({"batching": "latency", "tuning": "off"}, "placed by latency, base budgets"),
-    "LBB+DST": Row({"batching": "length", "tuning": "anchor"}, "LBB, with the paper's budgets"),
-}
-_ONE_PIECE = Row({"max_segments": 1}, "ours without segments")
-_SAME_SIZE = Row({"context_parallel": "static"}, "ours, as many ranks for every micro-batch")
 
 
-def rows_of(workload: Workload, *, every: bool = False) -> dict[str, Row]:
-    """The rows of a workload, those of dense attention first.
-
-    A workload whose layers are all dense has no others. One that is planned like none of them
-    comes last, as it is given.
-
-    Args:
-        every: further rows too, which take a part of the default each.
-    """
+def rows_of(workload: Workload) -> dict[str, Row]:
+    """The rows of a workload, those of dense attention first, no others if all layers are dense.
+    One that is planned like none of them comes last, as it is given."""
     settings, rows = workload.plan_settings, dict(ROWS)
     if workload.is_dense:
         rows = {name: rows[name] for name in (DENSE, EXACT)}
-    elif every:
-        rows |= _FURTHER_ROWS
-        if settings.max_segments > 1:
-            rows["ours, one piece"] = _ONE_PIECE
-        if settings.context_parallel == "dynamic" and settings.max_context_parallel > 1:
-            rows["ours, static cp"] = _SAME_SIZE
     if given_row(workload, rows) is None:
         own = {name: getattr(settings, name) for name in _CHOSEN}
         rows[GIVEN] = Row(own, "what these flags train")
@@ -117,8 +95,7 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One way to plan, or one layout; ``names`` tell it from others, ``outcome`` is None where it
-    was not planned."""
+    """One way to plan, or one layout, by its names; without an outcome where it was not planned."""
 
     names: tuple[str, ...]
     workload: Workload
@@ -131,7 +108,7 @@ class TableRow:
 
     @property
     def gpu_bytes(self) -> float:
-        """Memory of the device whose times these are; infinite where nobody knows it."""
+        """Memory of the device whose times these are; infinite where unknown."""
         return GIBIBYTE * (memory_gib(self.workload.cost.device) or math.inf)
 
     @property
@@ -140,17 +117,14 @@ class TableRow:
 
     @property
     def ms(self) -> float:
-        """Time of a step, infinite where it was not planned."""
         return math.inf if self.outcome is None else self.outcome.makespan_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Rows of a table.
+    """Rows of a table; ``refused``: names of rows that cannot be planned, and why.
 
-    Attributes:
-        given: what the flags train; of layouts, the fastest that is not dense, if any is.
-        refused: names of rows that cannot be planned, and why.
+    ``given``: what the flags train; of layouts, the fastest that is not dense, if any is.
     """
 
     rows: tuple[TableRow, ...]
@@ -177,9 +151,7 @@ def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison
 
 
 def compare_layouts(rows: Sequence[TableRow]) -> Comparison:
-    """Plan the rows that fit, or all where none does, of which some are dense.
-
-    The fastest comes first; rows that are not planned are last.
+    """Plan the rows that fit, or all where none does, of which some are dense: fastest first.
 
     Raises:
         PlanError: no dense row can be planned.
@@ -233,8 +205,7 @@ class EvenStages(NamedTuple):
 def even_stages(workload: Workload) -> EvenStages | None:
     """Move layers off the busiest stage or the last while the predicted steps get shorter.
 
-    None where that gains less than :data:`LEAST_SPEEDUP`, without a pipeline, and with virtual
-    stages.
+    None where that gains less than :data:`LEAST_SPEEDUP`, and with virtual stages.
 
     Raises:
         PlanError: a batch has no placement under the policy's cap.

@@ -33,12 +33,10 @@ class Outcome:
     """A workload over all its steps; means unless said otherwise.
 
     Attributes:
-        makespan_ms: of a step.
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
         work_ratio: work over that at base budgets.
         plan_ms: median.
-        tokens_per_second_per_gpu: of all steps.
         bubble_share: of the GPUs' time within a step, what no micro-batch fills.
         dense_tokens_share: of tokens in documents that layers at the base budget attend to densely.
         stages: memory of every pipeline stage in the step that needs most of it.
@@ -109,12 +107,11 @@ def unhideable_steps(workload: Workload) -> int:
 
 
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
-    job = replace(workload.job, context_parallel_size=1)
+    job, settings = replace(workload.job, context_parallel_size=1), workload.plan_settings
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    dense_LS = workload.plan_settings.dense_LS(job.layers, batch)
+    dense_LS = settings.dense_LS(job.layers, batch)
     costs = step_costs(batch, job, workload.cost, scales, dense_LS)
-    floor_LS = feasible_range(costs, workload.coverage, workload.plan_settings).floor_LS
-    settings = workload.plan_settings
+    floor_LS = feasible_range(costs, workload.coverage, settings).floor_LS
     shared_by = workload.job.context_parallel_size
     if settings.context_parallel == "dynamic":
         shared_by = max(shared_by, settings.max_context_parallel)
@@ -135,11 +132,9 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
 
 
 def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
-    """Memory of every stage with micro-batches at the token cap.
+    """Memory of every stage with micro-batches at the token cap, whatever the samples.
 
-    It depends on no sample. Lists are those of base budgets, or of all blocks where tuning may
-    raise budgets, also those of a sample that ranks share. Where micro-batches may have segments,
-    as many more of them may be in flight.
+    Lists are those of base budgets, or of all blocks where tuning may raise budgets.
     """
     job, plan_settings = workload.job, workload.plan_settings
     cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
@@ -163,8 +158,7 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
 
 
 def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
-    """Largest budget in each layer; 0 of samples without lists, which a rank attends to densely by
-    itself."""
+    """Largest budget in each layer; 0 of samples that a rank attends to without lists."""
     budgets_LS, layers = micro_batch.budgets_LS, workload.job.layers
     if micro_batch.cp_size == 1 and micro_batch.segments == 1:
         dense_LS = workload.plan_settings.dense_LS(layers, micro_batch.lengths_tokens)
@@ -197,7 +191,7 @@ def _stages(
         own = [layer for chunk in chunks for layer in chunk]
         lists = float(entries_L[own].mean()) if own else 0.0
         model = replace(workload.memory, selected_blocks_per_token=lists)
-        found.append(stage_memory(model, tokens_RM, segments)[stage])
+        found.append(stage_memory(model, stage, tokens_RM, segments))
     return tuple(found)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload: global batches of a job, planned as training does, each step as its plan predicts;
-and lengths of documents, which become its samples."""
+"""Global batches of a job, planned as training does; and lengths of documents, which become their
+samples."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ class WorkloadError(ValueError):
 
 
 def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
-    """Coverage (k / n)^0.35 of n blocks at budget k, alike in all layers; no measurement.
-
-    A length bucket holds the curve of the geometric middle of its lengths.
-    """
+    """Coverage (k / n)^0.35 of n blocks at budget k, alike in all layers; no measurement. A length
+    bucket holds the curve of the geometric middle of its lengths."""
     curves = CoverageCurves(layers, max_blocks, 0.0)
     middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
     curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** _COVERAGE_EXPONENT
@@ -64,11 +62,8 @@ def without_warnings() -> Iterator[None]:
 class Workload:
     """Global batches in order, on a job with its costs, its memory and the coverage to expect.
 
-    Attributes:
-        batches: lengths in tokens of every step's samples, alike in number.
-        job: the layout, as many micro-batches a step as it may have.
-        plan_settings: how steps are planned.
-        memory: of the job; lists of blocks follow from plans.
+    ``batches``: lengths in tokens of every step's samples, alike in number. ``job``: with as many
+    micro-batches a step as it may have.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -92,12 +87,11 @@ class Workload:
         distributed_optimizer: bool = True,
         sharded_parameters: bool = False,
     ) -> Workload:
-        """Global batches of a job, with the prior of coverage.
+        """Global batches of a job, with the prior of coverage; see :class:`.MemoryModel`.
 
         Args:
             cost: of the job; None takes those of the configuration.
             micro_batch_size: samples of a micro-batch on average.
-            tied_embeddings: and what follows it: see :class:`.MemoryModel`.
         """
         if cost is None:
             with without_warnings():
@@ -128,7 +122,6 @@ class Workload:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the job."""
         job = self.job
         ranks = job.data_parallel_size * job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
@@ -138,7 +131,7 @@ class Workload:
         """Whether all layers are."""
         return bool(self.plan_settings.dense_L(self.job.layers).all())
 
-    def planner(self, clock: Callable[[], float] = time.perf_counter) -> StepPlanner:
+    def planner(self, clock: Callable[[], float]) -> StepPlanner:
         """A planner that has learnt nothing but the coverage to expect."""
         return StepPlanner(
             job=self.job,
@@ -152,8 +145,7 @@ class Workload:
     def planned_steps(
         self, clock: Callable[[], float] = time.perf_counter
     ) -> Iterator[PlannedStep]:
-        """One step per batch, in order, as training plans steps that take what was predicted and
-        cover what was expected: they teach nothing.
+        """One step per batch, as training plans steps that take what was predicted.
 
         Args:
             clock: seconds, for the time that planning takes.
@@ -171,7 +163,7 @@ def read_lengths(path: Path) -> np.ndarray:
     """Lengths from a JSON list, or from text with one length per line.
 
     Raises:
-        WorkloadError: the file is missing, empty, or holds something else than positive integers.
+        WorkloadError: the file cannot be read, or holds something else.
     """
     try:
         text = read_text(path)
@@ -190,11 +182,8 @@ def batches_of(
 ) -> tuple[tuple[int, ...], ...]:
     """Consecutive global batches, at most ``steps``; an incomplete last one is left out.
 
-    Args:
-        place: where the lengths come from, for the error.
-
     Raises:
-        WorkloadError: there is not one.
+        WorkloadError: there is not one at this place, where the lengths come from.
     """
     batches = min(steps, len(lengths) // batch_size)
     if not batches:

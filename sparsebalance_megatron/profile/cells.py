@@ -1,37 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of a cost table: a plan of cells, medians of repeated runs, clocks."""
+"""Measurements of a cost table: a plan of cells, medians of repeated runs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
+from sparsebalance_megatron.megatron.timing import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thoroughness:
-    """Effort of measuring. ``seconds_per_cell``: repeat a measurement for that long."""
+    """Effort of measuring.
+
+    Attributes:
+        seconds_per_cell: repeat a measurement for that long.
+        divisors: sequences of one document are the sequence length over each of these.
+        documents: one half as long as the longest of those is also measured cut into so many.
+        most_dense_blocks: of a document, up to which dense attention is measured too.
+    """
 
     warm_up: int
     least_repeats: int
     most_repeats: int
     seconds_per_cell: float
     divisors: tuple[int, ...]
-    """Sequences of one document are the sequence length over each of these."""
     documents: tuple[int, ...]
-    """A sequence half as long as the longest of those is also measured cut into this many."""
     most_dense_blocks: int
-    """Blocks of a document up to which dense attention is measured too."""
 
 
 _LEAST_DENSE_CELLS = 2
@@ -67,10 +70,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A part of the model on one micro-batch, ready to run.
-
-    ``forward`` returns what ``backward`` starts from; without a backward the part has no gradient.
-    """
+    """A part of the model on one micro-batch; ``backward`` starts from what ``forward`` returns."""
 
     forward: Callable[[], Any]
     backward: Callable[[Any], None] | None
@@ -86,8 +86,7 @@ def plan_cells(
     """Cells to measure, short sequences first, so that one-time work falls on them.
 
     Attention runs at powers of four, at the base budget, and at all blocks where that is
-    affordable, sparse and dense; other parts run at the base budget only. Experts are measured
-    where the model has some.
+    affordable, sparse and dense; other parts run at the base budget only.
     """
     parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
@@ -176,35 +175,3 @@ def backward_from(
         output.backward(gradient)
 
     return backward
-
-
-class Clock(Protocol):
-    """Takes marks without waiting; resolves differences when the step is over."""
-
-    def mark(self) -> Any: ...
-
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Waits until the device has come to ``end``."""
-
-
-class HostClock:
-    """Host time; for a model on the CPU."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
-
-
-class CudaEventClock:
-    """CUDA events on the current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What profiling times: one rank's Megatron modules part by part, and exchanges between ranks.
 
-Import only after the CPU adapter has been installed where it is needed.
+Import after the CPU adapter has been installed.
 
 Shape legend: F of values, h hidden size.
 """
@@ -25,14 +25,12 @@ from sparsebalance_megatron.attention.api import (
     dense_attention,
 )
 from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.earlier_segments import (
-    segment_slice,
-)
+from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import ExchangeName
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import ExchangeRow
@@ -53,9 +51,9 @@ from sparsebalance_megatron.megatron.single_process import (
     start_single_process,
     transformer_config,
 )
+from sparsebalance_megatron.megatron.timing import Clock
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
-    Clock,
     Thoroughness,
     Timed,
     backward_from,
@@ -93,19 +91,18 @@ class ProfiledModel:
 
     def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""
-        context = self._context(lengths_tokens, budget_blocks)
+        (context,) = self._micro_batches(lengths_tokens, budget_blocks)
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
                 qkv = self._queries_keys_values(tokens)
                 selection = self._select(qkv[0], qkv[1], context)
-                named = self._options.config.attention
-                attend = partial(block_sparse_attention, selection=selection, implementation=named)
-                return self._attention(qkv, attend)
+                return self._attention(qkv, self._by_lists(lambda: selection))
             case Part.DENSE_ATTENTION:
                 return self._dense_attention(context.layout)
             case Part.ROUTER:
-                return self._router(tokens, context)
+                q_THD, k_TGD, _ = self._queries_keys_values(tokens)
+                return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
             case Part.LINEAR:
                 return self._linear(tokens, context)
             case Part.EXPERTS:
@@ -115,18 +112,26 @@ class ProfiledModel:
             case Part.HEAD:
                 return self._head(tokens)
 
-    def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> LocalMicroBatch:
-        return LocalMicroBatch(
-            layout=packed_layout(
-                tuple(accumulate(lengths_tokens, initial=0)),
-                self._options.config.block_size,
-                self._device,
-            ),
-            budgets_LS=torch.full(
-                (1, len(lengths_tokens)), budget_blocks, dtype=torch.int32, device=self._device
-            ),
-            max_budgets=(budget_blocks,),
+    def _micro_batches(
+        self,
+        lengths_tokens: Sequence[int],
+        budget_blocks: int,
+        segment_starts_blocks: tuple[int, ...] = (0,),
+        slices: Sequence[SequenceSlice | None] = (None,),
+    ) -> list[LocalMicroBatch]:
+        plan = MicroBatchPlan(
+            samples=tuple(range(len(lengths_tokens))),
+            lengths_tokens=tuple(lengths_tokens),
+            budgets_LS=np.full((1, len(lengths_tokens)), budget_blocks, dtype=np.int32),
+            rank=0,
+            position=0,
+            segment_starts_blocks=segment_starts_blocks,
+        )
+        return local_micro_batches(
+            *(plan, tuple(accumulate(lengths_tokens, initial=0)), slices),
+            block_size=self._options.config.block_size,
             observe=True,
+            device=self._device,
         )
 
     def _attention(
@@ -141,39 +146,34 @@ class ProfiledModel:
 
     def _dense_attention(self, layout: PackedLayout) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
-        qkv, named = self._queries_keys_values(layout.tokens), self._options.config.attention
-        if attends_densely(qkv[0], qkv[2], layout, named):
+        qkv = self._queries_keys_values(layout.tokens)
+        if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention):
             return self._attention(qkv, partial(dense_attention, layout=layout))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
+        of_everything = partial(Selection.of_everything, layouts, groups)
+        return self._attention(qkv, self._by_lists(of_everything))
 
-        def attend(
-            q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *, softmax_scale: float
-        ) -> tuple[Tensor, Tensor]:
+    def _by_lists(self, selection: Callable[[], Selection]) -> Callable[..., tuple[Tensor, Tensor]]:
+        named = self._options.config.attention
+
+        def attend(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+            q_THD, k_TGD, v_TGF = qkv
             return block_sparse_attention(
-                *(q_THD, k_TGD, v_TGF, Selection.of_everything(layouts, groups)),
+                *(q_THD, k_TGD, v_TGF, selection()),
                 softmax_scale=softmax_scale,
                 implementation=named,
             )
 
-        return self._attention(qkv, attend)
+        return attend
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
         reverse."""
-        cu_seqlens, block_size = (0, tokens), self._options.config.block_size
+        block_size = self._options.config.block_size
         blocks = -(-tokens // block_size)
-        plan = MicroBatchPlan(
-            samples=(0,),
-            lengths_tokens=(tokens,),
-            budgets_LS=np.full((1, 1), budget_blocks, dtype=np.int32),
-            rank=0,
-            position=0,
-            segment_starts_blocks=tuple(
-                blocks * segment // segments for segment in range(segments)
-            ),
-        )
+        starts_blocks = tuple(blocks * segment // segments for segment in range(segments))
         slices = [
-            segment_slice(cu_seqlens, plan.segment_starts_blocks, segment, block_size=block_size)
+            segment_slice((0, tokens), starts_blocks, segment, block_size=block_size)
             if segments > 1
             else None
             for segment in range(segments)
@@ -184,12 +184,7 @@ class ProfiledModel:
         ]
 
         def forward() -> list[Tensor]:
-            micro_batches = local_micro_batches(
-                *(plan, cu_seqlens, slices),
-                block_size=block_size,
-                observe=True,
-                device=self._device,
-            )
+            micro_batches = self._micro_batches((tokens,), budget_blocks, starts_blocks, slices)
             outputs = []
             for micro_batch, qkv in zip(micro_batches, inputs, strict=True):
                 params = micro_batch.params(self._max_seqlen_tokens)
@@ -203,17 +198,9 @@ class ProfiledModel:
 
         return Timed(forward=forward, backward=backward)
 
-    def _router(self, tokens: int, context: LocalMicroBatch) -> Timed:
-        q_THD, k_TGD, _ = self._queries_keys_values(tokens)
-        return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
-
     def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        heads, groups = config.num_attention_heads, config.num_query_groups
-        key_dim, value_dim = head_dims(config)
         q_THD, k_TGD, v_TGF = (
-            self._random(tokens, *shape).requires_grad_()
-            for shape in ((heads, key_dim), (groups, key_dim), (groups, value_dim))
+            self._random(tokens, *shape).requires_grad_() for shape in _head_shapes(self._config)
         )
         return q_THD, k_TGD, v_TGF
 
@@ -237,10 +224,8 @@ class ProfiledModel:
     def _experts(self, tokens: int) -> Timed:
         """Router of tokens, their way to the experts and back, and the experts."""
         hidden_T1h = self._hidden(tokens)
-        return Timed(
-            forward=lambda: self._mlp(hidden_T1h)[0],
-            backward=backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,)),
-        )
+        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
+        return Timed(forward=lambda: self._mlp(hidden_T1h)[0], backward=backward)
 
     def _embedding(self, tokens: int) -> Timed:
         tokens_1T = self._token_ids(tokens)
@@ -292,6 +277,13 @@ class ProfiledModel:
         return torch.randint(
             self._vocabulary, (1, tokens), generator=self._generator, device=self._device
         )
+
+
+def _head_shapes(config: Any) -> tuple[tuple[int, int], ...]:
+    """Heads and head dim of queries, keys and values."""
+    key_dim, value_dim = head_dims(config)
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    return (heads, key_dim), (groups, key_dim), (groups, value_dim)
 
 
 class _ReturnQueries(torch.autograd.Function):
@@ -347,10 +339,9 @@ def _build(args: Namespace, config: Any, options: AttentionOptions, device: torc
 
 def measured_exchanges(
     args: Namespace,
+    choices: SparseBalanceConfig,
     ranks: int,
     *,
-    exchange: ExchangeName,
-    block_size: int,
     device: torch.device,
     thoroughness: Thoroughness,
     clock: Clock,
@@ -360,16 +351,17 @@ def measured_exchanges(
     The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
     slow as its slowest member. ``args`` are cut down to one rank's share of heads.
     """
+    block_size = choices.block_size
     rows = []
     with data_parallel_world(device):
         groups = make_sequence_groups(
             ranks & -ranks,
-            exchange=exchange,
+            exchange=choices.exchange,
             ranks_per_node=RANKS_PER_NODE if device.type == "cpu" else torch.cuda.device_count(),
             timeout_minutes=_TIMEOUT_MINUTES,
         )
         config = transformer_config(args)
-        for size, group in groups.by_size.items():
+        for size, group in groups.by_size.items() if groups is not None else ():
             lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
             for tokens in sorted(lengths if size > 1 else ()):
                 timed = _exchange(config, group, tokens, block_size, device)
@@ -383,20 +375,9 @@ def _exchange(
     """Forward and backward of a sequence of one document, whose attention costs nothing."""
     assert group.exchange is not None, "a group of several members has an exchange"
     held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
-    (key_dim, value_dim), groups = head_dims(config), config.num_query_groups
-    q_THD, k_TGD, v_TGF = qkv = tuple(
-        torch.ones(
-            (held.local_layout.tokens, heads, head_dim),
-            dtype=config.params_dtype,
-            device=device,
-            requires_grad=True,
-        )
-        for heads, head_dim in (
-            (config.num_attention_heads, key_dim),
-            (groups, key_dim),
-            (groups, value_dim),
-        )
-    )
+    groups, tokens = config.num_query_groups, held.local_layout.tokens
+    ones = partial(torch.ones, dtype=config.params_dtype, device=device, requires_grad=True)
+    q_THD, k_TGD, v_TGF = qkv = tuple(ones(tokens, *shape) for shape in _head_shapes(config))
     selection = Selection(
         indices_QCK=held.layouts.own_block_N.int()[:, None, None].repeat(1, groups, 1),
         counts_QC=torch.ones((held.local_layout.blocks, groups), dtype=torch.int32, device=device),
@@ -411,7 +392,7 @@ def _exchange(
         out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
         return out_THF
 
-    gradient_THF = q_THD.new_ones(*q_THD.shape[:2], value_dim)
+    gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
     return Timed(forward=forward, backward=backward_from(gradient_THF, inputs=qkv))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the model that training's flags describe, part by part, on this machine.
 
-One process measures one rank's share of one layer, of the embedding and of the head. Where
-profiling is started on several ranks, what it takes that they share a sequence is measured as well.
-Other communication is not in the table; calibration adds it while training runs.
+One process measures one rank's share of one layer, of the embedding and of the head; several ranks
+measure what sharing a sequence takes as well. Calibration adds other communication while training
+runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,13 @@ import torch
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
-from sparsebalance_megatron.cost.table import (
-    CostRow,
-    CostTable,
-    ExchangeRow,
-    RunIdentity,
-)
-from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
+from sparsebalance_megatron.megatron.arguments import device_type_of
 from sparsebalance_megatron.megatron.datasets import quiet_imports
+from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profile.cells import (
     Cell,
-    Clock,
-    CudaEventClock,
-    HostClock,
     Thoroughness,
     measure,
     plan_cells,
@@ -43,36 +36,34 @@ from sparsebalance_megatron.profile.cells import (
 )
 
 _ONE_RANK: dict[str, Any] = {
-    **dict.fromkeys(
+    name: value
+    for value, names in (
+        # Sequences are as long as --seq-length, whatever their number.
         (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size"),
-            *("context_parallel_size", "expert_model_parallel_size", "num_layers"),
-            # Sequences are as long as --seq-length, whatever their number.
-            *("expert_tensor_parallel_size", "micro_batch_size"),
+            1,
+            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+            "expert_model_parallel_size expert_tensor_parallel_size world_size num_layers "
+            "micro_batch_size",
         ),
-        1,
-    ),
-    **dict.fromkeys(
         (
-            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            *("sequence_parallel", "tp_comm_overlap", "use_distributed_optimizer"),
-            *("overlap_grad_reduce", "overlap_param_gather"),
+            False,
+            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+            "sequence_parallel tp_comm_overlap use_distributed_optimizer overlap_grad_reduce "
+            "overlap_param_gather",
         ),
-        False,
-    ),
-    **dict.fromkeys(
+        # The cost model adds what recomputation repeats.
         (
-            *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
-            *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
-            *("decoder_last_pipeline_num_layers", "global_batch_size", "eval_micro_batch_size"),
-            *("eval_global_batch_size", "rampup_batch_size"),
-            # The cost model adds what recomputation repeats.
-            *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-            *("save", "load", "tensorboard_dir"),
-        )
-    ),
-    "rank": 0,
-    "wandb_project": "",
+            None,
+            "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
+            "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers "
+            "decoder_last_pipeline_num_layers global_batch_size eval_micro_batch_size "
+            "eval_global_batch_size rampup_batch_size recompute_granularity recompute_method "
+            "recompute_num_layers save load tensorboard_dir",
+        ),
+        (0, "rank"),
+        ("", "wandb_project"),
+    )
+    for name in names.split()
 }
 """Megatron arguments that spread the work, or write files, and their values for one process."""
 
@@ -86,11 +77,14 @@ def profile(
 ) -> CostTable | None:
     """Measure the model that training's flags describe. Once per process.
 
-    Under torchrun with several ranks all of them measure the exchange, then the first one the rest.
-    ``threads`` of the host are recorded in the table; ``progress`` wraps the cells in an iterator,
-    and may draw a bar. The table is None on all ranks but the first.
+    Under torchrun with several ranks all of them measure the exchange, then the first one the rest:
+    others get no table.
+
+    Args:
+        threads: of the host, for the table.
+        progress: wraps the cells in an iterator.
     """
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 
@@ -109,10 +103,7 @@ def profile(
             if device_type == "cuda":
                 torch.cuda.set_device(launched.local_rank)
             exchanges = measured_exchanges(
-                args,
-                launched.world_size,
-                exchange=config.exchange,
-                block_size=config.block_size,
+                *(args, config, launched.world_size),
                 device=device,
                 thoroughness=thoroughness,
                 clock=clock,

@@ -4,8 +4,7 @@ at the start, the plan of each step.
 
 The reduction at a step's end compares the plans of all ranks. Ranks that may share a micro-batch
 compare plans before the step, since one that planned otherwise would wait inside attention for a
-member that never comes; a host's ranks compare before the reduction, since each of them may have
-executed less than a step.
+member that never comes.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
 
 
 def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> tuple[int, ...]:
-    """Compare what all ranks executed; collective over all ranks.
-
-    Returns the ranks that have a ``problem``: they did not execute a whole step.
+    """Ranks that have a ``problem``: they did not execute a whole step; collective over all ranks.
 
     Raises:
         PlanMismatchError: on all ranks alike, if none has a problem and two plans differ.
@@ -116,14 +113,7 @@ def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:
     Raises:
         RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
     """
-    if differences := _differences(_gathered_objects(dict(fingerprint))):
-        raise RankDisagreementError(
-            f"{'; '.join(differences)}; start every rank with the same flags, data and software"
-        )
-
-
-def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
-    """Entries that differ between ranks, one phrase each."""
+    gathered = _gathered_objects(dict(fingerprint))
     found = []
     for name in sorted(set().union(*gathered)):
         values = [other.get(name, "absent") for other in gathered]
@@ -133,21 +123,24 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
                 f"{name}: rank 0 has {values[0]!r}, rank {differing[0]} has "
                 f"{values[differing[0]]!r} (ranks that differ: {differing})"
             )
-    return found
+    if found:
+        raise RankDisagreementError(
+            f"{'; '.join(found)}; start every rank with the same flags, data and software"
+        )
 
 
-def print_rank_0(message: str) -> None:
+def print_rank_0(*lines: str) -> None:
     """Print on the first rank of the default group only."""
     if torch.distributed.get_rank() == 0:
-        print(message, flush=True)
+        for line in lines:
+            print(f"sparse balance: {line}", flush=True)
 
 
 def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
     """Differences from the run that wrote the checkpoint, one sentence each; all of them allowed.
 
     Raises:
-        StateError: if the training samples differ: the number of samples consumed, by which a run
-            finds its place, means nothing in other data.
+        StateError: if the training samples differ, in which a run finds its place by their number.
     """
     changes = tuple(
         f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
@@ -177,5 +170,4 @@ def take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, 
             f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
             "resume from another checkpoint, or with --finetune"
         ) from error
-    for note in notes:
-        print_rank_0(f"sparse balance: resumed: {note}")
+    print_rank_0(*(f"resumed: {note}" for note in notes))

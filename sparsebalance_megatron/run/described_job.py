@@ -26,20 +26,17 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import memory_lines
-from sparsebalance_megatron.data.samples import open_samples, read_blends
+from sparsebalance_megatron.data.samples import read_blends
 from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.files import LogDirectory
-from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
+from sparsebalance_megatron.megatron.arguments import arguments_without_ranks
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import (
-    settle_attention,
-)
-from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
+from sparsebalance_megatron.megatron.training_arguments import checked_settings
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.workload import (
@@ -55,6 +52,7 @@ from sparsebalance_megatron.run.inputs import (
     first_batches,
     read_costs,
     read_inputs,
+    samples_of_split,
     workload_of,
 )
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
@@ -67,11 +65,8 @@ _SHARDED_PARAMETERS = frozenset({"--use-torch-fsdp2", "--use-megatron-fsdp"})
 class DescribedJob:
     """What flags describe.
 
-    Attributes:
-        args: Megatron's, as training gets them.
-        device_type: "cpu" or "cuda", of this process.
-        notes: lines about defaults that are other than Megatron's, and its own warnings.
-        unchecked: a line for each thing that only training finds out.
+    ``args``: Megatron's, as training gets them. ``notes``: lines about defaults that are other than
+    Megatron's, and its own warnings. ``unchecked``: of what only training finds out.
     """
 
     args: Namespace
@@ -82,11 +77,8 @@ class DescribedJob:
     unchecked: tuple[str, ...]
 
     def workload(self, lengths_tokens: np.ndarray | None, place: str, steps: int) -> Workload:
-        """The first steps: of documents of these lengths in their order, or of the data sets that
-        the flags name, of which only ``.idx`` files are read.
-
-        Args:
-            place: where the lengths come from, for errors.
+        """The first steps: of documents of these lengths, which come from ``place``, in their
+        order, or of the data sets that the flags name, of which only ``.idx`` files are read.
 
         Raises:
             ConfigError, DataError, WorkloadError: no step can be made, or planned.
@@ -94,18 +86,7 @@ class DescribedJob:
         settings, size = self.settings, self.settings.batch_sizes.size_of(0)
         if lengths_tokens is None:
             blend = read_blends(settings)["train"]
-            index = None
-            if blend is not None:
-                index = open_samples(
-                    blend,
-                    "train",
-                    max_tokens=settings.seq_length,
-                    overlong=self.config.overlong,
-                    seed=settings.seed,
-                    split_weights=settings.split,
-                    missing_loss_mask="train",
-                    lengths_only=True,
-                )
+            index = samples_of_split(settings, self.config, blend, "train", lengths_only=True)
             if index is None:
                 raise WorkloadError("the flags leave no document to train on; see --split")
             batches = first_batches(index, size, steps)
@@ -122,12 +103,8 @@ class DescribedJob:
 
 
 def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> DescribedJob:
-    """Check flags of training for so many ranks, whether they exist or not.
-
-    Args:
-        flags: words after the program's name.
-        ranks: 0 for those that were launched.
-        on_cpu: whether the CPU adapter is installed.
+    """Check flags of training for so many ranks, whether they exist or not; 0 for those that were
+    launched.
 
     Raises:
         ConfigError: training refuses the flags.
@@ -143,12 +120,9 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
-        notes += settle_attention(args)
-        config = config_from_args(args)
-        check_supported(args, config)
-        check_resumed_optimizer(args)
         with _one_line_refusals():
-            settings = RunSettings.from_args(args)
+            lines, config, settings = checked_settings(args)
+        notes += lines
     return DescribedJob(
         args=args,
         config=config,
@@ -181,22 +155,16 @@ def _world(flags: Sequence[str], ranks: int) -> Iterator[None]:
     """
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     connections = "8" if _SHARDED_PARAMETERS & set(flags) else "1"
-    place = {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get(
-        "CUDA_DEVICE_MAX_CONNECTIONS", connections
-    )
-    saved = {name: os.environ.get(name) for name in place}
-    words, sys.argv = sys.argv, [sys.argv[0], *flags]
-    os.environ.update(place)
+    environment, words = dict(os.environ), sys.argv
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    os.environ.update({"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
+    sys.argv = [sys.argv[0], *flags]
     try:
         yield
     finally:
         sys.argv = words
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @contextmanager
@@ -242,11 +210,8 @@ _MOST_RANKS = 16
 
 
 def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
-    """Check flags and inputs, plan the first steps and the largest validation batch, print.
-
-    Args:
-        ranks: of the job; 0 for those that were launched.
-    """
+    """Check flags and inputs, plan the first steps and the largest validation batch, print; see
+    :func:`described_job`."""
     job = described_job(argv, ranks, on_cpu=on_cpu)
     columns, unchecked = terminal_columns(), [*job.unchecked]
     for note in job.notes:
@@ -273,7 +238,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     memory = memory_lines(given.stages, given.stages_at_most, _WEIGHTS_SOURCE)
     print("", *memory, "", *lines, sep="\n", flush=True)
     if inputs.valid is not None:
-        largest = inputs.largest_evaluation_step(inputs.valid, scheduler.coverage).plan
+        largest = inputs.largest_evaluation_step(inputs.valid, scheduler).plan
         tokens_RM = largest.rank_tokens_RM()
         print(
             f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "
@@ -285,10 +250,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
 def describe(
     args: Namespace, inputs: Inputs, planned: PlannedStep, unchecked: Sequence[str]
 ) -> list[str]:
-    """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
-
-    ``unchecked`` has a line for each thing that a dry run cannot know.
-    """
+    """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch."""
     job, expected, settings = inputs.job, planned.plan.expectation, inputs.settings
     context = (
         f"context {settings.context_parallel_size} x " if settings.context_parallel_size > 1 else ""

@@ -3,8 +3,7 @@
 
 A rank that fails takes the others down with it, and their tracebacks only say that another rank did
 not answer. So every failing rank writes its error to the store of torchrun's rendezvous, which
-outlives collectives, and the first of them prints what all errors together say. torchrun's own
-summary (``record``) names the first process that ended, on its host, which need not be the cause.
+outlives collectives, and the first of them prints what all errors together say.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ class Terminated(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The error that ended one rank.
+    """The error that ended one rank in an iteration, 0 before the first.
 
-    Attributes:
-        iteration: as Megatron prints it; 0 before the first.
-        waited: whether the error only says that another rank did not answer.
+    ``waited``: whether it only says that another rank did not answer.
     """
 
     rank: int
@@ -135,8 +132,7 @@ def failure_report(
     Args:
         save: where checkpoints go.
         iteration: gives the one that runs, as Megatron prints it; 0 before the first.
-        open_store: connects to where failures are written; None takes the store that torchrun's
-            environment names.
+        open_store: connects to where failures are written; None is torchrun's store.
         quiet_s: how long the first rank waits for further failures after each.
     """
     reports = False
@@ -194,10 +190,8 @@ def failure_report(
 def _all_failures(
     failure: Failure, world_size: int, open_store: Callable[[], Store], quiet_s: float
 ) -> list[Failure]:
-    """All failures on the rank that failed first; none on others, once that one has reported.
-
-    A rank that cannot reach the store reports its own failure.
-    """
+    """All failures on the rank that failed first; none on others, once that one has reported; a
+    rank's own where it cannot reach the store."""
     if world_size == 1:
         return [failure]
     try:

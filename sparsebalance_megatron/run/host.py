@@ -24,12 +24,15 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.experts import leave_out_padding
-from sparsebalance_megatron.megatron.hooks import use_true_positions
+from sparsebalance_megatron.megatron.hooks import leave_out_padding, use_true_positions
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import (
+    data_parallel_group,
+    data_parallel_size,
+    make_sequence_groups,
+)
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import check_shared_plan, gather_or_raise, shown
@@ -61,11 +64,14 @@ class HostRun:
         self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
-        self._packing = SequencePacking.of_run(
-            config,
-            largest_cp_size=self.planner.max_cp_size,
+        self._packing = SequencePacking(
+            block_size=config.block_size,
             pad_to_multiple_of=token_multiple(transformer_config),
-            neighbours_per_node=job.neighbours_per_node,
+            groups=make_sequence_groups(
+                self.planner.max_cp_size,
+                exchange=config.exchange,
+                ranks_per_node=job.neighbours_per_node,
+            ),
         )
         self._run = Run(
             *(job.layout, self.planner.coverage, self._learn, device),
@@ -97,8 +103,7 @@ class HostRun:
         Args:
             lengths_tokens: of the samples of each of this rank's micro-batches, in order; as many
                 micro-batches on all ranks. Context-parallel ranks give the same.
-            pinned_LS: budgets that this rank's samples keep, in the same order; see
-                :meth:`.HostPlanner.plan`.
+            pinned_LS: of this rank's samples in the same order; see :meth:`.HostPlanner.plan`.
         """
         group = data_parallel_group()
         own = [[int(length) for length in row] for row in lengths_tokens]
@@ -129,10 +134,9 @@ class HostRun:
         Args:
             position: of the micro-batch among those of this data-parallel rank.
             values: name -> [tokens, ...], of the micro-batch's samples in the plan's order: inputs,
-                labels, a loss mask, what else the loss needs. A token's label goes with it: a
-                rank's tokens are not neighbours, so shift labels before.
-            padding: the value of what is computed besides, where a rank's tokens must be a
-                multiple.
+                labels, a loss mask, what else the loss needs. Shift labels before: a rank's tokens
+                are not neighbours.
+            padding: the value of tokens that are computed besides.
 
         Returns:
             name -> [tokens of this rank, ...], and ``position_ids``, which begin anew in every
@@ -156,17 +160,15 @@ class HostRun:
         self, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Put together what the model gives per token, log-probabilities say: the inverse of
-        :meth:`cut`.
-
-        Collective over the ranks that share the micro-batch.
+        :meth:`cut`, collective over the ranks that share the micro-batch.
 
         Args:
             values: name -> [tokens of this rank, ...], padding included.
 
         Returns:
-            name -> [tokens of the samples, ...], in the plan's order, on every rank that shares
-            them. A gradient flows through this rank's part alone. A loss from whole samples is
-            computed on all of those ranks; count its value and its tokens on one.
+            name -> [tokens of the samples, ...], in the plan's order. A gradient flows through this
+            rank's part alone. A loss from whole samples is computed on all of those ranks; count
+            its value and its tokens on one.
         """
         micro_batch, _ = self._own(planned, position)
         held = replace(self._packing.held(micro_batch), device=self._device)
@@ -207,11 +209,10 @@ class HostRun:
             packed_seq_params: None where :meth:`cut` cuts the model's inputs, which it must where
                 ranks share micro-batches. Else those of the host's own sequence, in the thd layout,
                 which are copied; its samples are those of the plan's micro-batch, in order, and
-                what follows them is padding. Their boundaries are read on the host, which waits for
-                the device where they are there.
-            model: the chunk that runs; needed where ranks share micro-batches, whose rotary
-                embeddings follow the true positions of a rank's tokens, and with expert
-                parallelism, to measure own times: without it device speeds are not learnt.
+                what follows them is padding. The host waits for boundaries that are on the device.
+            model: the chunk that runs; needed where ranks share micro-batches, to rotate by the
+                true positions of a rank's tokens, and with expert parallelism, to measure own
+                times: without it device speeds are not learnt.
             vp_stage: model chunk, with virtual pipeline stages.
             learn: whether the pass is part of a training step, measured and observed. A pass that
                 is not executes the planned budgets as they are.

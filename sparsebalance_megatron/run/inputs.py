@@ -16,15 +16,19 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples, read_blends
+from sparsebalance_megatron.data.samples import (
+    Blend,
+    SampleIndex,
+    open_samples,
+    read_blends,
+)
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.predict.comparison import even_stages
@@ -42,7 +46,6 @@ class Inputs:
     Attributes:
         valid, test: None where the run does not evaluate on them.
         grid: budgets, in blocks, at which coverage is observed.
-        cost: with the run's recomputation and bandwidth.
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
             checkpoint has.
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
@@ -90,11 +93,7 @@ class Inputs:
     def uneven_stages(self) -> tuple[str, ...]:
         """A line about layers per stage that make up for the output head, where micro-batches may
         have segments, whose pipelines are short enough for it to show. Plans the first step a few
-        times.
-
-        Raises:
-            PlanError: the first step has no plan.
-        """
+        times, or raises a :class:`.PlanError`."""
         if self.plan_settings.max_segments == 1:
             return ()
         stages = even_stages(self.workload(1))
@@ -120,29 +119,47 @@ class Inputs:
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
         return Scheduler(planner, job=self.job, index=self.train, batch_sizes=sizes, worker=worker)
 
-    def evaluation_scheduler(self, index: SampleIndex, coverage: CoverageCurves) -> Scheduler:
-        """Make the scheduler of evaluation, with the coverage curves of the training run."""
+    def evaluation_scheduler(self, index: SampleIndex, training: Scheduler) -> Scheduler:
+        """Make the scheduler of evaluation, with what the training run knows."""
         settings = self.settings
         batch_size = settings.evaluation_batch_size
         micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
         micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
-        return evaluation_scheduler(
-            job=replace(self.job, micro_batches=micro_batches),
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=coverage,
-            index=index,
-            global_batch_size=batch_size,
-            dense=self.config.eval_attention == "dense",
-        )
+        job = replace(self.job, micro_batches=micro_batches)
+        dense = self.config.eval_attention == "dense"
+        return training.for_evaluation(index, job, batch_size, dense=dense)
 
-    def largest_evaluation_step(self, index: SampleIndex, coverage: CoverageCurves) -> PlannedStep:
+    def largest_evaluation_step(self, index: SampleIndex, training: Scheduler) -> PlannedStep:
         """The plan of the evaluation step with most tokens, among those of an epoch."""
         batch_size = self.settings.evaluation_batch_size
         steps = -(-index.counts.samples // batch_size)
         lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
         largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
-        return self.evaluation_scheduler(index, coverage).planned(largest)
+        return self.evaluation_scheduler(index, training).planned(largest)
+
+
+def samples_of_split(
+    settings: RunSettings,
+    config: SparseBalanceConfig,
+    blend: Blend | None,
+    split: Split,
+    *,
+    lengths_only: bool = False,
+) -> SampleIndex | None:
+    """The samples of a split, or their lengths alone, from ``.idx`` files; None where it has
+    none."""
+    if blend is None:
+        return None
+    return open_samples(
+        *(blend, split),
+        max_tokens=settings.seq_length,
+        overlong=config.overlong,
+        seed=settings.seed,
+        split_weights=settings.split,
+        vocab_size=None if lengths_only else settings.host_job.shape.vocab_size,
+        missing_loss_mask="train" if lengths_only else config.missing_loss_mask,
+        lengths_only=lengths_only,
+    )
 
 
 def first_batches(index: SampleIndex, size: int, steps: int) -> tuple[tuple[int, ...], ...]:
@@ -187,29 +204,13 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
-
-    def samples(split: Split) -> SampleIndex | None:
-        blend = blends[split]
-        if blend is None:
-            return None
-        return open_samples(
-            blend,
-            split,
-            max_tokens=settings.seq_length,
-            overlong=config.overlong,
-            seed=settings.seed,
-            split_weights=settings.split,
-            vocab_size=settings.host_job.shape.vocab_size,
-            missing_loss_mask=config.missing_loss_mask,
-        )
-
-    train = samples("train")
+    train = samples_of_split(settings, config, blends["train"], "train")
     if train is None:
         raise ConfigError(f"--split {settings.split}: no document is left for training")
     valid = test = None
     if settings.eval_iters:
-        valid = samples("valid")
-        test = samples("test")
+        valid = samples_of_split(settings, config, blends["valid"], "valid")
+        test = samples_of_split(settings, config, blends["test"], "test")
         if valid is None:
             given = (
                 f"with --split {settings.split}: no document is left for validation; give it a "
@@ -244,8 +245,10 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         for name, value in asdict(inputs.config).items()
         if name not in ("log_dir", "cost_table")
     }
+    # A blend's share to as many digits as weights have.
     sources = {
-        f"source {number}": source_record(source)
+        f"source {number}": f"{Path(source.prefix).name}, weight {source.weight:.9g}, samples "
+        f"{source.digest[:16]}"
         for number, source in enumerate(inputs.train.sources, start=1)
     }
     others = {
@@ -265,9 +268,3 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         else f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
         for name, value in (flags | sources | others).items()
     }
-
-
-def source_record(source: SourceFacts) -> str:
-    """Identity of a blend's source: its share to as many digits as weights have."""
-    name, samples = Path(source.prefix).name, source.digest[:16]
-    return f"{name}, weight {source.weight:.9g}, samples {samples}"

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.data.packing import (
     PackedSequence,
     Sample,
@@ -29,10 +28,10 @@ from sparsebalance_megatron.data.packing import (
 )
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch, local_micro_batches
-from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups, make_sequence_groups
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
+from sparsebalance_megatron.megatron.planned_schedule import StepShape
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -43,40 +42,13 @@ class SequencePacking:
     Every rank that shares a packed sequence needs a block of it: a sequence with too few blocks
     gets documents of one token behind its samples, which count as padding.
 
-    Attributes:
-        block_size: tokens of a full block.
-        pad_to_multiple_of: divisor of the tokens that a rank computes of a packed sequence
-            (sequence parallelism).
-        groups: None in a run where every packed sequence lies on one rank.
+    ``pad_to_multiple_of``: divisor of the tokens that a rank computes of a packed sequence.
+    ``groups``: None in a run where every packed sequence lies on one rank.
     """
 
     block_size: int
     pad_to_multiple_of: int = 1
     groups: SequenceGroups | None = None
-
-    @classmethod
-    def of_run(
-        cls,
-        config: SparseBalanceConfig,
-        *,
-        largest_cp_size: int,
-        pad_to_multiple_of: int,
-        neighbours_per_node: int,
-        timeout_minutes: float = 10.0,
-    ) -> SequencePacking:
-        """The packing of a run, with its groups; collective over all ranks where it has some."""
-        return cls(
-            block_size=config.block_size,
-            pad_to_multiple_of=pad_to_multiple_of,
-            groups=None
-            if largest_cp_size == 1
-            else make_sequence_groups(
-                largest_cp_size,
-                exchange=config.exchange,
-                ranks_per_node=neighbours_per_node,
-                timeout_minutes=timeout_minutes,
-            ),
-        )
 
     @property
     def agreement(self) -> ProcessGroup | None:
@@ -88,11 +60,7 @@ class SequencePacking:
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
     def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
-        """Slice of a micro-batch that this rank holds, which may be all of it.
-
-        Raises:
-            PlanError: no group was made for the ranks of the micro-batch.
-        """
+        """Slice of a micro-batch that this rank holds, which may be all of it."""
         return SequenceSlice.dealt(
             self.cu_seqlens(micro_batch),
             self._group(micro_batch),
@@ -172,13 +140,8 @@ class MicroBatchIterator:
     There is one per model chunk; all chunks of a rank walk through the same plans. Packed sequences
     are read ahead: at most those of the step that runs and of the one after it are in memory.
 
-    Attributes:
-        scheduler: training's, or the fixed one of evaluation.
-        index: where samples are read; None where the chunk neither embeds tokens nor computes the
-            loss.
-        chunk: virtual stage, 0 without virtual pipelines.
-        step: that the next micro-batch is of.
-        worker: reads; one thread keeps the order.
+    ``index`` is None where the chunk neither embeds tokens nor computes the loss; ``step`` is that
+    of the next micro-batch; ``worker`` reads, on one thread, which keeps the order.
     """
 
     scheduler: Scheduler
@@ -189,7 +152,6 @@ class MicroBatchIterator:
     chunk: int
     training: bool
     step: int
-    batch_sizes: BatchSizes
     worker: Executor
     _position: int = field(default=0, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
@@ -202,29 +164,23 @@ class MicroBatchIterator:
     def __iter__(self) -> MicroBatchIterator:
         return self
 
-    def micro_batches(self) -> int:
-        """See :meth:`.PlannedIterator.micro_batches`."""
-        return self.scheduler.planned(self.step).micro_batches
-
-    def segment_tokens(self) -> list[list[int]] | None:
-        """See :meth:`.PlannedIterator.segment_tokens`."""
+    def next_step(self) -> StepShape:
+        """The shape of the step that begins."""
         planned = self.scheduler.planned(self.step)
-        if not planned.in_segments:
-            return None
-        return [self.packing.computed_tokens(each) for each in self._micro_batches(planned)]
-
-    def segment_schedule(self) -> SegmentedSchedule:
-        """See :meth:`.PlannedIterator.segment_schedule`."""
-        return self.scheduler.planned(self.step).plan.schedule_of(self.data_parallel_rank)
+        segment_tokens = None
+        if planned.in_segments:
+            segment_tokens = [
+                self.packing.computed_tokens(each) for each in self._micro_batches(planned)
+            ]
+        schedule = planned.plan.schedule_of(self.data_parallel_rank)
+        return StepShape(planned.micro_batches, segment_tokens, schedule)
 
     def __next__(self) -> LocalMicroBatch:
-        if not self._segments:
-            self._segments.extend(self._next_micro_batch())
-        return self._segments.popleft()
-
-    def _next_micro_batch(self) -> list[LocalMicroBatch]:
+        if self._segments:
+            return self._segments.popleft()
         planned, step, position = self.scheduler.planned(self.step), self.step, self._position
         micro_batches = self._micro_batches(planned)
+        plan = micro_batches[position]
         if self.index is not None and position == 0:
             self.read_ahead(planned)
             self.scheduler.follow(self.read_ahead)
@@ -232,10 +188,10 @@ class MicroBatchIterator:
         if self._position == len(micro_batches):
             self.step, self._position = self.step + 1, 0
         packed = None if self.index is None else self.packed(planned, position)
-        return local_micro_batches(
-            micro_batches[position],
-            self.packing.cu_seqlens(micro_batches[position]),
-            self.packing.slices(micro_batches[position]),
+        self._segments += local_micro_batches(
+            plan,
+            self.packing.cu_seqlens(plan),
+            self.packing.slices(plan),
             block_size=self.packing.block_size,
             observe=self.training,
             device=self.device,
@@ -243,6 +199,7 @@ class MicroBatchIterator:
             chunk=self.chunk,
             inputs=None if packed is None else [vars(each) for each in packed],
         )
+        return self._segments.popleft()
 
     def read_ahead(self, planned: PlannedStep) -> None:
         """Start to read a step's samples, unless they were the last to be started; any thread."""
@@ -262,11 +219,7 @@ class MicroBatchIterator:
                 self._packed[plan.step, position] = packed
 
     def packed(self, planned: PlannedStep, position: int) -> list[PackedSequence]:
-        """One micro-batch; waits for it. Reads it now if it was not begun or was taken before.
-
-        Raises:
-            OSError, DataError: whatever reading it raised.
-        """
+        """One micro-batch; waits for it. Reads it now if it was not begun or was taken before."""
         with self._lock:
             packed = self._packed.pop((planned.plan.step, position), None)
         if packed is not None:
@@ -283,4 +236,4 @@ class MicroBatchIterator:
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
-        return {"consumed_samples": self.batch_sizes.first_sample(self.step)}
+        return {"consumed_samples": self.scheduler.batch_sizes.first_sample(self.step)}

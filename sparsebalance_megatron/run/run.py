@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,11 +22,16 @@ from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
+from sparsebalance_megatron.megatron.timing import (
+    CudaEventClock,
+    HostClock,
+    MicroBatchRecorder,
+    Place,
+)
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import (
     PlanMismatchError,
     check_executed_plans,
@@ -34,23 +41,54 @@ from sparsebalance_megatron.run.agreement import (
 )
 from sparsebalance_megatron.run.sinks import PREFIX, StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
-from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
+
+PARTS = ("plan", "hooks", "reduce", "log")
 
 
 class IntegrationError(ValueError):
     """A trainer's loop and the plugin do not fit together."""
 
 
-class NoTimers:
-    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
+class HostTime:
+    """ms of the current step that this rank spent in the plugin, where training waited for it.
 
-    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
-        return self
+    - ``plan``: waiting for the step's plan.
+    - ``hooks``: everything else between the start of a forward step and the model, and around the
+      loss: reading, packing, layout, bookkeeping.
+    - ``reduce``: gathering measurements at the step's end and learning from them, without the time
+      that the device or other ranks take to get there.
+    - ``log``: what Megatron's log line gets, and handing over to the logs, that of the step before
+      included.
 
-    def start(self, barrier: bool = False) -> None:
-        return None
+    ``clock`` gives seconds; ``ms`` are the sums by part.
+    """
 
-    stop = start
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.ms = dict.fromkeys(PARTS, 0.0)
+        self._forward_step_began_s: float | None = None
+
+    @contextmanager
+    def counted(self, part: str) -> Iterator[None]:
+        """Count what passes within, for a part."""
+        began_s = self.clock()
+        yield
+        self.ms[part] += (self.clock() - began_s) * 1e3
+
+    def begin_forward_step(self) -> None:
+        """Begin to count for the plugin, until :meth:`end_forward_step`."""
+        self._forward_step_began_s = self.clock()
+
+    def end_forward_step(self, *, plan_wait_ms: float) -> None:
+        """Count the time since the forward step began, of which so much was spent waiting for the
+        plan; nothing where its begin was not seen."""
+        began_s, self._forward_step_began_s = self._forward_step_began_s, None
+        if began_s is None:
+            return
+        passed_ms = (self.clock() - began_s) * 1e3
+        plan_ms = min(plan_wait_ms, passed_ms)
+        self.ms["plan"] += plan_ms
+        self.ms["hooks"] += passed_ms - plan_ms
 
 
 class Run:
@@ -58,7 +96,6 @@ class Run:
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
-        coverage: the curves that plans are made from.
         ends_steps: whether a step ends when Megatron's loop has final gradients, whose log line
             then has the step's figures. Otherwise the trainer calls :meth:`end_whole_step`.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
@@ -98,40 +135,31 @@ class Run:
         self._grid_budgets = len(coverage.grid) if leaves_attention else None
         self._host_time = HostTime()
         self._step_ended_s: float | None = None
-        self._recorder = MicroBatchRecorder(
-            HostClock() if device.type == "cpu" else CudaEventClock(),
-            backward_order=partial(backward_order, job, place.pipeline_rank),
-        )
+        clock = HostClock() if device.type == "cpu" else CudaEventClock()
+        self._recorder = MicroBatchRecorder(clock)
         self._reducer = StepReducer(
-            job,
-            place,
-            buckets=coverage.buckets,
-            grid_size=len(coverage.grid),
-            device=device,
+            *(job, place), buckets=coverage.buckets, grid_size=len(coverage.grid), device=device
         )
         self.begin_step()
         if notice := lockstep_notice(job.lockstep_ranks):
-            print_rank_0(f"sparse balance: {notice}")
+            print_rank_0(notice)
 
     def begin_step(self) -> None:
         """Forget what the running step has observed."""
         self.seen: list[LocalMicroBatch] = []
         self.running: PlannedStep | None = None
+        self._schedule: SegmentedSchedule
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._hears_collectives = self._knows_collectives
         self._recorder.begin_step()
 
     def install(self, model_config: Any, model: Any) -> None:
-        """A forward step begins: see to the hooks in Megatron's config and in the model.
+        """A forward step begins: see to the hooks in Megatron's config and in the chunk that runs.
 
-        Args:
-            model: the chunk that runs; None where a host does not give it, so that waiting for
-                other ranks in its layers is not measured.
+        Where a host does not give the chunk, waiting for other ranks in its layers is not measured.
         """
         self._host_time.begin_forward_step()
-        if model_config.timers is None:
-            model_config.timers = NoTimers()
         end_step = self.end_step if self._ends_steps else lambda: None
         install_hooks(model_config, self._recorder, end_step)
         if self.job.lockstep_ranks > 1:
@@ -140,13 +168,14 @@ class Run:
                 watch_expert_collectives(model, self._recorder)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
-        """Name the forward that is running, and keep it for the end of the step that ``planned``
-        is for."""
+        """Name the forward that runs, and keep it for the end of its step."""
         running, step = self.running, planned.plan.step
         first = running is None
         if running is None:
             self.running = planned
-            self._recorder.expect(self._schedule(planned))
+            self._schedule = planned.plan.schedule_of(self.place.data_parallel_rank)
+            order = backward_order(self.job, self.place.pipeline_rank, self._schedule)
+            self._recorder.expect(order)
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
                 f"a micro-batch of step {step} begins, but end_step was not called for step "
@@ -171,10 +200,8 @@ class Run:
             self._reports.append(report)
 
     def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
-        """End a step where the trainer calls; see :meth:`.TrainerRun.end_step`.
-
-        ``remedy`` is for missing forwards, ``model_remedy`` what to give the model.
-        """
+        """End a step where the trainer calls; ``remedy`` is for missing forwards, ``model_remedy``
+        what to give the model."""
         problem = self._problem(remedy, model_remedy)
         digest = b"" if self.running is None else self.running.plan.digest()
         failing = check_executed_plans(problem is not None, digest, self._device)
@@ -186,7 +213,7 @@ class Run:
     def _problem(self, remedy: str, model_remedy: str) -> str | None:
         """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        forwards = sum(self._schedule(running).segments_M) if running else self.job.micro_batches
+        forwards = sum(self._schedule.segments_M) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
             return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -206,10 +233,7 @@ class Run:
 
     def end_step(self) -> dict[str, float]:
         """Learn from the step and return its figures; called after the gradient reduction, on every
-        rank.
-
-        Raises:
-            PlanMismatchError: on all ranks alike, if they executed different plans.
+        rank. Raises a :class:`PlanMismatchError` on all of them if they executed different plans.
         """
         planned = self.running
         assert planned is not None, "a step has forwards"
@@ -220,7 +244,7 @@ class Run:
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_O = self._reducer.reduce(
-                segments_M=self._schedule(planned).segments_M,
+                segments_M=self._schedule.segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
                 observed=observed,
@@ -237,7 +261,7 @@ class Run:
                     "check that all ranks run the same software on the same data"
                 )
             self._learn(planned, measured)
-            self._host_time.add_ms("reduce", -self._reducer.waited_ms)
+            self._host_time.ms["reduce"] -= self._reducer.waited_ms
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         iteration_ms = None if previous_s is None else (self._step_ended_s - previous_s) * 1e3
         with self._host_time.counted("log"):
@@ -248,7 +272,7 @@ class Run:
             if self._ends_steps:
                 add_figures(self._reports, logged, self._device)
         # What the logs take counts for the next step.
-        host_ms = self._host_time.take_ms()
+        host_ms, self._host_time.ms = self._host_time.ms, dict.fromkeys(PARTS, 0.0)
         if self.sinks is not None:
             with self._host_time.counted("log"):
                 finished = FinishedStep(
@@ -267,10 +291,6 @@ class Run:
         self.begin_step()
         return logged
 
-    def _schedule(self, planned: PlannedStep) -> SegmentedSchedule:
-        """Segments of this rank's micro-batches, in the order in which they run."""
-        return planned.plan.schedule_of(self.place.data_parallel_rank)
-
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
         counts = [each.recompute for each in self.seen]
@@ -283,24 +303,22 @@ class Run:
 def add_figures(
     reports: Sequence[dict[str, Tensor]], figures: Mapping[str, float], device: torch.device
 ) -> None:
-    """Add a step's figures to what Megatron logs of it.
-
-    Megatron reads the micro-batches' reports only after the step, so those of the last stage can
-    still take what is known at its end. It averages a single value over micro-batches alone.
-    """
+    """Add a step's figures to what Megatron logs of it: it reads the micro-batches' reports only
+    after the step, and averages a single value over micro-batches alone."""
     if reports:
         values = copied_to(torch.tensor(list(figures.values()), dtype=torch.float), device)
         for report in reports:
             report.update(zip(figures, values.unbind(), strict=True))
 
 
-def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> list[Place]:
+@lru_cache(maxsize=1)
+def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> tuple[Place, ...]:
     """Every backward of a pipeline stage, in the order of the schedule: Megatron's, which is the
     same, where neither this rank nor one that it meets has segments."""
     schedule = job.schedule if max(segments.most_segments_M) == 1 else segments
     order = schedule(job.pipeline_stages, len(segments.segments_M), job.virtual_stages)
-    return [
+    return tuple(
         (operation.chunk, operation.micro_batch, operation.segment)
         for operation in order.by_stage[stage]
         if operation.direction is Direction.BACKWARD
-    ]
+    )

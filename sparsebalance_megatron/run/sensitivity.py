@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import islice, pairwise, product
+from typing import Any
 
+import numpy as np
 import torch
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.repetitions import copies_T
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.cost.table import Sensitivities
 from sparsebalance_megatron.megatron.arguments import (
     args_provider,
     check_typed_flags,
     destination,
-    early_flags,
+    device_type_of,
 )
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.plan.budgets.by_layer import OWN_AND_FIRST
 
 _MEASURE = "attention of the best head to far tokens that the text repeats"
 _WITHOUT = {
@@ -35,7 +42,9 @@ _WITHOUT = {
 """Choices of the plugin that a pass over samples needs otherwise."""
 
 
-def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivities | None:
+def measure_sensitivities(
+    flags: Sequence[str], *, samples: int, check: bool = False
+) -> Sensitivities | None:
     """Measure the model that training's flags describe, with the weights that they load.
 
     Collective over the ranks that torchrun started; None on all but the first. Once per process.
@@ -43,14 +52,15 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     Args:
         flags: words after the program's name, with or without ``--sparse-balance``.
         samples: at least so many training samples are read: whole evaluation batches.
+        check: whether they are read again with each layer cut in turn.
 
     Raises:
-        ConfigError: flags do not fit, or no sample repeats a token far away.
+        ConfigError: flags do not fit, or no sample repeats a token far away, or, to check, three.
     """
     enabled = flag_name("enabled")
     sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
     sys.argv += ["--eval-iters", "0"]
-    _, device_type = early_flags(flags)
+    device_type = device_type_of(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 
@@ -80,46 +90,90 @@ def measure_sensitivities(flags: Sequence[str], *, samples: int) -> Sensitivitie
     hooks = make_training_hooks(args, device_type, lambda line: None)
     run, repetitions = hooks.run, hooks.watching_repetitions()
     run.all_stages_read = True
-    args.eval_iters = -(-samples // run.inputs.settings.evaluation_batch_size)
+    batches = -(-samples // run.inputs.settings.evaluation_batch_size)
+    layers = range(run.inputs.job.layers) if check else range(0)
+    args.eval_iters = batches * (1 + len(layers))
+    # Of the dense pass, then of each layer's: nats and copied tokens.
+    sums_P2 = torch.zeros(1 + len(layers), 2, dtype=torch.float64, device=run.device)
+    reading = 0
 
     def dataset_provider(sample_counts: object, vp_stage: int | None = None) -> tuple[object, ...]:
         run.start(consumed_samples=0)
 
         def micro_batches() -> Iterator[LocalMicroBatch]:
-            for each in run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage):
+            nonlocal reading
+            first: list[LocalMicroBatch] = []
+            read = run.evaluation_data_iterator(run.inputs.train, vp_stage=vp_stage)
+            for each in islice(read, batches * read.next_step().micro_batches):
                 assert each.inputs is not None, "all stages read"
+                reading = 0
                 repetitions.tokens_T = copied_to(torch.as_tensor(each.inputs["tokens"]), run.device)
+                if check:
+                    _score_copies(each.inputs, each)
+                first.append(each)
                 yield each
+            for layer, each in product(layers, first):
+                reading, repetitions.tokens_T = 1 + layer, None
+                yield _cut(each, layer)
 
         return None, micro_batches(), None
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        output, loss_function = hooks.forward_step(data_iterator, model)
+        return output, partial(add_loss, reading, loss_function)
+
+    def add_loss(number: int, loss_function: Any, output: Any) -> Any:
+        loss, tokens, report = loss_function(output)
+        sums_P2[number] += torch.stack([loss.detach().double(), tokens.double()])
+        return loss, tokens, report
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
     run_pretrain(
         args,
         dataset_provider=dataset_provider,
-        forward_step=hooks.forward_step,
+        forward_step=forward_step,
         configure_model=hooks.configure_model,
     )
-    for sums in (repetitions.mass_ALH, repetitions.queries_ALH):
+    for sums in (repetitions.mass_ALH, repetitions.queries_ALH, sums_P2):
         torch.distributed.all_reduce(sums)
     if args.rank > 0:
         return None
     block_size = run.inputs.config.block_size
     sensitivities = tuple(repetitions.sensitivity_L())
-    if not any(sensitivities):
+    nats, tokens = sums_P2.T.tolist()
+    repeated = "three tokens" if any(sensitivities) else "a token"
+    if not any(sensitivities) or (check and not tokens[0]):
         raise ConfigError(
-            f"sensitivity: none of the samples repeats a token more than a block of {block_size} "
-            f"tokens away: give longer ones, or a smaller {flag_name('block_size')}"
+            f"sensitivity: none of the samples repeats {repeated} more than a block of "
+            f"{block_size} tokens away: give longer ones, or a smaller {flag_name('block_size')}"
         )
     return Sensitivities(
         sensitivities=sensitivities,
         measure=_MEASURE,
         block_size=block_size,
-        samples=args.eval_iters * run.inputs.settings.evaluation_batch_size,
+        samples=batches * run.inputs.settings.evaluation_batch_size,
         versions={
             "sparsebalance-megatron": __version__,
             "megatron-core": megatron_version(),
             "torch": str(torch.__version__),
         },
         date=datetime.now(UTC).date().isoformat(),
+        cuts=tuple((each - nats[0]) / tokens[0] for each in nats[1:]),
     )
+
+
+def _score_copies(inputs: Mapping[str, np.ndarray], micro_batch: LocalMicroBatch) -> None:
+    """Leave those of a micro-batch's trained tokens to the loss that are copies."""
+    layout = micro_batch.layout
+    for begin, end in pairwise(layout.cu_seqlens):
+        copies = copies_T(inputs["tokens"][begin:end], block_size=layout.block_size)
+        inputs["loss_mask"][begin:end] *= copies
+
+
+def _cut(micro_batch: LocalMicroBatch, layer: int) -> LocalMicroBatch:
+    """The micro-batch in which a layer reads the least budget."""
+    assert micro_batch.budgets_on_host_LS is not None, "it was planned"
+    cut_LS = micro_batch.budgets_on_host_LS.astype(np.int32)
+    cut_LS[layer] = cut_LS[layer].clip(max=OWN_AND_FIRST)
+    budgets_LS = copied_to(torch.from_numpy(cut_LS), micro_batch.budgets_LS.device)
+    return replace(micro_batch, budgets_LS=budgets_LS, budgets_on_host_LS=cut_LS)

@@ -40,11 +40,8 @@ _COVERAGE_INTERVAL = 10
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    Logs that are there are continued. Rank 0 writes the step log; scalars go where Megatron has
-    writers.
-
-    Args:
-        coverage: the curves that the scheduler learns.
+    Rank 0 writes the step log; scalars go where Megatron has writers. ``coverage`` are the curves
+    that the scheduler learns.
     """
 
     def __init__(

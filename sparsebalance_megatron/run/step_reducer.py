@@ -71,10 +71,15 @@ class ObservedCoverage:
                 pieces.append(Piece(context.position, layer, samples))
                 buckets.append(bucket_S)
                 columns.append(_columns(observation, context.layout.tokens_S, samples))
+        values_OC = None
+        if columns:
+            # The same few operations on the device, however many observations.
+            grid_OK, *extra = (torch.cat(parts).double() for parts in zip(*columns, strict=True))
+            values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
         return cls(
             pieces=tuple(pieces),
             bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
-            values_OC=_side_by_side(columns) if pieces else None,
+            values_OC=values_OC,
         )
 
     def group_O(self, buckets: int) -> np.ndarray:
@@ -94,20 +99,13 @@ def _columns(
     return tuple(column[:samples] for column in every)
 
 
-def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[O, K + 5]; the same few operations on the device, however many observations."""
-    grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
-    return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
-
-
 @dataclass(eq=False)
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
     The buffer has places for the times and the least coverage of every rank and stage and for the
-    plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
-    of micro-batches, which may differ between steps and not between ranks. ``waited_ms`` is what
-    the last reduction waited for the slowest rank.
+    plan digest of every world rank, so that a plain sum also gathers. ``waited_ms`` is what the
+    last reduction waited for the slowest rank.
     """
 
     job: Job
@@ -133,8 +131,7 @@ class StepReducer:
         Args:
             segments_M, most_segments: of this rank's micro-batches; of one of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
-            recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
-                micro-batches; None where there are none.
+            recompute: [3] sum of :meth:`.RecomputeCounts.totals`; None where there are none.
             digest: of the plan this rank executed.
         """
         shapes = self._shapes(len(segments_M), most_segments)

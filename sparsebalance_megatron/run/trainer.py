@@ -2,8 +2,7 @@
 """A run on an index of samples, and the forward step of its planned micro-batches.
 
 Trainers that call Megatron's schedules themselves begin one, and :mod:`.training_hooks` puts one
-into ``megatron.training``, which is not loaded here. :class:`.inputs.Inputs` is what could be
-checked before process groups exist; :class:`.run.Run` and the iterators need them.
+into ``megatron.training``, which is not loaded here.
 """
 
 from __future__ import annotations
@@ -24,18 +23,24 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
-from sparsebalance_megatron.megatron.experts import leave_out_padding
-from sparsebalance_megatron.megatron.hooks import model_config_of, use_true_positions
+from sparsebalance_megatron.megatron.hooks import (
+    get_model_config,
+    leave_out_padding,
+    use_true_positions,
+)
 from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import (
+    data_parallel_size,
+    make_sequence_groups,
+)
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -64,11 +69,12 @@ class TrainerRun:
     owns its loop.
 
     Args:
+        inputs: what could be checked before process groups exist.
         transformer_config: the model's; None where :meth:`layer_spec` is not called.
         ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
             otherwise the trainer calls :meth:`end_step`.
-        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
-        make_scheduler: gives what plans the run; the place to put another scheduler.
+        keep_state: is given :meth:`state_dict` when a step has been learnt from.
+        make_scheduler: gives what plans the run.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class TrainerRun:
         transformer_config: Any = None,
         *,
         ends_steps: bool = False,
-        after_step: Callable[[], None] = lambda: None,
+        keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None,
         make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
         self.inputs = inputs
@@ -88,7 +94,7 @@ class TrainerRun:
         self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
-        self._after_step = after_step
+        self._keep_state = keep_state
         self._make_scheduler = make_scheduler
         self._run: Run | None = None
         self._packing: SequencePacking
@@ -110,17 +116,8 @@ class TrainerRun:
         return self.inputs.job.micro_batches
 
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
-        """Give the decoder's layer spec with core attention replaced; for ``GPTModel``.
-
-        Args:
-            spec: the trainer's own, left as it is: a ``ModuleSpec`` of a transformer layer, or
-                ``TransformerBlockSubmodules``. None is what Megatron chooses for the model's
-                config.
-            vp_stage: model chunk, with virtual pipeline stages.
-
-        Raises:
-            ConfigError: if a layer has no core attention to replace.
-        """
+        """Give the decoder's layer spec with core attention replaced, for ``GPTModel``; see
+        :func:`.replace_core_attention`. ``spec``: None is what Megatron chooses for the model."""
         if spec is None:
             spec = default_layer_spec(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
@@ -130,9 +127,7 @@ class TrainerRun:
 
         Args:
             forward_step: ``(data_iterator, model) -> (output, loss_func)``. Its iterator yields one
-                dict: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, tokens] or
-                None on stages that read none, and ``packed_seq_params``, which the model must be
-                given. ``loss_func(output)`` returns (sum of token losses, number of tokens,
+                :data:`Batch`; ``loss_func(output)`` returns (sum of token losses, number of tokens,
                 report).
 
         Returns:
@@ -150,14 +145,12 @@ class TrainerRun:
         return as_planned(forward_backward, segments=self.inputs.plan_settings.max_segments > 1)
 
     def start(self, *, consumed_samples: int, iteration: int | None = None) -> None:
-        """Start the run, unless it has started; collective over all ranks, on which errors are
-        alike.
+        """Start the run, unless it has started; collective, errors alike on all ranks.
 
         Args:
             consumed_samples: trained on before; a step must begin there.
-            iteration: steps trained before, as the trainer counts them; None for a trainer that
-                does not say. With another global batch size than now, it is not what the samples
-                make.
+            iteration: steps trained before, as the trainer counts them, perhaps of another size;
+                None for a trainer that does not say.
 
         Raises:
             IntegrationError: if loaded state goes on from another sample, or steps may have
@@ -182,17 +175,6 @@ class TrainerRun:
             )
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
-        if steps is None:
-            raise StateError(
-                f"the checkpoint has consumed {consumed_samples} samples, "
-                + (
-                    "after which no step of --step-batch-size-schedule begins; resume with the "
-                    "schedule that it was trained with"
-                    if settings.batch_size_schedule
-                    else f"no multiple of --global-batch-size {settings.global_batch_size}; resume "
-                    "with another global batch size"
-                )
-            )
         settings.check_batch_sizes(steps)
         if self._run is None:
             if iteration is None:
@@ -206,7 +188,7 @@ class TrainerRun:
         settings = inputs.settings
         what = inputs.config, settings.host_job.shape, settings.dtype, self.device
         (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
-        print_rank_0(f"sparse balance: {checked}")
+        print_rank_0(checked)
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
@@ -215,23 +197,24 @@ class TrainerRun:
             take_over(self._loaded_state, scheduler, self._record)
         elif resumed:
             print_rank_0(
-                "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
-                "corrections start afresh"
+                "the checkpoint has no plugin state; coverage curves and cost corrections start "
+                "afresh"
             )
-        for line in inputs.train.describe():
-            print_rank_0(f"sparse balance: {line}")
+        print_rank_0(*inputs.train.describe())
         first = torch.distributed.get_rank() == 0
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
         dense = dense_length_line(inputs.config, inputs.cost, settings.seq_length)
-        for line in (dense, *inputs.layer_lines, *untrained, *uneven):
-            print_rank_0(f"sparse balance: {line}")
-        self._packing = packing = SequencePacking.of_run(
-            inputs.config,
-            largest_cp_size=inputs.plan_settings.max_context_parallel,
+        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven)
+        self._packing = packing = SequencePacking(
+            block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            neighbours_per_node=settings.host_job.neighbours_per_node,
-            timeout_minutes=settings.distributed_timeout_minutes,
+            groups=make_sequence_groups(
+                inputs.plan_settings.max_context_parallel,
+                exchange=inputs.config.exchange,
+                ranks_per_node=settings.host_job.neighbours_per_node,
+                timeout_minutes=settings.distributed_timeout_minutes,
+            ),
         )
         self.scheduler = scheduler
         run = Run(
@@ -251,7 +234,7 @@ class TrainerRun:
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         self.scheduler.finish_step(planned.plan.step, measured)
-        self._after_step()
+        self._keep_state(self.state_dict)
 
     def _token_counts(self, plan: StepPlan) -> dict[str, int]:
         """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
@@ -270,17 +253,15 @@ class TrainerRun:
         It is endless: after the last sample of an epoch comes the first of the next.
 
         Args:
-            consumed_samples: trained on before, a multiple of ``global_batch_size``.
+            consumed_samples: see :meth:`start`.
             vp_stage: model chunk, with virtual pipeline stages.
 
         Raises:
             IntegrationError, StateError: see :meth:`start`.
         """
         self.start(consumed_samples=consumed_samples)
-        sizes = self.inputs.settings.batch_sizes
-        return self._iterator(
-            self.scheduler, self.inputs.train, consumed_samples, vp_stage, sizes, training=True
-        )
+        index = self.inputs.train
+        return self._iterator(self.scheduler, index, consumed_samples, vp_stage, training=True)
 
     def evaluation_data_iterator(
         self, index: SampleIndex, consumed_samples: int = 0, vp_stage: int | None = None
@@ -288,10 +269,9 @@ class TrainerRun:
         """Micro-batches of validation or test samples, at base budgets; the last step that has
         begun begins anew."""
         batch_size = self.inputs.settings.evaluation_batch_size
-        scheduler = self.inputs.evaluation_scheduler(index, self.scheduler.coverage)
+        scheduler = self.inputs.evaluation_scheduler(index, self.scheduler)
         begun = consumed_samples // batch_size * batch_size
-        sizes = BatchSizes.constant(batch_size)
-        return self._iterator(scheduler, index, begun, vp_stage, sizes, training=False)
+        return self._iterator(scheduler, index, begun, vp_stage, training=False)
 
     def _iterator(
         self,
@@ -299,15 +279,12 @@ class TrainerRun:
         index: SampleIndex,
         consumed_samples: int,
         vp_stage: int | None,
-        sizes: BatchSizes,
         *,
         training: bool,
     ) -> MicroBatchIterator:
         job, chunk, place = self.inputs.job, vp_stage or 0, self.run.place
         last = job.pipeline_stages - 1, job.virtual_stages - 1
         reads = self.all_stages_read or (place.pipeline_rank, chunk) in ((0, 0), last)
-        step = sizes.step_at(consumed_samples)
-        assert step is not None, "start has checked it"
         return MicroBatchIterator(
             scheduler,
             index if reads else None,
@@ -316,8 +293,7 @@ class TrainerRun:
             data_parallel_rank=place.data_parallel_rank,
             chunk=chunk,
             training=training,
-            step=step,
-            batch_sizes=sizes,
+            step=scheduler.batch_sizes.step_at(consumed_samples),
             worker=ThreadPoolExecutor(1, "sparse-balance-read"),
         )
 
@@ -344,8 +320,7 @@ class TrainerRun:
         on all ranks."""
         if self._run is not None:
             state = self.scheduler.state_dict()
-            steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
-            assert steps is not None, "the scheduler counts by the same sizes"
+            steps = self.scheduler.batch_sizes.step_at(state["consumed_samples"])
             return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
@@ -426,9 +401,7 @@ def checked_config(
 ) -> SparseBalanceConfig:
     """The choices, turned on; refuses what the trainer's loop cannot follow, or the model.
 
-    Args:
-        longest_tokens: of a sample.
-        owns_data: whether the trainer is a host.
+    ``longest_tokens``: of a sample. ``owns_data``: whether the trainer is a host.
     """
     for name, unusable, remedy in (
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
@@ -460,18 +433,12 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
     number = max(gather_or_raise(make, LogDirectoryError))
     if number:
         (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
-        print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
+        print_rank_0(f"logs of an earlier run are kept in {kept}")
 
 
 class ForwardStep:
-    """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
-
-    Args:
-        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
-            loss function returns (sum of token losses, token count, report).
-        trainer: the run that training micro-batches are reported to, which has started before the
-            first step.
-    """
+    """Makes a trainer's forward step one of planned micro-batches; see
+    :meth:`TrainerRun.wrap_forward_step`."""
 
     def __init__(
         self,
@@ -483,8 +450,9 @@ class ForwardStep:
         self._max_seqlen_tokens = trainer.inputs.settings.seq_length
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
+        run, scheduler = self._trainer.run, self._trainer.scheduler
         if model.training:
-            self._trainer.run.install(model_config_of(model), model)
+            run.install(get_model_config(model), model)
         read: LocalMicroBatch = next(data_iterator)
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         for name, values_T in (read.inputs or {}).items():
@@ -496,13 +464,12 @@ class ForwardStep:
             use_true_positions(model)
         leave_out_padding(model)
         if micro_batch.observe:
-            planned = self._trainer.scheduler.planned(micro_batch.step)
-            self._trainer.run.begin_micro_batch(micro_batch, planned)
+            run.begin_micro_batch(micro_batch, scheduler.planned(micro_batch.step))
         batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.observe:
             # The model's kernels are launched: time to plan the next step.
-            self._trainer.scheduler.plan_following(micro_batch.step)
+            scheduler.plan_following(micro_batch.step)
         return output, partial(self._loss, loss_function, micro_batch.observe)
 
     def _loss(

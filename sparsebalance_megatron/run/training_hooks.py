@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callables that a script hands to ``megatron.training``, whose loop calls them.
-
-Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
-micro-batch) and, as :class:`.run.Run` wants it, ``finalize_model_grads_func`` (per step, on every
-rank).
-"""
+"""Callables that a script hands to ``megatron.training``: the dataset provider, which is called
+once per model chunk, and the forward step, once per micro-batch."""
 
 from __future__ import annotations
 
@@ -19,22 +15,11 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.megatron.arguments import (
-    check_supported,
-    config_from_args,
-    destination,
-)
-from sparsebalance_megatron.megatron.core_attention import (
-    sparse_balance_layer_spec,
-)
+from sparsebalance_megatron.megatron.arguments import destination
+from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.hooks import count_sequences, token_loss
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
-from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.training_arguments import (
-    TrainingArguments,
-    settle_attention,
-)
-from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer
+from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, checked_settings
 from sparsebalance_megatron.run.agreement import print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -63,7 +48,7 @@ class TrainingHooks:
             inputs,
             device,
             ends_steps=True,
-            after_step=lambda: arguments.keep_state(run.state_dict),
+            keep_state=arguments.keep_state,
             make_scheduler=make_scheduler,
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
@@ -74,10 +59,12 @@ class TrainingHooks:
     def watching_repetitions(self) -> Repetitions:
         """Have the layers of models that are built from here on add up their attention to far
         repetitions."""
-        inputs = self.run.inputs
-        heads = inputs.settings.host_job.shape.num_attention_heads
-        found = Repetitions(inputs.job.layers, heads, self.run.device)
-        self.layer_spec = sparse_balance_layer_spec(replace(self._options, repetitions=found))
+        shape, layers = self.run.inputs.settings.host_job.shape, self.run.inputs.job.layers
+        found = Repetitions(layers, shape.num_attention_heads, self.run.device)
+        # Dense layers read lists of everything, which may be cut.
+        config = replace(self._options.config, layer_budgets=None)
+        options = replace(self._options, config=config, repetitions=found, leaves_attention=False)
+        self.layer_spec = sparse_balance_layer_spec(options)
         return found
 
     def configure_model(self, model_config: Any) -> None:
@@ -90,17 +77,15 @@ class TrainingHooks:
         """Megatron's dataset provider: iterators for ``external`` loading, once checkpoints are
         read."""
         arguments, run = self._arguments, self.run
-        for line in arguments.other_attention():
-            print_rank_0(f"sparse balance: {line}")
+        print_rank_0(*arguments.other_attention())
         if (state := arguments.take_saved_state()) is not None:
             run.load_state_dict(state)
-        consumed = arguments.consumed_train_samples
+        consumed, validated = arguments.consumed_samples
         run.start(consumed_samples=consumed, iteration=arguments.iteration)
         train = run.train_data_iterator(consumed_samples=consumed, vp_stage=vp_stage)
-        indexes = run.inputs.valid, run.inputs.test
         valid, test = (
             None if index is None else run.evaluation_data_iterator(index, samples, vp_stage)
-            for index, samples in zip(indexes, (arguments.consumed_valid_samples, 0), strict=True)
+            for index, samples in ((run.inputs.valid, validated), (run.inputs.test, 0))
         )
         return train, valid, test
 
@@ -113,21 +98,16 @@ def make_training_hooks(
 ) -> TrainingHooks:
     """Check flags, data and cost table, and make the hooks; ``args`` are Megatron's, validated.
 
-    What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        report: is told what the checkpoint decides otherwise than the default, in a line.
+    What the checkpoint decides is set in ``args``, so that checkpoints of this run hold it, and
+    ``report`` is told where it is otherwise than the default, in a line.
 
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    for line in settle_attention(args):
+    lines, config, settings = checked_settings(args)
+    for line in lines:
         report(f"sparse balance: {line}")
-    config = config_from_args(args)
-    check_supported(args, config)
-    check_resumed_optimizer(args)
-    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    inputs = read_inputs(settings, config, device_type)
     # Checkpoints hold what was trained with, not where it came from.
     for name in ("layer_budgets", "dense_up_to"):
         setattr(args, destination(name), getattr(inputs.config, name))
@@ -142,12 +122,11 @@ def packed_forward_step(
     """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
     machinery."""
     batch = next(data_iterator)
-    count_sequences(batch["packed_seq_params"])
+    packed = batch["packed_seq_params"]
+    count_sequences(packed.cu_seqlens_q, packed.micro_batch)
     output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
+        *(batch["tokens"], batch["position_ids"], None),
         labels=batch["labels"],
-        packed_seq_params=batch["packed_seq_params"],
+        packed_seq_params=packed,
     )
     return output, partial(token_loss, batch["loss_mask"], check_for_nan)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people look at: reports, traces, tables of predictions."""
+"""What people look at: reports, tables of predictions."""

@@ -36,14 +36,7 @@ _COLUMNS = {
 
 
 def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison, list[str]]:
-    """A job in every way to plan it, and the lines that say what came out.
-
-    Args:
-        order: of the samples, in words.
-
-    Raises:
-        PlanError: a batch has no placement under the policy's cap.
-    """
+    """A job in every way to plan it, and the lines that say what came out."""
     ways = rows_of(workload)
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
@@ -71,11 +64,7 @@ def prediction_lines(
 ) -> list[str]:
     """Whose times they are, the table, what follows from it, and what its columns are.
 
-    Args:
-        order: of the samples, in words.
-        keys: headings of the names of rows.
-        meanings: of rows, by name.
-        verdict: the first sentences below the table.
+    ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
     given, one_job = comparison.given, not keys[0]
     devices = {_short(row.workload) for row in comparison.rows}
@@ -106,7 +95,6 @@ def prediction_lines(
 
 
 def over_dense(comparison: Comparison, dense_name: str) -> str:
-    """How the given row compares with the fastest dense one."""
     over = comparison.dense.ms / comparison.given.ms
     text = f"{over:.2f} times as fast as {dense_name}"
     if over >= 1.0:
@@ -156,21 +144,18 @@ def _cells(row: TableRow, comparison: Comparison, step: str, *, with_speed: bool
 
 
 def _short(workload: Workload) -> str:
-    """The device's name without its maker's."""
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
 def _dense_documents(workload: Workload) -> Iterator[str]:
-    """Up to which length documents are attended to densely."""
-    plan_settings = workload.plan_settings
+    settings = workload.plan_settings
     if not workload.is_dense:
-        covered_tokens = plan_settings.base_budget * plan_settings.block_size
-        tokens = max(plan_settings.dense_up_to_tokens, covered_tokens)
+        covered_tokens = settings.base_budget * settings.block_size
+        tokens = max(settings.dense_up_to_tokens, covered_tokens)
         yield f"Dense documents: all of up to {tokens:,} tokens."
 
 
 def _memory(row: TableRow) -> Iterator[str]:
-    """Memory of the fullest stage, and whether it fits."""
     assert row.outcome is not None
     held = max(stage.total_bytes for stage in row.outcome.stages)
     gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"

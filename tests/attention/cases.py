@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of attention with their selection, run forward and backward; the error allowed.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Q rows and C
-heads that select, K places of a list.
-"""
+"""Inputs of attention with their selection, run forward and backward; the error allowed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 import random
 import runpy
@@ -24,7 +19,7 @@ from oracles import vertical_slash as column_oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.kernels import blocks, tile_attention
+from sparsebalance_megatron.attention.kernels import tile_attention
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
@@ -43,24 +38,20 @@ def example_selector(name: str = "quest.py:QUEST") -> Any:
     return runpy.run_path(str(_EXAMPLES / file))[selector]
 
 
-def saved(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGF: Tensor,
-    out_THF: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-) -> Saved:
+def saved(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Selection) -> Saved:
     """What a backward pass takes."""
-    return Saved(
-        q_THD=q_THD,
-        k_TGD=k_TGD,
-        v_TGF=v_TGF,
-        out_THF=out_THF,
-        lse_TH=lse_TH,
-        selection=selection,
-        softmax_scale=SCALE,
-    )
+    tensors = {"q_THD": q, "k_TGD": k, "v_TGF": v, "out_THF": out, "lse_TH": lse}
+    return Saved(**tensors, selection=lists, softmax_scale=SCALE)
+
+
+def listed(lists_QCK: Tensor, counts_QC: Tensor) -> oracle.Lists:
+    """What every row and head lists."""
+    counts = counts_QC.tolist()
+    return {
+        (row, head): each[: counts[row][head]]
+        for row, heads in enumerate(lists_QCK.tolist())
+        for head, each in enumerate(heads)
+    }
 
 
 SELECTORS = {name: selector_named(name) for name in BUILT_IN}
@@ -85,52 +76,38 @@ class Case:
     selection: Selection
     device: str = "cpu"
 
-    @property
-    def _has_columns(self) -> bool:
-        return self.granularity.startswith("vertical-slash")
-
     @functools.cached_property
     def mask_HTT(self) -> Tensor:
         """What the router's definition lets every query read."""
         layout = self.selection.query_layout
-        inputs = self.q_THD, self.k_TGD, list(layout.cu_seqlens), layout.block_size
-        if not self._has_columns:
+        cut = list(layout.cu_seqlens), layout.block_size
+        inputs = self.q_THD, self.k_TGD, *cut
+        if not self.granularity.startswith("vertical-slash"):
             return self._mask(oracle.moba_lists(*inputs, self.budgets, self.granularity))
-        ranked = column_oracle.ranked(
-            *inputs, SCALE, looks_ahead=self.granularity == "vertical-slash-last-queries"
-        )
+        looks_ahead = self.granularity == "vertical-slash-last-queries"
+        ranked = column_oracle.ranked(*inputs, SCALE, looks_ahead=looks_ahead)
+        budgets = [self.budgets[document] for document in layout.document_N.tolist()]
+        choices = {
+            place: column_oracle.cut(order, budgets[place[0]], *cut)
+            for place, order in ranked.items()
+        }
         return self._mask(
-            {
-                (row, head): column_oracle.cut(
-                    order, self.budgets[int(layout.document_N[row])], *inputs[2:]
-                )
-                for (row, head), order in ranked.items()
-            }
+            {place: choice.blocks for place, choice in choices.items()},
+            {place: choice.columns for place, choice in choices.items()},
         )
 
     @functools.cached_property
     def listed_HTT(self) -> Tensor:
         """What the selection's own lists let every query read."""
-        selection, columns = self.selection, self.selection.columns
+        columns = self.selection.columns
+        tokens = listed(columns.tokens_NGK, columns.counts_NG) if columns else None
+        return self._mask(listed(self.selection.indices_QCK, self.selection.counts_QC), tokens)
 
-        def listed(lists: Tensor, counts: Tensor, row: int, head: int) -> list[int]:
-            return lists[row, head, : int(counts[row, head])].tolist()
-
-        found: dict[tuple[int, int], Any] = {}
-        for place in itertools.product(*map(range, selection.counts_QC.shape)):
-            found[place] = listed(selection.indices_QCK, selection.counts_QC, *place)
-            if self._has_columns:
-                tokens = listed(columns.tokens_NGK, columns.counts_NG, *place) if columns else []
-                found[place] = column_oracle.Choice(blocks=found[place], columns=tokens)
-        return self._mask(found)
-
-    def _mask(self, lists: dict[tuple[int, int], Any]) -> Tensor:
-        layout, query_heads = self.selection.query_layout, self.q_THD.shape[1]
+    def _mask(self, blocks: oracle.Lists, columns: oracle.Lists | None = None) -> Tensor:
+        layout = self.selection.query_layout
+        heads = self.q_THD.shape[1], self.selection.indices_QCK.shape[1]
         cut = list(layout.cu_seqlens), layout.block_size
-        if self._has_columns:
-            return column_oracle.mask(lists, query_heads, *cut)
-        heads = self.selection.indices_QCK.shape[1]
-        return oracle.token_mask(lists, query_heads, heads, *cut, self.granularity)
+        return oracle.token_mask(blocks, *heads, *cut, self.granularity, columns)
 
     def run(
         self, function: Callable[..., Any], dtype: torch.dtype, device: str = "cpu"
@@ -157,10 +134,9 @@ class Case:
         )
 
     def exact(self) -> tuple[Tensor, ...]:
-        """Compute by loops over single queries, for few tokens; with columns by masked dense
-        attention under the mask of the definition."""
-        attend = oracle.plain_attention if self._has_columns else oracle.loop_attention
-        return self.run(lambda q, k, v: attend(q, k, v, self.mask_HTT, SCALE), torch.float64)
+        """Masked dense attention under the mask of the definition, which is that of the lists."""
+        assert torch.equal(self.mask_HTT, self.listed_HTT)
+        return self.plain(torch.float64)
 
     def plain(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return self.run(
@@ -191,17 +167,36 @@ def make_case(
     return Case(q, k, v, dout, budgets, granularity, selection, device)
 
 
+def drawn(tokens: int, *heads: int, head_dim: int = 8, seed: int = 0) -> list[Tensor]:
+    """Normal numbers [tokens, heads, head dim], for each number of heads."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, each, head_dim, generator=generator) for each in heads]
+
+
+def ranked(
+    selector: Any,
+    qk: Sequence[Tensor],
+    layout: PackedLayout,
+    *,
+    softmax_scale: float = SCALE,
+    max_budget: int = 99,
+    observe: bool = False,
+) -> Any:
+    """The selector's ranking of queries and keys of one sequence."""
+    return rank_sequence(
+        *(selector, *qk, layout),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+
+
 def selected(
     name: str, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout, budgets: Sequence[int]
 ) -> Selection:
     """What a built-in selector selects, without coverage."""
     selector = selector_named(name)
-    ranking = rank_sequence(
-        *(selector, q_THD, k_TGD, layout),
-        softmax_scale=SCALE,
-        max_budget=max(budgets),
-        observe=False,
-    )
+    ranking = ranked(selector, [q_THD, k_TGD], layout, max_budget=max(budgets))
     return selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
 
 
@@ -214,10 +209,8 @@ def reselected(case: Case) -> Case:
 
 def assert_exact(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     """Assert equal out, lse, dq, dk and dv to float64's rounding."""
-    for name, x, y in zip(NAMES, a, b, strict=True):
-        torch.testing.assert_close(
-            x, y, atol=1e-12, rtol=1e-12, msg=lambda message, n=name: f"{n}: {message}"
-        )
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
 
 
 def assert_identical(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
@@ -257,32 +250,9 @@ def with_random_columns(case: Case, most: int) -> Case:
     return with_columns(case, tokens_NGK, counts_NG)
 
 
-def selection_by_scores(
-    scores_NGJ: Tensor, layout: PackedLayout, budgets: Sequence[int]
-) -> Selection:
-    """A selection by query block: its own, then the past ones of the best scores, where column j
-    scores block j of the document."""
-    blocks, heads, _ = scores_NGJ.shape
-    indices_NGK = torch.full((blocks, heads, max(budgets)), -1, dtype=torch.int32)
-    counts_NG = torch.empty(blocks, heads, dtype=torch.int32)
-    for block, (document, index) in enumerate(
-        zip(layout.document_N.tolist(), layout.index_N.tolist(), strict=True)
-    ):
-        past_GK = scores_NGJ[block, :, :index].argsort(dim=-1, descending=True).cpu()
-        count = min(budgets[document], index + 1)
-        counts_NG[block] = count
-        indices_NGK[block, :, 0] = block
-        indices_NGK[block, :, 1:count] = (past_GK + block - index)[:, : count - 1].int()
-    device = layout.number_N.device
-    return Selection.within(
-        layout, indices_QCK=indices_NGK.to(device), counts_QC=counts_NG.to(device), by_token=False
-    )
-
-
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``blocks`` and ``tokens`` compute without torch's CPU kernels."""
-    for module in (blocks, tile_attention):
-        monkeypatch.setattr(module, "takes_flash", lambda device: False)
+    monkeypatch.setattr(tile_attention, "takes_flash", lambda device: False)
 
 
 def on_device(selection: Selection, device: str) -> Selection:

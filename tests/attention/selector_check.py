@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check of selectors: ours, and those of other packages (docs/EXTENDING.md).
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
-K budgets, Q rows that select, C heads that select.
-"""
+"""A check of selectors: ours, and those of other packages (docs/EXTENDING.md)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,16 +68,22 @@ def check_selector(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """Lists and curves that a selector gave, on the host.
-
-    ``blocks_QCK`` and ``columns_QCK`` are -1 past every list's end; without columns, the latter are
-    empty lists.
-    """
+    """Lists and curves that a selector gave; lists on the host, -1 past their ends."""
 
     selection: Selection
-    blocks_QCK: Tensor
-    columns_QCK: Tensor
-    curves_SK: Tensor
+    curves_SK: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @cached_property
+    def blocks_QCK(self) -> Tensor:
+        return _cut(self.selection.indices_QCK, self.selection.counts_QC)
+
+    @cached_property
+    def columns_QCK(self) -> Tensor:
+        """Empty lists where there are no columns."""
+        columns = self.selection.columns
+        if columns is None:
+            return self.blocks_QCK[..., :0]
+        return _cut(columns.tokens_NGK, columns.counts_NG)
 
     def same_lists(self, other: Found) -> bool:
         return self.blocks_QCK.equal(other.blocks_QCK) and self.columns_QCK.equal(other.columns_QCK)
@@ -116,7 +119,7 @@ class _Trial:
         budgets_S = torch.tensor(_BUDGETS, device=self.q_THD.device)
         selection = self.selector.select(ranking, budgets_S)
         curves_SK = self.selector.coverage(ranking).cpu() if observe else torch.empty(0)
-        return each_list(selection, curves_SK)
+        return Found(selection=selection, curves_SK=curves_SK)
 
     def changed(self, begin: int, end: int) -> Found:
         """The run with other queries and keys at some tokens."""
@@ -124,20 +127,6 @@ class _Trial:
         for x in (q_THD, k_TGD):
             x[begin:end] = 5.0 - 30.0 * x[begin:end]
         return replace(self, q_THD=q_THD, k_TGD=k_TGD).run()
-
-
-def each_list(selection: Selection, curves_SK: Tensor | None = None) -> Found:
-    """A selection's lists."""
-    blocks_QCK, columns = _cut(selection.indices_QCK, selection.counts_QC), selection.columns
-    columns_QCK = blocks_QCK[..., :0]
-    if columns is not None:
-        columns_QCK = _cut(columns.tokens_NGK, columns.counts_NG)
-    return Found(
-        selection=selection,
-        blocks_QCK=blocks_QCK,
-        columns_QCK=columns_QCK,
-        curves_SK=torch.empty(0) if curves_SK is None else curves_SK,
-    )
 
 
 def _cut(lists_QCK: Tensor, counts_QC: Tensor) -> Tensor:

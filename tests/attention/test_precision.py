@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, SERVING, saved
+from attention.cases import SCALE, SERVING, drawn, ranked, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -18,14 +18,13 @@ from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.kernels.contract import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.attention.select import selector_named
 
 CU_SEQLENS = [0, 37, 139]
 
 
 def _qkv(dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(139, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    return [x.to(dtype) for x in drawn(139, 4, 2, 2, head_dim=16)]
 
 
 def _autocast() -> torch.autocast:
@@ -80,27 +79,18 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
     lists = selector_named(selection).select(
         _ranking(selection, q_THD, k_TGD), torch.tensor([2, 3])
     )
-    kernel = kernel_named(implementation)
-    with _Seen() as of_the_kernel:
-        kernel.forward(q_THD, k_TGD, v_TGF, lists, softmax_scale=SCALE)
-    with _Seen() as of_the_operation:
-        out_THF, _ = Attention.apply(
-            q_THD.requires_grad_(), k_TGD, v_TGF, None, lists, SCALE, kernel, None
-        )
-        torch.autograd.grad(out_THF, q_THD, torch.ones_like(out_THF))
-    asked_outside = {"ones_like", "__get__"}
-    assert len(of_the_kernel.names - asked_outside) > 3
-    assert not of_the_kernel.names & of_the_operation.names - asked_outside
+    kernel, dout_THF = kernel_named(implementation), torch.ones(139, 4, 16)
+    q_THD.requires_grad_()
+    with _Seen() as seen:
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, lists, SCALE, kernel, None)
+        torch.autograd.grad(out_THF, q_THD, dout_THF)
+    # The mode is asked about what surrounds the operation alone.
+    assert seen.names == {"__get__", "grad"}
 
 
 def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Any:
-    return rank_sequence(
-        selector_named(selection),
-        *(q_THD, k_TGD, packed_layout(CU_SEQLENS, 16, "cpu")),
-        softmax_scale=SCALE,
-        max_budget=3,
-        observe=True,
-    )
+    layout = packed_layout(CU_SEQLENS, 16, "cpu")
+    return ranked(selector_named(selection), [q_THD, k_TGD], layout, max_budget=3, observe=True)
 
 
 @pytest.mark.parametrize(("selection", "implementation"), SERVING)
@@ -124,14 +114,9 @@ def test_mass_of_a_long_document_is_summed_in_float64(selection: str) -> None:
     """Queries of zero give every one of n visible blocks 1 / n, rounded to float32 once: beside
     that, sums over heads, tokens and chunks are exact to float64's rounding."""
     tokens, block, heads = 6000, 40, 3
-    k_THD = torch.randn(tokens, heads, 4, generator=torch.Generator().manual_seed(5))
-    ranking = rank_sequence(
-        selector_named(selection),
-        *(torch.zeros_like(k_THD), k_THD, packed_layout([0, tokens], block, "cpu")),
-        softmax_scale=1.0,
-        max_budget=1,
-        observe=True,
-    )
+    (k_THD,) = drawn(tokens, heads, head_dim=4)
+    layout, qk = packed_layout([0, tokens], block, "cpu"), [torch.zeros_like(k_THD), k_THD]
+    ranking = ranked(selector_named(selection), qk, layout, max_budget=1, observe=True)
     visible_N = torch.arange(1, tokens // block + 1)
     share_N = (1.0 / visible_N.float()).double() * block * heads
     place_KN = visible_N[:, None] <= visible_N

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.repetitions import Repetitions
+from sparsebalance_megatron.attention.repetitions import Repetitions, copies_T
 
 BLOCK, HEADS, KV_HEADS, DIM, SCALE = 4, 4, 2, 8, 0.4
 
@@ -76,3 +77,17 @@ def test_a_layer_is_as_sensitive_as_its_best_head_at_what_it_does_best() -> None
     found.mass_ALH[0, :, 1] = torch.tensor([4.0, 0.0, 1.0, 0.0])
     found.mass_ALH[1, :, 0] = torch.tensor([0.0, 0.2, 0.15, 0.0])
     assert found.sensitivity_L() == pytest.approx([1.0, 1.0, 0.75, 0.0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_continue_two_tokens_as_far_blocks_did(seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(4, size=60)
+
+    def copies(row: int) -> bool:
+        far = range(BLOCK, BLOCK * (row // BLOCK - 1))
+        three = tokens[row - 1 : row + 2].tolist()
+        return len(three) == 3 and any(tokens[at - 2 : at + 1].tolist() == three for at in far)
+
+    expected = [row > 0 and copies(row) for row in range(len(tokens))]
+    assert copies_T(tokens, block_size=BLOCK).tolist() == expected
+    assert 5 < sum(expected) < len(tokens) - 5

@@ -80,41 +80,31 @@ def test_a_wrong_result_is_found(
     assert any(problem.startswith(f"{expected} ") for problem in _problems())
 
 
-SELECTION_CHANGES = {
-    "a block is left out": lambda s: {"counts_QC": (s.counts_QC - 1).clamp(min=1)},
-    "heads are swapped": lambda s: {"indices_QCK": s.indices_QCK.flip(1)},
-    "a block is read past the list's end": lambda s: {"counts_QC": s.counts_QC.clamp(max=1)},
+CHANGES = {
+    "a block is left out": lambda s, scale: ({"counts_QC": (s.counts_QC - 1).clamp(min=1)}, scale),
+    "heads are swapped": lambda s, scale: ({"indices_QCK": s.indices_QCK.flip(1)}, scale),
+    "a block is read past the list's end": lambda s, scale: (
+        {"counts_QC": s.counts_QC.clamp(max=1)},
+        scale,
+    ),
+    "the scale is wrong": lambda s, scale: ({}, 1.02 * scale),
 }
 
 
-@pytest.mark.parametrize("change", SELECTION_CHANGES.values(), ids=SELECTION_CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
-def test_a_kernel_that_reads_other_keys_is_found(
-    selection: str, change: Callable[[Any], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_that_reads_other_keys_or_scales_otherwise_is_found(
+    selection: str, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = tokens if selection == "token-query-head" else blocks
     right = kernel.forward
-    monkeypatch.setattr(
-        kernel,
-        "forward",
-        lambda q, k, v, listed, **how: right(
-            q, k, v, dataclasses.replace(listed, **change(listed)), **how
-        ),
-    )
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, lists: Any, *, softmax_scale: float) -> Any:
+        changed, scale = change(lists, softmax_scale)
+        return right(q, k, v, dataclasses.replace(lists, **changed), softmax_scale=scale)
+
+    monkeypatch.setattr(kernel, "forward", wrong)
     assert _problems(selection=selection)
-
-
-def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tokens.forward
-    monkeypatch.setattr(
-        tokens,
-        "forward",
-        lambda q, k, v, listed, *, softmax_scale: right(
-            q, k, v, listed, softmax_scale=1.02 * softmax_scale
-        ),
-    )
-    assert _problems(dtype="float32")
-    assert _problems()
 
 
 @pytest.mark.parametrize("wrong", ["lists", "coverage"])

@@ -19,7 +19,6 @@ PLAN = "plan --gpus 4 --lengths {folder}/lengths.txt --model {folder}/model --st
 TRAINED = "--global-batch-size 8 --pipeline-model-parallel-size 2"
 PREPARE = "prepare-data --input {folder}/good.jsonl --output-prefix {folder}/out"
 REPORT = "report {folder}/run -o {folder}/page.html"
-TRACE = "trace {folder}/run -o {folder}/trace.json"
 SUMMARY = "summary --baseline {folder}/run --run {folder}/run"
 FROM_HF = "convert from-hf {folder}/nowhere --output {folder}/out"
 TO_HF = "convert to-hf {folder}/nowhere --hf-config {folder}/nowhere --output {folder}/out"
@@ -29,7 +28,6 @@ COMMANDS = {
     "prepare-data": f"{PREPARE} --tokenizer {{folder}}/tokenizer",
     "report": REPORT,
     "summary": SUMMARY,
-    "trace": TRACE,
     "watch": "watch {folder}/run --once",
 }
 CONFIG = {
@@ -55,9 +53,6 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     REPORT: {
         "--step": ("0", "99", "-1", "1.5"),
         "--baseline": ("{folder}/nowhere", "{folder}/good.jsonl", "/dev/null"),
-    },
-    TRACE: {
-        "--steps": ("0:0", "9:8", "1", "1:", ":", "a:b", "1:2:3", "-1:2", "99:100", "²:3"),
     },
     SUMMARY: {
         "--baseline": ("{folder}", "{folder}/nowhere"),
@@ -115,8 +110,8 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "output that is there": (f"{PREPARE_INTO}{{folder}}/there", "there.bin", "--overwrite"),
     "a run that is not there": ("report {folder}/nowhere", "nowhere"),
-    "a run that is a file": ("trace {folder}/good.jsonl", "good.jsonl"),
-    "an empty run": ("trace {folder}/empty", "empty"),
+    "a run that is a file": ("report {folder}/good.jsonl", "good.jsonl"),
+    "an empty run": ("report {folder}/empty", "empty"),
     "no config": (FROM_HF, "nowhere/config.json"),
     "output that is not empty": ("convert from-hf {folder}/nowhere --output {folder}", "{folder}"),
     "output that is a file": (f"{FROM}/nowhere --output {{folder}}/good.jsonl", "good.jsonl"),
@@ -184,7 +179,6 @@ def test_commands(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 OUTPUTS = (
     "report {folder}/run -o {output}",
-    "trace {folder}/run -o {output}",
     f"{SUMMARY} -o {{output}}",
     f"{SUMMARY} --picture {{output}}",
 )

@@ -171,7 +171,7 @@ def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.Monke
     def scheduler() -> Scheduler:
         return make_scheduler(index, job=job_shape(1, 2), batch_sizes=2, max_blocks=8)
 
-    monkeypatch.setattr(agreement, "print_rank_0", lambda message: None)
+    monkeypatch.setattr(agreement, "print_rank_0", lambda *lines: None)
     record = {"training samples": index.digest(), "torch": "2"}
     saved = scheduler().state_dict() | {"run": record, "iteration": 0}
     agreement.take_over(saved, scheduler(), record)

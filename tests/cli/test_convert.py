@@ -10,25 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from convert.conversions import (
-    model_args,
+    DOCUMENT_LENGTHS,
+    Conversions,
     read_documents,
     reference_logits,
     reference_loss,
-    run_commands,
     succeeded,
 )
-from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_config, tiny_model
-from harness import (
-    BALANCE_FLAGS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    run_training,
-    write_documents,
-)
+from convert.tiny_models import VARIANTS, VOCABULARY, save, tiny_config, tiny_model
 from safetensors.torch import load_file
 from sparse_hf_models import CAUSAL
 from torch.distributed.checkpoint import FileSystemReader
@@ -41,8 +35,6 @@ pytestmark = pytest.mark.distributed
 
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
-DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
-"""Stored tokens; together they are one global batch."""
 FEW_ROUNDINGS = 8 * 2.0**-23
 TOLERANCE = 1e-4
 """Largest difference of logits, whose size is about 7."""
@@ -88,15 +80,37 @@ SPARSE_READINGS = [
     ("qwen3_moe-shares", CAUSAL[1], ""),
 ]
 """Model, selection and budgets by layer."""
+REFUSED_FLAGS = {
+    "--num-layers 5": "flags after -- make num_layers 5, ",
+    "--pipeline-model-parallel-size 2": "flags after -- make pipeline_model_parallel_size 2, ",
+    "--padded-vocab-size 249": "--padded-vocab-size 249: the model has 250 rows",
+    "--num-experts 2": "flags after -- make num_moe_experts 2, ",
+    "--norm-epsilon 1e-5": "flags after -- make layernorm_epsilon 1e-05, ",
+    "--squared-relu": "or those of config.json: such as two activation functions",
+}
+REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 1}, "has shape [2, 64], --hf-config makes it [1, 64]"),
+    "tied": ({"tie_word_embeddings": True}, "does not account for: 1 (output_layer.weight)"),
+    "wider": ({"intermediate_size": 128}, "linear_fc1.weight has shape [2, 192, 64], --hf-config"),
+    "rows": ({"vocab_size": 300}, "embedding has 256 rows, config.json's vocab_size is 300"),
+    "base": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+        "was trained with rope_scaling True, --hf-config makes it False",
+    ),
+    "vast": (
+        {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
+        "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
+    ),
+    "epsilon": ({"rms_norm_eps": 1e-5}, "was trained with layernorm_epsilon 1e-06, --hf-config"),
+}
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
-class Work:
+class Work(Conversions):
     """Everything that ran, by name, and where it left its files."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.documents = write_documents(root / "train", DOCUMENT_LENGTHS, vocabulary=VOCABULARY)
+        super().__init__(root)
         generator = torch.Generator().manual_seed(11)
         self.tokens = [
             torch.randint(VOCABULARY, (length,), generator=generator) for length in PACKED_LENGTHS
@@ -106,21 +120,16 @@ class Work:
             save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
         config = self.hf("qwen2-tied") / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {KEY: EARLIER}))
-        self.before = run_commands(root, "before", self._commands_before())
-        self.runs = {variant: self._train(variant) for variant in TRAINED}
-        self.after = run_commands(root, "after", self._commands_after())
-
-    def hf(self, variant: str) -> Path:
-        return self.root / "hf" / variant
-
-    def checkpoint(self, variant: str) -> Path:
-        return self.root / "checkpoints" / variant
-
-    def trained(self, variant: str) -> Path:
-        return self.root / "trained" / variant
-
-    def exported(self, variant: str) -> Path:
-        return self.root / "exported" / variant
+        self.before = self.run("before", self._commands_before())
+        # One step over all documents that changes nothing, saved.
+        steps = "--train-iters 1 --lr 1e-30 --save-interval 1 --sparse-balance-base-budget 1000"
+        self.runs = {
+            variant: self.train(
+                variant, variant, *steps.split(), *layout, *TRAINED_LAYERS[variant][1]
+            )
+            for variant, (_, layout) in TRAINED.items()
+        }
+        self.after = self.run("after", self._commands_after())
 
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
@@ -144,14 +153,9 @@ class Work:
                 *(*from_hf, str(self.hf(variant)), "--output", str(self.checkpoint(variant))),
                 *("--", *flags),
             )
+        for flags in ("--padded-vocab-size 300", *REFUSED_FLAGS):
+            commands[flags] = (*from_hf, tied, "--print-flags", "--", *flags.split())
         return commands | {
-            "print flags": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "300"),
-            "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
-            "parallel": (*from_hf, tied, "--print-flags", "--", *TRAINED["qwen2-tied"][1]),
-            "too few rows": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "249"),
-            "norm": (*from_hf, tied, "--print-flags", "--", "--norm-epsilon", "1e-5"),
-            "two gates": (*from_hf, tied, "--print-flags", "--", "--squared-relu"),
-            "experts": (*from_hf, tied, "--print-flags", "--", "--num-experts", "2"),
             "output in use": (*from_hf, tied, "--output", str(self.root / "hf")),
             "sliding window": (
                 *(*from_hf, str(self.hf("window")), "--output", str(self.root / "no")),
@@ -168,26 +172,13 @@ class Work:
 
     def _commands_after(self) -> dict[str, Sequence[str]]:
         """The exports, and refusals of configurations that are not the checkpoint's."""
-        wrong = {
-            "fewer layers": {"num_hidden_layers": 1},
-            "tied": {"tie_word_embeddings": True},
-            "wider": {"intermediate_size": 128},
-            "more rows": {"vocab_size": 300},
-            "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
-            "vast": {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 16},
-            "another epsilon": {"rms_norm_eps": 1e-5},
-        }
-        for name, changes in wrong.items():
+        for name, (changes, _) in REFUSED_CONFIGS.items():
             tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
         trained = str(self.trained("llama-llama3"))
         commands: dict[str, Sequence[str]] = {
-            f"export {variant}": (
-                *("convert", "to-hf", str(self.trained(variant))),
-                *("--output", str(self.exported(variant)), "--hf-config", str(self.hf(variant))),
-            )
-            for variant in TRAINED
+            f"export {variant}": self.export(variant, variant) for variant in TRAINED
         }
-        for name in wrong:
+        for name in REFUSED_CONFIGS:
             commands[name] = (
                 *("convert", "to-hf", trained, "--output", str(self.root / "no")),
                 *("--hf-config", str(self.hf(name))),
@@ -198,22 +189,6 @@ class Work:
             *("--iteration", "1"),
         )
         return commands | {"no iteration": (*commands["tied"], "--iteration", "7")}
-
-    def _train(self, variant: str) -> TrainingRun:
-        """One step over all documents that changes nothing, saved."""
-        flags = (
-            *model_args(self.checkpoint(variant)),
-            *TRAINING_FLAGS,
-            *BALANCE_FLAGS,
-            *("--sparse-balance-base-budget", "1000", "--sparse-balance-tuning", "off"),
-            *("--seq-length", "256", "--tokenizer-type", "NullTokenizer"),
-            *("--train-iters", "1", "--lr", "1e-30", "--data-path", str(self.documents)),
-            *("--load", str(self.checkpoint(variant)), "--finetune", "--ckpt-format", "torch_dist"),
-            *("--save", str(self.trained(variant)), "--save-interval", "1"),
-            *TRAINED[variant][1],
-            *TRAINED_LAYERS[variant][1],
-        )
-        return run_training(2, flags, log_dir=self.trained(variant) / "log").require_success()
 
 
 @pytest.fixture(scope="module")
@@ -269,18 +244,6 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(
     assert (exact - dense).abs().max() > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("variant", [name for name in SCALED_ROPE if name not in NIGHTLY])
-def test_scaled_rope_would_be_missed(variant: str, work: Work) -> None:
-    """The logits above depend on the scaling, far beyond their tolerance."""
-    theta = tiny_config(variant).rope_parameters["rope_theta"]
-    plain_rope = {"rope_type": "default", "rope_theta": theta}
-    without = tiny_model(variant, rope_parameters=plain_rope)
-    difference = reference_logits(tiny_model(variant), work.tokens) - reference_logits(
-        without, work.tokens
-    )
-    assert difference.abs().max() > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("variant", TRAINED)
 def test_conversion_reports_what_it_did(variant: str, work: Work) -> None:
     printed = succeeded(work.before[f"convert {variant}"])
@@ -318,7 +281,7 @@ def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
 @pytest.mark.parametrize("variant", TRAINED)
 def test_the_first_training_step_has_the_loss_of_transformers(variant: str, work: Work) -> None:
     """On two ranks, through --load --finetune."""
-    documents = read_documents(work.documents, DOCUMENT_LENGTHS)
+    documents = read_documents(work.documents)
     expected = reference_loss(tiny_model(variant).double(), documents, PADDING_ROWS[variant])
     (step,) = work.runs[variant].steps
     assert step["tokens"] == sum(DOCUMENT_LENGTHS) - len(DOCUMENT_LENGTHS)
@@ -360,14 +323,6 @@ def test_another_dtype_is_rounded_once_and_said(work: Work) -> None:
     assert loaded.dtype == torch.bfloat16
 
 
-def test_only_the_flags_are_printed(work: Work) -> None:
-    printed = succeeded(work.before["print flags"])
-    converted = (work.checkpoint("qwen2-tied") / "model_args.sh").read_text()
-    assert printed == converted.replace(
-        f"--padded-vocab-size {VOCABULARY}", "--padded-vocab-size 300"
-    )
-
-
 def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
     text = succeeded(work.before["convert qwen2-tied"])
     array = text.partition("SPARSE_BALANCE_ARGS=(")[2].partition(")")[0]
@@ -379,35 +334,25 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
         *("--sparse-balance-first-blocks", "1"),
     ]
     assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
-
-
-def test_training_says_where_it_selects_otherwise(work: Work) -> None:
-    """These weights came with another block size and selection than the run has."""
+    converted = (work.checkpoint("qwen2-tied") / "model_args.sh").read_text()
+    rows = f"--padded-vocab-size {VOCABULARY}"
+    assert succeeded(work.before["--padded-vocab-size 300"]) == converted.replace(
+        rows, "--padded-vocab-size 300"
+    )
+    # These weights came with another block size and selection than the run has.
     output = work.runs["qwen2-tied"].output
     assert output.count("--sparse-balance-block-size is 16; these weights") == 1
     assert output.count("--sparse-balance-selection is token-query-head; these weights") == 1
     assert "these weights" not in work.runs["llama-llama3"].output
 
 
-REFUSED = {
-    "contradiction": "flags after -- make num_layers 5, ",
-    "parallel": "flags after -- make pipeline_model_parallel_size 2, ",
-    "too few rows": "--padded-vocab-size 249: the model has 250 rows",
-    "experts": "flags after -- make num_moe_experts 2, ",
-    "norm": "flags after -- make layernorm_epsilon 1e-05, ",
-    "two gates": "contradict one another or those of config.json: such as two activation functions",
+REFUSED = REFUSED_FLAGS | {name: text for name, (_, text) in REFUSED_CONFIGS.items()}
+REFUSED |= {
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",
-    "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
-    "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
-    "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
-    "another base": "was trained with rope_scaling True, --hf-config makes it False",
-    "vast": "hidden_size 16777216, intermediate_size 16777216 and vocab_size 250 exceeds",
-    "another epsilon": "was trained with layernorm_epsilon 1e-06, --hf-config makes it 1e-05",
-    "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
 }
 
 

@@ -13,22 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from convert.conversions import (
-    model_args,
-    read_documents,
-    reference_loss,
-    run_commands,
-    succeeded,
-)
-from convert.tiny_models import VOCABULARY, save, stored_tensors, tiny_model
-from harness import (
-    BALANCE_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    run_training,
-    write_documents,
-)
+from convert.conversions import Conversions, read_documents, reference_loss, succeeded
+from convert.tiny_models import save, stored_tensors, tiny_model
+from harness import PROGRAMS, TrainingRun
 from oracles.attention import moba_lists, plain_attention, token_mask
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,8 +26,6 @@ from sparsebalance_megatron import evaluate
 pytestmark = pytest.mark.distributed
 
 BLOCK, BUDGET, SELECTION = 16, 3, "token-kv-head"
-DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
-"""Stored tokens; together they are one global batch."""
 EXPERTS, MIXED, DENSE = "qwen3_moe-shares", "qwen3_moe-mixed", "qwen3-tied"
 LAYOUTS = {
     "experts together": (EXPERTS, ""),
@@ -83,63 +68,43 @@ def oracle_attention(
 AttentionInterface.register("oracle", oracle_attention)
 
 
-class Work:
+class Work(Conversions):
     """Everything that ran, and where it left its files."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        prefix = write_documents(root / "train", DOCUMENT_LENGTHS, vocabulary=VOCABULARY)
-        self.documents = read_documents(prefix, DOCUMENT_LENGTHS)
+        super().__init__(root)
+        self.tokens = read_documents(self.documents)
         save(tiny_model(EXPERTS), self.hf(EXPERTS), max_shard_size="40KB")
         save(tiny_model(MIXED), self.hf(MIXED), save_original_format=False)
         save(tiny_model(DENSE), self.hf(DENSE))
-        self.before = run_commands(
-            root,
+        convert = ("convert", "from-hf")
+        self.before = self.run(
             "before",
             {
-                variant: (
-                    *("convert", "from-hf", str(self.hf(variant))),
-                    *("--output", str(root / "checkpoints" / variant)),
-                )
-                for variant in (EXPERTS, MIXED, DENSE)
+                each: (*convert, str(self.hf(each)), "--output", str(self.checkpoint(each)))
+                for each in (EXPERTS, MIXED, DENSE)
             },
         )
-        self.runs = {name: self._train(name, prefix) for name in LAYOUTS}
-        self.after = run_commands(
-            root,
+        self.runs = {name: self._train(name) for name in LAYOUTS}
+        self.after = self.run(
             "after",
             {
-                name: (
-                    *("convert", "to-hf", str(root / "trained" / name)),
-                    *("--output", str(self.exported(name)), "--hf-config", str(self.hf(variant))),
-                    *(("--iteration", "2") if variant == EXPERTS else ()),
+                name: self.export(
+                    name, variant, *(("--iteration", "2") if variant == EXPERTS else ())
                 )
                 for name, (variant, _) in LAYOUTS.items()
             },
         )
 
-    def hf(self, variant: str) -> Path:
-        return self.root / "hf" / variant
-
-    def exported(self, name: str) -> Path:
-        return self.root / "exported" / name
-
-    def _train(self, name: str, prefix: Path) -> TrainingRun:
+    def _train(self, name: str) -> TrainingRun:
         variant, layout = LAYOUTS[name]
-        checkpoint, output = self.root / "checkpoints" / variant, self.root / "trained" / name
-        learning = ("--train-iters", "3") if variant == EXPERTS else ("--train-iters", "1")
-        rate = () if variant == EXPERTS else ("--lr", "1e-30")
-        flags = (
-            *(*model_args(checkpoint), *TRAINING_FLAGS, *BALANCE_FLAGS, *learning, *rate),
-            *("--sparse-balance-base-budget", str(BUDGET), "--sparse-balance-tuning", "off"),
-            *("--sparse-balance-selection", SELECTION, "--seq-length", "256"),
-            *("--tokenizer-type", "NullTokenizer", "--data-path", str(prefix)),
-            *("--load", str(checkpoint), "--finetune", "--ckpt-format", "torch_dist"),
-            *("--save", str(output), "--save-interval", learning[1] if rate else "2"),
-            *layout.split(),
-        )
+        steps = "--train-iters 1 --lr 1e-30 --save-interval 1"
+        if variant == EXPERTS:
+            steps = "--train-iters 3 --save-interval 2"
+        own = f"--sparse-balance-base-budget {BUDGET} --sparse-balance-selection {SELECTION}"
         program = ENTRY_POINTS["--sequence-parallel" in layout]
-        return run_training(2, flags, log_dir=output / "log", program=program).require_success()
+        flags = f"{steps} {own} {layout}".split()
+        return self.train(name, variant, *flags, program=program)
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +116,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 def test_the_first_sparse_loss_is_that_of_the_oracle(name: str, work: Work) -> None:
     variant, _ = LAYOUTS[name]
     model = tiny_model(variant).double()
-    dense = reference_loss(model, work.documents)
+    dense = reference_loss(model, work.tokens)
     model.set_attn_implementation("oracle")
-    expected = reference_loss(model, work.documents)
+    expected = reference_loss(model, work.tokens)
     assert abs(expected - dense) > 10 * ROUNDINGS * expected
     assert work.runs[name].steps[0]["lm_loss"] == pytest.approx(expected, rel=ROUNDINGS)
 
@@ -189,11 +154,11 @@ def test_the_exported_model_scores_as_training_did(name: str, work: Work) -> Non
     succeeded(work.after[name])
     model = AutoModelForCausalLM.from_pretrained(work.exported(name)).double()
     model.set_experts_implementation("eager")
-    dense = reference_loss(model, work.documents)
+    dense = reference_loss(model, work.tokens)
     model.set_attn_implementation(evaluate.NAME)
     assert evaluate.settings_of(model.config).sparse_topk_blocks == BUDGET
-    sparse = reference_loss(model, work.documents)
+    sparse = reference_loss(model, work.tokens)
     assert work.runs[name].steps[2]["lm_loss"] == pytest.approx(sparse, rel=ROUNDINGS)
     evaluate.configure(model, sparse_topk_blocks=100)
-    assert reference_loss(model, work.documents) == pytest.approx(dense, rel=1e-12)
+    assert reference_loss(model, work.tokens) == pytest.approx(dense, rel=1e-12)
     assert abs(sparse - dense) > 10 * ROUNDINGS * sparse

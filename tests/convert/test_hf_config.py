@@ -12,18 +12,10 @@ import pytest
 import torch
 from convert.tiny_models import VARIANTS, tiny_config
 from harness import PROGRAMS, run_program
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from sparsebalance_megatron.convert.hf_config import Rope, read_config
-from sparsebalance_megatron.convert.megatron_model import (
-    bash_array,
-    default_divisor,
-    model_flags,
-    padded_rows,
-    words,
-)
+from sparsebalance_megatron.convert.megatron_model import bash_array, model_flags, words
 from sparsebalance_megatron.errors import ConvertError
 
 LLAMA = {
@@ -98,26 +90,20 @@ def test_defaults_of_absent_keys(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, without_groups)).num_key_value_heads == 32
     with pytest.raises(ConvertError, match="num_key_value_heads"):
         read_config(write(tmp_path, without_groups | {"model_type": "qwen2"}))
+    small = {"hidden_size": 2048, "head_dim": None}
+    assert read_config(write(tmp_path, QWEN3 | small)).head_dim == 128
+    assert read_config(write(tmp_path, EXPERTS | small)).head_dim == 64
+    # A window that is switched off is none.
+    off = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
+    assert read_config(write(tmp_path, QWEN2 | off)).model_type == "qwen2"
+    assert read_config(write(tmp_path, MISTRAL)).model_type == "mistral"
 
 
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000}},
-    ],
-)
-def test_rope_is_read_where_either_version_of_transformers_writes_it(
-    rope: dict[str, Any], tmp_path: Path
-) -> None:
-    model = read_config(write(tmp_path, LLAMA | rope | {"torch_dtype": "float16"}))
-    assert stretching(model.rope) == ("llama3", 500000, 8.0, 8192)
-    assert model.weights_dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
+        {"rope_theta": 1e6, "rope_scaling": LLAMA3, "torch_dtype": "float16"},
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 1000000}},
         {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}},
@@ -129,12 +115,14 @@ def test_rope_is_read_where_either_version_of_transformers_writes_it(
         },
     ],
 )
-def test_linear_stretching_and_base_in_every_spelling(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_rope_is_read_in_every_spelling(rope: dict[str, Any], tmp_path: Path) -> None:
     """And `transformers` reads the same from each."""
     model = read_config(write(tmp_path, QWEN3 | rope))
-    assert stretching(model.rope)[:3] == ("linear", 10**6, 4.0)
     theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
-    assert (theirs["rope_type"], theirs["rope_theta"], theirs["factor"]) == ("linear", 1e6, 4.0)
+    read = tuple(theirs[key] for key in ("rope_type", "rope_theta", "factor"))
+    assert stretching(model.rope)[:3] == read
+    assert read in {("linear", 1e6, 4.0), ("llama3", 1e6, 8.0)}
+    assert model.weights_dtype == (torch.float16 if "torch_dtype" in rope else None)
 
 
 @pytest.mark.parametrize("scaling", [None, {}])
@@ -153,24 +141,12 @@ def test_experts_under_either_name_and_in_some_layers(tmp_path: Path) -> None:
     assert [i for i in range(32) if model.expert_layers[i]] == list(range(3, 31, 2))
 
 
-def test_the_head_dim_of_qwen3_has_its_own_default(tmp_path: Path) -> None:
-    small = {"hidden_size": 2048, "head_dim": None}
-    assert read_config(write(tmp_path, QWEN3 | small)).head_dim == 128
-    assert read_config(write(tmp_path, EXPERTS | small)).head_dim == 64
-
-
 def test_yarn_without_its_optional_keys(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     rope = read_config(write(tmp_path, QWEN2 | {"rope_theta": 1e6, "rope_scaling": scaling})).rope
     assert stretching(rope) == ("yarn", 10**6, 4.0, 32768)
     betas = (rope.beta_fast, rope.beta_slow, rope.mscale, rope.mscale_all_dim)
     assert betas == (32.0, 1.0, 1.0, 0.0)
-
-
-def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
-    off = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
-    assert read_config(write(tmp_path, QWEN2 | off)).model_type == "qwen2"
-    assert read_config(write(tmp_path, MISTRAL)).model_type == "mistral"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -248,77 +224,12 @@ def test_refused_by_name(case: str, tmp_path: Path) -> None:
     assert expected in str(error.value)
 
 
-def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, ...]]:
-    tiny_config(variant, **changes).save_pretrained(directory)
-    flags = model_flags(read_config(directory), divisor=128, padded_vocab_size=256)
-    named = {name: values for name, *values in flags}
-    assert len(named) == len(flags)
-    return {name: tuple(values) for name, values in named.items()}
-
-
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        ("llama-llama3", {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)}),
-        ("llama-linear", {"--rotary-seq-len-interpolation-factor": ("4",)}),
-        (
-            "qwen2-yarn",
-            {
-                "--position-embedding-type": ("yarn",),
-                "--rotary-scaling-factor": ("4.0",),
-                "--yarn-original-max-position-embeddings": ("128",),
-                "--yarn-beta-fast": ("32.0",),
-                "--yarn-beta-slow": ("1.0",),
-                "--mscale": ("1.0",),
-                "--mscale-all-dim": ("0.0",),
-            },
-        ),
-        ("mistral-wide-heads", {"--kv-channels": ("24",)}),
-        (
-            "qwen3_moe-shares",
-            {
-                "--qk-layernorm": (),
-                "--num-experts": ("4",),
-                "--moe-ffn-hidden-size": ("40",),
-                "--moe-router-topk": ("2",),
-            },
-        ),
-        (
-            "qwen3_moe-mixed",
-            {"--moe-layer-freq": ("[0,1,0]",), "--moe-router-pre-softmax": ()},
-        ),
-    ],
-)
-def test_what_else_a_model_needs(
-    variant: str, expected: dict[str, tuple[str, ...]], tmp_path: Path
-) -> None:
-    flags = flags_of(variant, tmp_path)
-    assert {name: flags[name] for name in expected} == expected
-    assert flags["--untie-embeddings-and-output-weights"] == ()
-    assert ("--add-qkv-bias" in flags) == variant.startswith("qwen2")
-    assert ("--qk-layernorm" in flags) == variant.startswith("qwen3")
-    assert ("--moe-router-pre-softmax" in flags) == (variant == "qwen3_moe-mixed")
-
-
-@given(vocab_size=st.integers(1, 300_000), divisor=st.integers(1, 1024))
-def test_padding_is_the_least_multiple(vocab_size: int, divisor: int) -> None:
-    rows = padded_rows(vocab_size, divisor)
-    assert rows % divisor == 0 and 0 <= rows - vocab_size < divisor
-
-
-@given(vocab_size=st.integers(1, 300_000))
-def test_the_default_pads_nothing(vocab_size: int) -> None:
-    divisor = default_divisor(vocab_size)
-    assert padded_rows(vocab_size, divisor) == vocab_size
-    assert 128 % divisor == 0 and (vocab_size % (2 * divisor) or divisor == 128)
-
-
 @pytest.mark.parametrize("variant", ["qwen2-yarn", "qwen3_moe-mixed"])
 def test_bash_reads_the_array_as_the_same_words(variant: str, tmp_path: Path) -> None:
     """Where a file has a name that the words would match, were they patterns."""
     tiny_config(variant).save_pretrained(tmp_path)
     (tmp_path / "0").touch()
-    flags = model_flags(read_config(tmp_path), divisor=2, padded_vocab_size=250)
+    flags = model_flags(read_config(tmp_path))
     (tmp_path / "model_args.sh").write_text(bash_array("MODEL_ARGS", flags))
     script = 'source "$1" && printf "%s\\n" "${MODEL_ARGS[@]}"'
     result = subprocess.run(
@@ -373,7 +284,8 @@ def test_every_argument_of_the_model_is_harmless_or_refused_by_name(tmp_path: Pa
         elif "refused" in result:
             assert f"was trained with {name} " in result["refused"], changes
         elif name in SHAPES:
-            assert "Error(s) in loading state_dict" in result["unbuildable"], changes
+            named = ("Error(s) in loading state_dict", "parameters are not those of config.json")
+            assert any(text in result["unbuildable"] for text in named), changes
         elif "unbuildable" in result:
             assert name in OF_A_GPU, (changes, result)
         else:

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
 from sparsebalance_megatron.convert.mapping import (
     Parameter,
-    is_recomputed,
     pack_qkv,
     parameters,
     to_hugging_face,
@@ -98,21 +97,18 @@ def test_a_cast_is_counted(tmp_path: Path) -> None:
 
 def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> None:
     source = tiny_model("llama-plain")
+    for number in (float("nan"), float("inf")):
+        source.get_parameter("model.norm.weight").data[3:5] = number
+        text = r"final_layernorm.weight: 2 of 64 numbers are NaN or infinite"
+        with pytest.raises(ConvertError, match=text):
+            transfer(save(source, tmp_path), torch.float32)
+    source.get_parameter("model.norm.weight").data[4] = 1.0
     source.get_parameter("model.norm.weight").data[3] = 1e6
     with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
         transfer(save(source, tmp_path), torch.float16)
     model, targets, _ = transfer(tmp_path, torch.bfloat16)
     with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
         write_weights(tmp_path, targets, model, torch.float16)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_named(number: float, tmp_path: Path) -> None:
-    source = tiny_model("llama-plain")
-    source.get_parameter("model.norm.weight").data[3:5] = number
-    text = r"final_layernorm.weight: 2 of 64 numbers are NaN or infinite"
-    with pytest.raises(ConvertError, match=text):
-        transfer(save(source, tmp_path), torch.float32)
 
 
 def test_a_tied_output_layer_must_be_the_embedding(tmp_path: Path) -> None:
@@ -165,16 +161,30 @@ def test_recomputed_tensors_are_counted_and_allowed(whole: Path) -> None:
         assert files.recomputed == 1
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
-    ("stored", "key", "dtype"),
+    ("stored", "changes", "dtype"),
     [
-        ({"dtype": "float32", "x": 1}, "dtype", "bfloat16"),
-        ({"torch_dtype": "float32"}, "torch_dtype", "float16"),
-        ({"x": 1}, "dtype", "float32"),
+        ({"dtype": "float32", "x": 1}, {"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float32"}, {"torch_dtype": "float16"}, "float16"),
+        ({"rope_theta": 1e6, "rope_scaling": YARN}, {"dtype": "float32"}, "float32"),
+        # The keys of transformers 4, which knows no others and takes its defaults without a word.
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e6}, "num_local_experts": 8},
+            {"rope_theta": 1e6, "rope_scaling": YARN, "num_experts": 8, "dtype": "float32"},
+            "float32",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            {"rope_theta": 1e4, "dtype": "float32"},
+            "float32",
+        ),
     ],
 )
-def test_companions_are_copied_and_the_dtype_follows_the_weights(
-    stored: dict, key: str, dtype: str, tmp_path: Path
+def test_companions_are_copied_and_config_json_follows(
+    stored: dict, changes: dict, dtype: str, tmp_path: Path
 ) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.mkdir()
@@ -185,29 +195,8 @@ def test_companions_are_copied_and_the_dtype_follows_the_weights(
     copied = copy_companions(source, output, getattr(torch, dtype))
     assert copied == ("config.json", "tokenizer.json")
     assert sorted(path.name for path in output.iterdir()) == sorted(copied)
-    assert json.loads((output / "config.json").read_text()) == stored | {key: dtype}
+    assert json.loads((output / "config.json").read_text()) == stored | changes
     assert (output / "tokenizer.json").read_text() == "tokens"
-
-
-def test_config_json_says_rope_and_experts_to_transformers_4_too(tmp_path: Path) -> None:
-    """It knows no other keys, and takes its defaults without a word."""
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    stored = {"rope_parameters": {**yarn, "rope_theta": 1e6}, "num_local_experts": 8}
-    added = {"rope_theta": 1e6, "rope_scaling": yarn, "num_experts": 8, "dtype": "float32"}
-    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    older = {"rope_theta": 1e6, "rope_scaling": yarn, "dtype": "float32"}
-    cases = (
-        (stored, {**stored, **added}),
-        (plain, {**plain, "rope_theta": 1e4, "dtype": "float32"}),
-        (older, older),
-    )
-    for number, (before, after) in enumerate(cases):
-        source, output = tmp_path / f"in{number}", tmp_path / f"out{number}"
-        source.mkdir()
-        output.mkdir()
-        (source / "config.json").write_text(json.dumps(before))
-        copy_companions(source, output, torch.float32)
-        assert json.loads((output / "config.json").read_text()) == after
 
 
 SIZES = st.integers(1, 5)
@@ -225,13 +214,6 @@ def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     shapes = {source: shape for each in mapped for source, shape in each.sources.items()}
     written = stored_tensors(tiny_model(variant))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in written.items()}
-
-
-def test_only_what_config_json_determines_is_left_out() -> None:
-    assert is_recomputed("model.layers.11.self_attn.rotary_emb.inv_freq")
-    assert is_recomputed("model.rotary_emb.inv_freq")
-    assert not is_recomputed("model.layers.0.self_attn.q_proj.weight")
-    assert not is_recomputed("model.layers.0.self_attn.rotary_emb.inv_freq_scale")
 
 
 def numbered(rows: int, start: int, columns: int | None) -> torch.Tensor:

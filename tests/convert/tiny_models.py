@@ -56,7 +56,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (model type, what differs from the common shape)."""
-SCALED_ROPE = ("qwen2-yarn", "llama-llama3", "llama-linear", "qwen3-linear")
 
 
 def tiny_config(variant: str, **changes: Any) -> Any:

@@ -47,12 +47,6 @@ def test_times_cross_there(identity: RunIdentity, sparse: float, budget: int) ->
     assert dense > sparse_ms
 
 
-def test_a_measured_table_decides_by_its_own_times(planted: CostModel) -> None:
-    tokens = crossing_tokens(planted, 4, 1 << 20)
-    assert both_ms(planted, tokens, 4)[0] <= both_ms(planted, tokens, 4)[1]
-    assert both_ms(planted, tokens + 128, 4)[0] > both_ms(planted, tokens + 128, 4)[1]
-
-
 def test_no_longer_than_the_longest_and_none_where_sparse_attention_is_as_fast(
     identity: RunIdentity,
 ) -> None:

@@ -168,7 +168,7 @@ def test_chunks_in_flight(
 def test_the_fullest_rank_and_its_fullest_neighbours_count() -> None:
     tokens_RM = np.array([[10.0, 20.0, 30.0, 5.0], [1.0, 1.0, 48.0, 1.0]])
     shape = model(selected_blocks_per_token=6.0)
-    first, last = stage_memory(shape, tokens_RM)
+    first, last = (stage_memory(shape, stage, tokens_RM) for stage in (0, 1))
     per_token = shape.layer_bytes_per_token()
     assert first.activations_bytes == pytest.approx(50 * 3 * per_token)
     assert first.lists_bytes == pytest.approx(50 * 3 * 4 * 6 / 2)
@@ -179,7 +179,7 @@ def test_the_fullest_rank_and_its_fullest_neighbours_count() -> None:
 def test_recomputation_of_all_holds_one_whole_layer() -> None:
     tokens_RM = np.array([[100.0, 40.0]])
     whole = model(layers_per_stage=(6,)).layer_bytes_per_token()
-    (memory,) = stage_memory(model(layers_per_stage=(6,), recompute_all=True), tokens_RM)
+    memory = stage_memory(model(layers_per_stage=(6,), recompute_all=True), 0, tokens_RM)
     expected = 100 * (6 * 2 * 64 / 2 + whole + 6 * 1000 / 2)
     assert memory.activations_bytes == pytest.approx(expected)
 
@@ -189,8 +189,8 @@ def test_segments_keep_keys_and_values_float32_sums_and_logits() -> None:
     keys_and_values = 2 * 2 * 16 / 2
     for recompute_all in (False, True):
         shape = model(recompute_all=recompute_all)
-        stages = stage_memory(shape, np.array([[80.0, 40.0]]), held)
-        for memory, tokens, logits in zip(stages, held.in_flight_P, (0, 6 * 1000 / 2), strict=True):
+        for stage, (tokens, logits) in enumerate(((100.0, 0), (60.0, 6 * 1000 / 2))):
+            memory = stage_memory(shape, stage, np.array([[80.0, 40.0]]), held)
             per_layer = tokens * shape.layer_bytes_per_token() + 4 * 80 * keys_and_values
             expected = 3 * per_layer + tokens * logits
             if recompute_all:

@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.model import (
 )
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ExpertShape, RunIdentity
-from sparsebalance_megatron.cost.work_model import FEATURES, features, work_model_named
+from sparsebalance_megatron.cost.work_model import features, work_model_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)
@@ -240,13 +240,6 @@ def visible_block_pairs(tokens, block_size):
     return WORK.visible_pairs(tokens / block_size)
 
 
-@settings(max_examples=150)
-@given(tokens=TOKENS, budget=BUDGETS, block_size=BLOCK_SIZES)
-def test_pairs_equal_the_count(tokens: int, budget: int, block_size: int) -> None:
-    counted = oracle.attended_block_pairs(tokens, budget, block_size)
-    assert attended_block_pairs(tokens, budget, block_size) == pytest.approx(counted, rel=1e-12)
-
-
 @given(tokens=TOKENS, block_size=BLOCK_SIZES)
 def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
     counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
@@ -270,23 +263,3 @@ def test_the_router_scores_what_selects() -> None:
     # 16 probes of a block with 8 heads and 64 keys.
     probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
     assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
-
-
-@given(documents=st.lists(st.tuples(st.integers(1, 500), BUDGETS), min_size=2, max_size=6))
-def test_features_add_up_over_documents(documents: list[tuple[int, int]]) -> None:
-    lengths, budgets = zip(*documents, strict=True)
-    whole = features(lengths, budgets, 16, WORK)
-    parts = sum(features([tokens], budget, 16, WORK) for tokens, budget in documents)
-    one_micro_batch = np.array([len(documents) - 1, 0, 0, 0, 0])
-    np.testing.assert_allclose(whole, parts - one_micro_batch, rtol=1e-12)
-
-
-def test_feature_order() -> None:
-    row = dict(zip(FEATURES, features([256, 512], [1, 1], 256, WORK), strict=True))
-    assert row == {
-        "micro_batches": 1,
-        "sequences": 2,
-        "tokens": 768,
-        "block_pairs": 3,
-        "visible_block_pairs": 4,
-    }

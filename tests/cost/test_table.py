@@ -16,25 +16,38 @@ from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 
 Measure = Callable[..., CostTable]
+EXCHANGES = (
+    ExchangeRow(width=2, received_bytes=4_000_000, ms_median=0.1, ms_spread=0.0, repeats=5),
+    ExchangeRow(width=4, received_bytes=6_000_000, ms_median=0.15, ms_spread=0.01, repeats=5),
+)
 
 
 def test_save_and_load_round_trip_exactly(tmp_path: Path, measure: Measure) -> None:
-    table = measure(noise=0.1)
-    table.save(tmp_path / "table.json")
-    loaded = CostTable.load(tmp_path / "table.json")
-    assert loaded == table
-    assert loaded.path == str(tmp_path / "table.json")
-
-
-def test_costs_of_segments_are_kept_and_reach_the_model(tmp_path: Path, measure: Measure) -> None:
+    """Also over an old file; what a table lacks is the default, and a bad one is not written."""
     path = tmp_path / "table.json"
-    table = replace(measure(), segments=SegmentCost(slowness=1.2, operation_ms=(0.1, 0.4)))
+    path.write_text("old")
+    table = replace(
+        measure(noise=0.1),
+        exchanges=EXCHANGES,
+        segments=SegmentCost(slowness=1.2, operation_ms=(0.1, 0.4)),
+    )
     table.save(path)
-    assert fit_cost_model(CostTable.load(path)).segments == table.segments
-    assert fit_cost_model(measure()).segments == SegmentCost()
-    path.write_text(path.read_text().replace('"slowness": 1.2', '"slowness": 0.5'))
+    loaded = CostTable.load(path)
+    assert loaded == table and loaded.path == str(path)
+    assert fit_cost_model(loaded).segments == table.segments
+    rows = (msgspec.structs.replace(table.rows[0], ms_median=float("nan")), *table.rows[1:])
+    with pytest.raises(CostTableError, match=r"rows\[0\].ms_median nan"):
+        replace(table, rows=rows).save(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
+    assert CostTable.load(path) == table
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"segments": {"slowness": 0.5}}))
     with pytest.raises(CostTableError, match=r"slowness 0.5"):
         CostTable.load(path)
+    del document["exchanges"], document["segments"]
+    path.write_text(json.dumps(document))
+    loaded = CostTable.load(path)
+    assert loaded.exchanges == () and fit_cost_model(loaded).segments == SegmentCost()
 
 
 @pytest.mark.parametrize("timed", [{"flash": 1.0}, {"flash": 2.0, "triton": 1.0}, {}, 3])
@@ -49,25 +62,6 @@ def test_a_table_measured_with_flash_is_refused(
             CostTable.load(path)
     else:
         assert replace(CostTable.load(path), path=None) == measure()
-
-
-def test_save_replaces_the_file_and_leaves_nothing_else(tmp_path: Path, measure: Measure) -> None:
-    path = tmp_path / "table.json"
-    path.write_text("old")
-    measure().save(path)
-    CostTable.load(path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_an_invalid_table_is_not_written(tmp_path: Path, measure: Measure) -> None:
-    table = measure()
-    bad = replace(
-        table,
-        rows=(msgspec.structs.replace(table.rows[0], ms_median=float("nan")), *table.rows[1:]),
-    )
-    with pytest.raises(CostTableError, match=r"rows\[0\].ms_median nan"):
-        bad.save(tmp_path / "table.json")
-    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_router_may_lack_backward_rows(measure: Measure) -> None:
@@ -102,20 +96,3 @@ def test_every_differing_field_is_named_with_both_values(
     ):
         assert difference in str(caught.value)
     assert "selection" not in str(caught.value)
-
-
-EXCHANGES = (
-    ExchangeRow(width=2, received_bytes=4_000_000, ms_median=0.1, ms_spread=0.0, repeats=5),
-    ExchangeRow(width=4, received_bytes=6_000_000, ms_median=0.15, ms_spread=0.01, repeats=5),
-)
-
-
-def test_exchanges_are_kept_and_may_be_absent(tmp_path: Path, measure: Measure) -> None:
-    path = tmp_path / "table.json"
-    table = replace(measure(), exchanges=EXCHANGES)
-    table.save(path)
-    assert CostTable.load(path) == table
-    document = json.loads(path.read_text())
-    del document["exchanges"]
-    path.write_text(json.dumps(document))
-    assert CostTable.load(path).exchanges == ()

@@ -167,31 +167,24 @@ def blend_of(folder: Path, *names: str, weights: tuple[float, ...] | None = None
     )
 
 
-def open_blend(
-    blend: Blend,
-    *,
-    split: str = "train",
-    split_weights: str = "100,0,0",
-    lengths_only: bool = False,
-) -> SampleIndex:
-    found = open_samples(
-        blend,
-        split,
-        max_tokens=64,
-        overlong="split",
-        seed=5,
-        split_weights=split_weights,
-        missing_loss_mask="train",
-        lengths_only=lengths_only,
-    )
+def open_blend(blend: Blend, split: str = "train", **options: Any) -> SampleIndex:
+    options = {"missing_loss_mask": "train", **options}
+    found = open_samples(blend, split, max_tokens=64, overlong="split", seed=5, **options)
     assert found is not None
     return found
 
 
-@given(weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6), places=st.integers(1, 200))
+@given(
+    weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6),
+    places=st.integers(1, 200),
+    consumed=st.integers(0, 90),
+)
 @settings(max_examples=40, deadline=None)
-def test_the_order_equals_the_naive_one(weights: list[float], places: int) -> None:
+def test_the_order_equals_the_naive_one(weights: list[float], places: int, consumed: int) -> None:
     sources, numbers = BlendingOrder(weights).places(0, places)
+    resumed = BlendingOrder(weights).places(consumed, 10)
+    never_stopped = BlendingOrder(weights).places(0, consumed + 10)
+    assert all(map(np.array_equal, resumed, (each[consumed:] for each in never_stopped)))
     # Shares are divided the same way, so that ties are broken the same way.
     shares = (np.asarray(weights) / np.sum(weights)).tolist()
     expected = oracle.blended_sources([share / sum(shares) for share in shares], places)
@@ -273,16 +266,6 @@ def test_every_source_goes_through_epochs_of_its_own(
         assert len(epochs) == 1 or epochs[0].tolist() != epochs[1].tolist()
 
 
-@given(consumed=st.integers(0, 90), size=st.integers(1, 40))
-@settings(max_examples=30, deadline=None)
-def test_resuming_in_the_middle_of_an_epoch_continues_the_same_order(
-    consumed: int, size: int, folder: Path
-) -> None:
-    blend = blend_of(folder, *NAMES, weights=(0.5, 0.2, 0.3))
-    never_stopped = open_blend(blend).global_batch(0, consumed + size)
-    assert np.array_equal(open_blend(blend).global_batch(consumed, size), never_stopped[consumed:])
-
-
 def test_samples_are_those_of_their_source(folder: Path) -> None:
     index = open_blend(blend_of(folder, *NAMES, weights=(0.5, 0.2, 0.3)))
     samples = index.global_batch(0, 60)
@@ -295,24 +278,18 @@ def test_samples_are_those_of_their_source(folder: Path) -> None:
 
 
 def test_a_blend_of_one_is_the_data_set_itself(folder: Path) -> None:
-    arguments = {"max_tokens": 64, "overlong": "split", "seed": 5, "split_weights": "100,0,0"}
-    alone = open_samples(blend_of(folder, "web"), "train", **arguments)
-    weighted = open_samples(blend_of(folder, "web", weights=(0.3,)), "train", **arguments)
-    assert alone is not None and weighted is not None
+    alone = open_blend(blend_of(folder, "web"))
+    weighted = open_blend(blend_of(folder, "web", weights=(0.3,)))
     assert alone.digest() == weighted.digest()
     assert alone.sources == ()
 
 
 def test_a_source_without_a_mask_beside_masked_ones_is_refused(folder: Path) -> None:
-    arguments: dict[str, Any] = {"max_tokens": 64, "overlong": "split", "seed": 5}
     message = f"--data-path: no loss mask beside {folder / 'web'}, {folder / 'code'}, as other"
     with pytest.raises(DataError, match=re.escape(message)):
-        open_samples(blend_of(folder, *NAMES), "train", split_weights="100,0,0", **arguments)
+        open_blend(blend_of(folder, *NAMES), missing_loss_mask="refuse")
     for names in (("web", "code"), ("books",)):
-        found = open_samples(
-            blend_of(folder, *names), "train", split_weights="100,0,0", **arguments
-        )
-        assert found is not None
+        open_blend(blend_of(folder, *names), missing_loss_mask="refuse")
 
 
 def test_splits_cut_every_source(folder: Path) -> None:

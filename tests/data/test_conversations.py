@@ -18,11 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.conversations import (
-    RenderError,
-    render_conversation,
-    render_plain,
-)
+from sparsebalance_megatron.data.conversations import ConversationRenderer
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
 
@@ -31,37 +27,15 @@ words = st.text(alphabet="ab \n", min_size=1, max_size=5)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
 
 
-def messages_of(pairs: Sequence[tuple[str, str]]) -> list[Message]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
 @given(pairs=turns)
 def test_plain_template_trains_what_assistants_say(pairs: list[tuple[str, str]]) -> None:
-    document = render_conversation(messages_of(pairs), render_plain)
+    messages: list[Message] = [{"role": role, "content": content} for role, content in pairs]
+    document = ConversationRenderer().document(messages, None)
     assert document.text == "".join(f"{role}: {content}\n" for role, content in pairs)
     assert document.trained_spans is not None
     trained = [document.text[start:end] for start, end in document.trained_spans]
     assert trained == [f"{content}\n" for role, content in pairs if role == "assistant"]
     assert document.ends_trained == (pairs[-1][0] == "assistant")
-
-
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
-    def only_the_last_turn(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages[-1:], open_assistant_turn)
-
-    conversation = messages_of([("user", "a"), ("assistant", "b"), ("user", "c")])
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(conversation, only_the_last_turn)
-
-
-def test_template_whose_prompt_is_not_what_a_turn_begins_with_is_refused() -> None:
-    """Where the assistant's words begin cannot be told."""
-
-    def another_prompt(messages: Sequence[Message], open_assistant_turn: bool) -> str:
-        return render_plain(messages, False) + ("Now you: " if open_assistant_turn else "")
-
-    with pytest.raises(RenderError, match="turn 2"):
-        render_conversation(messages_of([("user", "a"), ("assistant", "b")]), another_prompt)
 
 
 CHATML = (
@@ -86,7 +60,7 @@ MARKS = (
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}"
 )
-TIME = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ strftime_now('%f') }}"
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TALK: list[Message] = [
     {"role": "user", "content": "is it?"},
     {"role": "assistant", "content": "it is 2024"},
@@ -169,23 +143,43 @@ def test_the_end_token_is_trained_once(
     assert ("1 documents end with the end-of-sequence token" in done.out) == (eos == "<|im_end|>")
 
 
+THINKS = "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"
+NOT_THINKING = ("--chat-template-kwargs", '{"enable_thinking": false}')
+DATED = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
+IGNORES, KNOWS, WRITES = (
+    "ignores add_generation_prompt",
+    "knows enable_thinking",
+    "may write the time",
+)
+
+
 @pytest.mark.parametrize(
-    ("flags", "trained"),
+    ("template", "flags", "expected", "noted"),
     [
-        ((), "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"),
+        (CHATML, (), ASKED + "[it is 2024<|im_end|>\n]", None),
+        (TURNS, (), "user: is it?\n[assistant: it is 2024\n]", IGNORES),
+        (QWEN, (), ASKED + THINKS, KNOWS),
+        (QWEN, NOT_THINKING, f"{ASKED}<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]", None),
         (
-            ("--chat-template-kwargs", '{"enable_thinking": false}'),
-            "<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]",
+            *(DATED, ("--chat-template-kwargs", '{"date": "1999"}')),
+            *(f"1999{ASKED}[it is 2024<|im_end|>\n]", WRITES),
         ),
     ],
 )
-def test_an_empty_think_block_is_trained_or_given(
-    flags: tuple[str, ...], trained: str, tmp_path: Path, capsys: Capsys
+def test_what_of_a_turn_is_trained_and_noted(
+    template: str,
+    flags: tuple[str, ...],
+    expected: str,
+    noted: str | None,
+    tmp_path: Path,
+    capsys: Capsys,
 ) -> None:
     records = [{"messages": TALK}]
-    done = Prepared(tmp_path, QWEN, records, capsys, "--no-append-eod", *flags)
-    assert done.documents == [ASKED + trained]
-    assert ("note: the chat template knows enable_thinking" in done.out) == (not flags)
+    done = Prepared(tmp_path, template, records, capsys, "--no-append-eod", *flags)
+    assert done.documents == [expected]
+    notes = [note for note in (IGNORES, KNOWS, WRITES) if note in done.out]
+    assert notes == ([noted] if noted else [])
+    assert done.summary["chat_template_kwargs"] == (json.loads(flags[1]) if flags else {})
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}, {"content": "wait"}])
@@ -207,31 +201,55 @@ def test_tools_are_written_and_calls_trained(
     ]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKS, None])
-@pytest.mark.parametrize("key", ["tools", "tool_calls"])
-def test_what_a_template_does_not_write_is_refused(
-    template: str | None, key: str, tmp_path: Path, capsys: Capsys
+UNREADABLE = {"function": {"name": "clock", "arguments": "{"}}
+CALLING = {"messages": [*TALK, TALK[0], CALL]}
+FOLLOWED = {"messages": [*TALK, TALK[0]]}
+REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
+    *(
+        (each, {"messages": TALK, "tools": [TOOL]}, "write tools;")
+        for each in (CHATML, MARKS, None)
+    ),
+    *((each, CALLING, "write tool_calls;") for each in (CHATML, MARKS, None)),
+    (QWEN, {"messages": [TALK[0], CALL | {"tool_calls": [{"name": "clock"}]}]}, "tool_calls[0]"),
+    (
+        QWEN,
+        {"messages": [TALK[0], CALL | {"tool_calls": [UNREADABLE]}]},
+        "arguments: not valid JSON",
+    ),
+    (
+        QWEN,
+        {"messages": [TALK[0], CALL | {"tool_calls": []}]},
+        "content is empty, and there are no tool_calls",
+    ),
+    (CHATML, {"messages": TALK[::-1] + TALK}, "begin with a user or system turn"),
+    # The time, a rewriting of earlier turns, another opening than what turns begin with.
+    (TURNS + "{{ strftime_now('%f') }}", FOLLOWED, "it writes another text each time"),
+    ("{{ messages[-1].content }}", FOLLOWED, "it does not render turn 2 as a suffix"),
+    (TURNS + "{% if add_generation_prompt %}Now: {% endif %}", FOLLOWED, "turn 2 as a suffix"),
+]
+
+
+@pytest.mark.parametrize(("template", "record", "named"), REFUSED)
+def test_what_cannot_be_rendered_is_named_with_its_line(
+    template: str | None, record: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    record = {"messages": [*TALK, TALK[0], CALL]} if key == "tool_calls" else {"messages": TALK}
-    record |= {"tools": [TOOL]} if key == "tools" else {}
     done = Prepared(tmp_path, template, [record], capsys)
-    assert done.status == 2
-    assert f"in.jsonl:1: the chat template cannot render it: it does not write {key}" in done.err
+    assert done.status == 2 and "in.jsonl:1: " in done.err and named in done.err
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("template", "flags", "named"),
     [
-        ({"tool_calls": [{"name": "clock"}]}, "tool_calls[0]"),
-        ({"tool_calls": [{"function": {"name": "clock", "arguments": "{"}}]}, "arguments"),
-        ({"tool_calls": []}, "content is empty, and there are no tool_calls"),
+        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
+        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
     ],
 )
-def test_calls_that_are_none_are_named(
-    change: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
+def test_flags_that_mean_nothing_are_refused(
+    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    done = Prepared(tmp_path, QWEN, [{"messages": [TALK[0], CALL | change]}], capsys)
-    assert done.status == 2 and "in.jsonl:1: messages[1]" in done.err and named in done.err
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
+    assert done.status == 2 and named in done.err
 
 
 @pytest.mark.parametrize(
@@ -261,19 +279,6 @@ def test_documents_in_which_a_tag_marks_nothing_are_counted(tmp_path: Path, caps
     assert f"note: 1 documents, {tokens} tokens, have no token that is trained" in done.out
 
 
-def test_a_template_that_writes_the_time_is_noted_and_seconds_are_refused(
-    tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path / "seconds", TIME, [{"messages": TALK}], capsys)
-    assert done.status == 2 and "it writes another text each time" in done.err
-    years = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
-    flags = ("--chat-template-kwargs", '{"date": "1999"}')
-    done = Prepared(tmp_path / "years", years, [{"messages": TALK}], capsys, *flags)
-    assert done.documents[0].startswith("1999<|im_start|>")
-    assert "note: the chat template may write the time" in done.out
-    assert done.summary["chat_template_kwargs"] == {"date": "1999"}
-
-
 @pytest.mark.parametrize("flags", [(), ("--prepend-bos",)])
 def test_texts_begin_with_a_token_if_asked_for(
     flags: tuple[str, ...], tmp_path: Path, capsys: Capsys
@@ -285,42 +290,6 @@ def test_texts_begin_with_a_token_if_asked_for(
     assert done.documents[0] == f"[{begin}it is<|endoftext|>]"
     assert done.documents[1].startswith("<|im_start|>")
     assert ("would begin 1 texts with <s>; --prepend-bos" in done.out) == (not flags)
-
-
-@pytest.mark.parametrize(
-    ("template", "flags", "named"),
-    [
-        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
-        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
-        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
-    ],
-)
-def test_flags_that_mean_nothing_are_refused(
-    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
-    assert done.status == 2 and named in done.err
-
-
-@pytest.mark.parametrize(
-    ("template", "noted"),
-    [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", True),
-        (MARKS, False),
-        (CHATML, False),
-    ],
-)
-def test_a_template_that_opens_no_turn_is_noted(
-    template: str, noted: bool, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
-    assert done.status == 0
-    assert ("note: the chat template ignores add_generation_prompt" in done.out) == noted
-
-
-def test_a_conversation_that_the_assistant_begins_is_named(tmp_path: Path, capsys: Capsys) -> None:
-    done = Prepared(tmp_path, CHATML, [{"messages": TALK[::-1] + TALK}], capsys)
-    assert "in.jsonl:1: " in done.err and "begin with a user or system turn" in done.err
 
 
 def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:

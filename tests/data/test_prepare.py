@@ -15,11 +15,9 @@ import pytest
 from data.tokenizers_of_tests import save_tokenizer, train_tokenizer
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.conversations import render_plain
 from sparsebalance_megatron.data.documents import DatasetWriter, Documents
 from sparsebalance_megatron.data.prepare import DocumentTokenizer, load_tokenizer, prepare
 from sparsebalance_megatron.data.records import RecordFiles
-from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
@@ -59,14 +57,6 @@ def decode(tokenizer: str, tokens: Sequence[int] | np.ndarray) -> str:
 
     loaded = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     return loaded.decode([int(token) for token in tokens], skip_special_tokens=False)
-
-
-def trained_text(tokenizer: str, prefix: str, document: int) -> str:
-    documents = Documents.open(prefix)
-    length = int(documents.lengths_tokens[document])
-    mask = documents.read_loss_mask(document, 0, length)
-    assert mask is not None
-    return decode(tokenizer, documents.read_tokens(document, 0, length)[mask == 1])
 
 
 def test_stored_tokens_decode_to_the_texts(tokenizer: str, tmp_path: Path) -> None:
@@ -122,33 +112,6 @@ def test_a_tokenizer_that_cuts_or_pads_does_neither(tokenizer: str, tmp_path: Pa
     plain.backend.save(str(tmp_path / "cutting" / "tokenizer.json"))
     loaded = load_tokenizer(str(tmp_path / "cutting"))
     assert [e.ids for e in loaded.backend.encode_batch(TEXTS)] == [e.ids for e in expected]
-
-
-def test_without_eod_nothing_is_appended(tokenizer: str, tmp_path: Path) -> None:
-    prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer, append_eod=False)
-    assert [decode(tokenizer, tokens) for tokens in stored_documents(prefix)] == TEXTS
-
-
-def test_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
-    prefix, text = str(tmp_path / "data"), render_plain(CONVERSATION, False)
-    tokenizer = train_tokenizer([text, text, "all of this counts"], VOCABULARY, tmp_path / "own")
-    records = [
-        {"messages": CONVERSATION},
-        {"messages": CONVERSATION[:3]},
-        {"text": "all of this counts"},
-    ]
-    summary = prepare(jsonl(tmp_path / "in.jsonl", records), prefix, tokenizer_name=tokenizer)
-    assert trained_text(tokenizer, prefix, 0) == " It is 2.\n Yes, it is.\n<|endoftext|>"
-    assert trained_text(tokenizer, prefix, 1) == " It is 2.\n"
-    assert trained_text(tokenizer, prefix, 2) == "all of this counts<|endoftext|>"
-    assert summary["loss_mask"]
-    assert 0 < summary["loss_tokens"] < summary["tokens"]
-    index = SampleIndex.open(prefix, max_tokens=64, overlong="truncate", seed=1)
-    assert index is not None
-    sample = index.read(1)
-    assert sample.loss_mask is not None
-    assert decode(tokenizer, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
 
 
 def test_bad_records_stop_or_are_counted(tokenizer: str, tmp_path: Path) -> None:
@@ -247,14 +210,6 @@ def test_a_chat_template_that_is_no_text_is_refused(template: object, tmp_path: 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: "):
         load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("begins", [False, True])
-def test_the_token_that_texts_begin_with(begins: bool, tmp_path: Path) -> None:
-    """A token may be there without beginning texts."""
-    reference = save_tokenizer(tmp_path, begins_texts=begins)
-    expected = reference.token_to_id("<s>") if begins else None
-    assert load_tokenizer(str(tmp_path)).bos == expected
 
 
 def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:

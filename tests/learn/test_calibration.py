@@ -232,18 +232,6 @@ def test_odd_steps_and_missing_times_move_nothing():
     assert (drill.learner.snapshot() == kept).all()
 
 
-def test_two_ranks_share_the_difference():
-    """Nobody knows which of two is the slow one; the stage's scale takes up the rest."""
-    learner = DeviceSlowness(2, 1)
-    scales = StageScales.ones(1)
-    for step in range(8):
-        predicted = np.full((2, 2, 1, 1, 4), 10.0 + step)
-        measured = predicted * np.array([1.0, 1.44]).reshape(2, 1, 1, 1)
-        learner.update(Times(predicted, scales), Times(measured, scales))
-    slow, fast = learner.snapshot()[::-1, 0]
-    assert slow / fast == pytest.approx(1.44, rel=0.05)
-
-
 def test_a_single_rank_has_nobody_to_compare_with():
     learner = DeviceSlowness(1, 2)
     for _ in range(8):

@@ -20,8 +20,8 @@ from step_cases import step_measurement
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler, evaluation_scheduler
-from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError, StepPlanner
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 STEPS = 6
@@ -140,17 +140,6 @@ def test_a_restored_scheduler_goes_on_as_if_never_stopped(
         assert begun + run(second, range(stop, STEPS)) == whole
 
 
-def test_an_account_of_coverage_is_left_behind(index: SampleIndex) -> None:
-    """Checkpoints of before hold one; everything else is taken over."""
-    first = scheduler(index, LateExecutor())
-    run(first, range(3))
-    second = scheduler(index, LateExecutor())
-    (said,) = second.load_state_dict(first.state_dict() | {"coverage_balance": {"deficit": [0.1]}})
-    assert "account of coverage" in said
-    assert second.state_dict()["coverage"] == first.state_dict()["coverage"]
-    second.planned(3)
-
-
 def test_state_of_planning_ahead_loads_on_demand_and_back(
     index: SampleIndex, worker: Executor
 ) -> None:
@@ -201,16 +190,16 @@ class InOrder:
 def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choices: Any) -> StepPlan:
     """The second step of 16 samples, of four micro-batches on every rank."""
     job = job_shape(ranks, 4, 2)
-    schedule = evaluation_scheduler(
+    planner = StepPlanner(
         job=job,
         plan_settings=plan_settings(**choices),
         cost=cost_model(),
         coverage=coverage_curves(job.layers, seed=2),
-        index=InOrder(lengths),
-        global_batch_size=16,
-        dense=dense,
+        calibrate="measured",
     )
-    found = schedule.planned(1)
+    index, sizes = InOrder(lengths), BatchSizes.constant(16)
+    training = Scheduler(planner, job=job, index=index, batch_sizes=sizes)
+    found = training.for_evaluation(index, job, 16, dense=dense).planned(1)
     assert found.samples.tolist() == list(range(16, 32))
     return found.plan
 
@@ -275,15 +264,13 @@ def test_steps_are_those_that_megatron_walks_through(schedule: tuple[tuple[int, 
         begins[consumed] = step
         consumed += size
     for samples in range(consumed):
-        assert sizes.step_at(samples) == begins.get(samples)
+        if samples in begins:
+            assert sizes.step_at(samples) == begins[samples]
+            continue
+        with pytest.raises(StateError, match=r"no step of --step-batch|no multiple of --global"):
+            sizes.step_at(samples)
     walked = [sizes.size_of(step) for step in range(3, 40)]
     assert sizes.sizes_from(3)[: len(set(walked))] == tuple(dict.fromkeys(walked))
-
-
-def test_a_fixed_size_has_one_phase() -> None:
-    sizes = BatchSizes.constant(8)
-    assert [sizes.first_sample(step) for step in (0, 1, 10**9)] == [0, 8, 8 * 10**9]
-    assert (sizes.step_at(24), sizes.step_at(25)) == (3, None)
 
 
 @pytest.mark.parametrize("schedule", [(), ((4, 8),), ((0, 8), (0, 4)), ((0, 0),)])
@@ -311,7 +298,7 @@ def test_every_step_plans_the_samples_that_megatron_counts(index: SampleIndex) -
     resumed = scheduled(index, (0, 2), (4, 6), (13, 8))
     assert resumed.load_state_dict(state) == ()
     assert resumed._finished_step == 2
-    with pytest.raises(StateError, match="after which no step begins"):
+    with pytest.raises(StateError, match=r"10 samples, no multiple of --global-batch-size 4"):
         scheduled(index, (0, 4)).load_state_dict(state)
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,19 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
         log.close()
 
 
-def test_a_line_too_long_for_the_log_is_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda: Line(text="x" * 300), "exceeds half"), (lambda: Line(number=1 // 0), "by zero")],
+)
+def test_a_line_that_cannot_be_made_or_is_too_long_is_counted(
+    make: Callable[[], Line], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    long = Line(text="x" * 300)
+    log = LogWriter(tmp_path / "log.jsonl", HEADER, max_bytes=600)
+    first, *others = (lambda number=number: Line(number=number) for number in range(3))
     with caplog.at_level(logging.WARNING):
-        lines = (Line(number=0), long, long, Line(number=1), Line(number=2))
-        write(tmp_path / "log.jsonl", *lines, max_bytes=600)
+        for each in (first, make, make, *others):
+            log.append(each)
+        log.close()
     assert records(tmp_path / "log.jsonl") == [
         WRITTEN_HEADER,
         {"type": "line", "number": 0},
@@ -128,56 +135,59 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
         {"type": "line", "number": 2},
     ]
     (warning,) = caplog.records
-    assert "log.jsonl" in warning.getMessage()
+    assert "log.jsonl" in warning.getMessage() and reason in warning.getMessage()
 
 
-FULL_DISK = """
-import logging, resource, sys
+PREAMBLE = """
+import logging, os, resource, sys, time
 from sparsebalance_megatron.log.files import LogWriter
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
-    text: str = ""
-
-def append(number, text=""):
-    log.append(lambda: Line(number=number, text=text))
-    log.flush()
+    text: str
 
 logging.basicConfig(format="WARNED %(message)s")
 log = LogWriter(sys.argv[1], Header(log_format=2))
+
+def append(number, text="x" * 2000):
+    log.append(lambda: Line(number=number, text=text))
+"""
+
+
+def start(program: str, path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + program, str(path)], stderr=subprocess.PIPE, text=True
+    )
+
+
+FULL_DISK = """
 log.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(50):
     append(number, "x" * 90)
+    log.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 append(50)
 append(51)
-print("trained on")
 """
 
 
 def test_a_full_disk_costs_one_warning_and_counted_lines(tmp_path: Path) -> None:
     """A limit on the file's size fails a write half-way, as a full disk does."""
     path = tmp_path / "log.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "trained on\n"
-    assert done.stderr.count("WARNED") == 1
-    lines = [json.loads(text) for text in path.read_text().splitlines() if whole(text)]
+    process = start(FULL_DISK, path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and errors.count("WARNED") == 1, errors
+    # Without what was cut off.
+    whole = [text for text in path.read_text().splitlines() if text.endswith("}")]
+    lines = [json.loads(text) for text in whole]
     lines = [line for line in lines if "number" in line]
     written = [line["number"] for line in lines[:-2]]
     assert written == list(range(len(written)))
     assert 0 < len(written) < 50
     assert [line["number"] for line in lines[-2:]] == [50, 51]
     assert [line.get("lines_dropped") for line in lines[-2:]] == [50 - len(written), None]
-
-
-def whole(text: str) -> bool:
-    """Whether a line was not cut off."""
-    return text.endswith("}")
 
 
 def test_a_directory_that_cannot_be_made_costs_one_warning(
@@ -187,28 +197,6 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
     with caplog.at_level(logging.WARNING):
         write(tmp_path / "file" / "log.jsonl", Line(number=0))
     assert len(caplog.records) == 1
-
-
-PREAMBLE = """
-import os, sys, time
-from sparsebalance_megatron.log.files import LogWriter
-from sparsebalance_megatron.log.records import Header, Record
-
-class Line(Record):
-    number: int
-    text: str
-
-log = LogWriter(sys.argv[1], Header(log_format=2))
-
-def append(number):
-    log.append(lambda: Line(number=number, text="x" * 2000))
-"""
-
-
-def start(program: str, path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + program, str(path)], stderr=subprocess.PIPE, text=True
-    )
 
 
 def numbers(path: Path) -> list[int]:
@@ -283,19 +271,6 @@ def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     assert sum(line.get("lines_dropped", 0) for line in lines) == 3
 
 
-def test_a_line_that_cannot_be_made_is_said_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = LogWriter(tmp_path / "log.jsonl", HEADER)
-    with caplog.at_level(logging.WARNING):
-        log.append(lambda: Line(number=1 // 0))
-        log.append(lambda: Line(number=1))
-        log.close()
-    assert "by zero" in caplog.text
-    (line,) = records(tmp_path / "log.jsonl")[1:]
-    assert (line["number"], line["lines_dropped"]) == (1, 1)
-
-
 HOLDER = """
 import os, sys, time
 from sparsebalance_megatron.log.files import LogDirectory
@@ -332,14 +307,11 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
         LogDirectory(tmp_path).make(claim=False)
         other.kill()
         other.wait()
-        LogDirectory(tmp_path).make(claim=True)
+        # A process may begin again where it began before.
+        again = [LogDirectory(tmp_path) for _ in range(2)]
+        for directory in again:
+            directory.make(claim=True)
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_process_may_begin_again_where_it_began_before(tmp_path: Path) -> None:
-    first = LogDirectory(tmp_path)
-    first.make(claim=True)
-    LogDirectory(tmp_path).make(claim=True)
 
 
 def test_earlier_logs_are_moved_by_number(tmp_path: Path) -> None:

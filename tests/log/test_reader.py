@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +15,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_cases import FIGURES, HEADER, header_of
+from record_cases import FIGURES, HEADER, header_of, rank_header, rank_micro_batch, rank_step
 from record_cases import step_line as record
-from step_cases import JOB, finished_step, planned_step
+from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.cli.trace import trace_events
-from sparsebalance_megatron.log.files import LogWriter, step_log_path
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import (
     RunLogError,
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.records import LOG_FORMAT, coverage_record, encode, step_record
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.log.records import encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
-from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
+from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
 def write(directory: Path, *lines: Any) -> Path:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    write_lines(directory / "steps.jsonl", lines)
     return directory
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    header = header_of(JOB)
-    log = LogWriter(step_log_path(tmp_path), header)
-    for iteration in (1, 2):
-        iteration_ms = None if iteration == 1 else 10.0
-        step = finished_step(planned_step(), iteration=iteration, iteration_ms=iteration_ms)
-        log.append(partial(step_record, step))
-    log.append(lambda: coverage_record(2, CoverageCurves(1, 2, 0.9)))
-    log.close()
-    read = read_run_log(tmp_path)
-    assert read.problems == ()
-    assert read.header == header
-    assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
-    assert read.coverage is not None and read.coverage.iteration == 2
 
 
 def measured(**changes: Any) -> dict[str, Any]:
@@ -91,7 +70,7 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
     line, message = BAD_LINES[case]
     log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
     assert [step.iteration for step in log.steps] == [1, 3]
-    assert log.damaged_lines == 1 and log.coverage is None
+    assert log.coverage is None
     (problem,) = log.problems
     assert "line 3: " in problem
     assert message in problem
@@ -158,37 +137,21 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
     assert "2 lines in another log format" in problem
 
 
-RANK_HEADER = {
-    "type": "rank",
-    "log_format": LOG_FORMAT,
-    "world_rank": 0,
-    "data_parallel_rank": 0,
-    "pipeline_rank": 0,
-    "tensor_parallel_rank": 0,
-    "layers": [[0, 1], [4]],
-    "host": "here",
-}
+RANK_HEADER = json.loads(encode(rank_header()))
+RANK_STEP = rank_step(
+    rank_micro_batch(
+        samples=(7, 8),
+        lengths_tokens=(100, 20),
+        budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
+        coverage=(0.5, None),
+    ),
+    spans=(Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5)),
+    start_unix_s=1e9,
+)
 
 
 def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
-    return {
-        "type": "step",
-        "iteration": iteration,
-        "schedule_start_unix_s": 1e9,
-        "schedule_ms": 9.0,
-        "micro_batches": [
-            {
-                "rank": 0,
-                "position": 0,
-                "cp_size": 1,
-                "samples": [7, 8],
-                "lengths_tokens": [100, 20],
-                "budgets_LS": [[4, 1], [3, 1], [2, 1]],
-                "coverage": [0.5, None],
-            }
-        ],
-        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
-    } | changes
+    return json.loads(encode(RANK_STEP)) | {"iteration": iteration} | changes
 
 
 def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> Path:
@@ -199,19 +162,21 @@ def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> 
 
 def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
     run = SampleRun(ranks=2, stages=1, tensor_parallel=2, micro_batches=2, layers=2, steps=2)
-    logs = read_rank_logs(run.write(tmp_path), {1, 2})
+    logs = read_rank_logs(run.write(tmp_path), 2)
     assert len(list((tmp_path / "ranks").iterdir())) == 4
     assert {header.world_rank for header in logs.headers.values()} == {0, 2}
-    assert {place for by_place in logs.steps.values() for place in by_place} == {(0, 0), (1, 0)}
+    assert {place: step.iteration for place, step in logs.steps.items()} == {(0, 0): 2, (1, 0): 2}
 
 
 def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: Path) -> None:
     write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), name="rank-00000.jsonl.1")
     again = rank_record(2, schedule_start_unix_s=2e9)
     write_rank(tmp_path, RANK_HEADER | {"lines_discarded": 3}, again, rank_record(3))
-    logs = read_rank_logs(tmp_path, {1, 2, 3})
-    assert sorted(logs.steps) == [1, 2, 3]
-    assert logs.steps[2][0, 0].start_unix_s == 2e9
+    starts_s = (1e9, 2e9, 1e9)
+    for iteration, start_s in enumerate(starts_s, start=1):
+        logs = read_rank_logs(tmp_path, iteration)
+        assert logs.steps[0, 0].iteration == iteration
+        assert logs.steps[0, 0].start_unix_s == start_s
     (problem,) = logs.problems
     assert "3 oldest lines were discarded" in problem
 
@@ -239,10 +204,10 @@ BAD_RANK_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
     change, message = BAD_RANK_RECORDS[case]
     bad = rank_record(2, **change)
-    logs = read_rank_logs(
-        write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3)), {1, 2, 3}
-    )
-    assert sorted(logs.steps) == [1, 3]
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3))
+    assert read_rank_logs(tmp_path, 3).steps[0, 0].iteration == 3
+    logs = read_rank_logs(tmp_path, 2)
+    assert not logs.steps
     (problem,) = logs.problems
     assert "rank-00000.jsonl line 3: " in problem
     assert message in problem
@@ -253,7 +218,7 @@ def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:
     write_rank(
         tmp_path, RANK_HEADER | {"data_parallel_rank": 1}, rank_record(1), name="rank-00001.jsonl"
     )
-    logs = read_rank_logs(tmp_path, {1})
+    logs = read_rank_logs(tmp_path, 1)
     assert list(logs.headers) == [(1, 0)]
     (problem,) = logs.problems
     assert "rank-00000.jsonl: no header line; this rank is left out" in problem
@@ -298,16 +263,6 @@ def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path: Path, lines: list
     assert tail.header == read_run_log(tmp_path).header
 
 
-def test_a_log_that_outgrew_its_file_is_read_from_the_next(
-    tmp_path: Path, lines: list[bytes]
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_bytes(b"".join(lines[:4]))
-    os.replace(path, tmp_path / "steps.jsonl.1")
-    path.write_bytes(lines[0] + b"".join(lines[5:]))
-    assert iterations(tmp_path)[-1] == 6
-
-
 def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: list[bytes]) -> None:
     steps = [line for line in lines if json.loads(line)["type"] == "step"]
     (tmp_path / "steps.jsonl").write_bytes(lines[0] + b"".join(steps) + lines[0] + steps[2])
@@ -315,16 +270,6 @@ def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: lis
     log = read_run_log(tmp_path)
     assert [step.iteration for step in log.steps] == [1, 2, 3]
     assert "4 steps before a resume" in log.problems[0]
-
-
-def test_headers_are_read_without_steps(tmp_path: Path) -> None:
-    paths = [RUN.write(tmp_path) / "ranks" / f"rank-0000{number}.jsonl" for number in range(4)]
-    logs = read_rank_logs(tmp_path, ())
-    assert {header.host for header in logs.headers.values()} == {"node0", "node1"}
-    assert not logs.steps
-    paths[0].write_text('{"type": "ra')
-    paths[2].unlink()
-    assert len(read_rank_logs(tmp_path, ()).headers) == 2
 
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
@@ -336,7 +281,7 @@ JUNK: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = SampleRun(ranks=1, stages=2, micro_batches=2, layers=3, steps=3)
+    run = SampleRun(ranks=1, stages=2, micro_batches=2, layers=4, steps=3)
     return run.write(tmp_path_factory.mktemp("whole"))
 
 
@@ -347,15 +292,14 @@ def copy(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def read_everything(directory: Path) -> Evidence:
-    """All that a report and a trace take from the files."""
+def problems_of_everything(directory: Path) -> list[str]:
+    """What is said of the files when every step is drawn."""
     log = read_run_log(directory)
     make_report(directory, directory, None)
-    evidence = gather(log, {step.iteration for step in log.steps})
-    drawn = [(step, evidence.timelines(step.iteration)) for step in log.steps]
-    events = trace_events((step, timelines) for step, timelines in drawn if timelines)
-    json.dumps(list(events), allow_nan=False)
-    return evidence
+    return [
+        *log.problems,
+        *(each for step in log.steps for each in gather(log, step.iteration)[0].problems),
+    ]
 
 
 @given(data=st.data())
@@ -365,10 +309,10 @@ def test_cut_anywhere(whole: Path, copy: Path, data: st.DataObject) -> None:
     end = data.draw(st.integers(0, len(content)))
     (copy / name).write_bytes(content[:end])
     try:
-        evidence = read_everything(copy)
+        problems = problems_of_everything(copy)
         kept = content[:end].count(b"\n")
         cut_inside_a_line = end > 0 and content[end - 1 : end] != b"\n"
-        named = [each for each in evidence.problems if f"{name} line {kept + 1}:" in each]
+        named = [each for each in problems if f"{name} line {kept + 1}:" in each]
         # Only the newline itself can go unnoticed.
         assert bool(named) == (cut_inside_a_line and content[end : end + 1] != b"\n")
     except RunLogError:
@@ -392,7 +336,7 @@ def test_any_value_replaced(whole: Path, copy: Path, data: st.DataObject) -> Non
         holder[key] = data.draw(st.sampled_from(JUNK))
     (copy / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     try:
-        read_everything(copy)
+        problems_of_everything(copy)
     except (RunLogError, ReportError) as error:
         assert str(copy) in str(error)
     finally:
@@ -412,9 +356,8 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(whole, directory)
     (directory / "ranks" / "rank-00001.jsonl").unlink()
-    evidence = read_everything(directory)
-    assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in evidence.problems
-    measured = evidence.timelines(2).get("measured")
-    assert measured is not None
+    ranks, timelines = gather(read_run_log(directory), 2)
+    assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in ranks.problems
+    measured = timelines["measured"]
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)

@@ -16,7 +16,6 @@ from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     RANK_LOG,
     STEP_LOG,
     DamagedLineError,
@@ -26,7 +25,6 @@ from sparsebalance_megatron.log.records import (
     coverage_record,
     decode,
     encode,
-    rank_header,
     rank_step,
     step_record,
 )
@@ -82,7 +80,7 @@ def test_a_record_holds_what_the_run_knew() -> None:
     assert step.figures.coverage == pytest.approx(0.45)
     assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert not step.waits_in_layers and not step.in_segments
+    assert step.measured.waiting_2RPVM is None and not step.in_segments
 
 
 def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
@@ -91,8 +89,7 @@ def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
     own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
     measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
     step = step_from(written(planned, measured=measured))
-    assert step.waits_in_layers
-    np.testing.assert_array_equal(step.passed_2RPVM("measured"), passed_2RPVM)
+    np.testing.assert_array_equal(step.measured.times_2RPVM, passed_2RPVM)
     np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
     figures = step.figures
     assert figures.imbalance == pytest.approx(figures.imbalance_predicted)
@@ -117,17 +114,6 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
     assert step.figures.busiest_rank_ms_measured is None
     np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
-
-
-def test_who_shared_a_row_comes_back() -> None:
-    planned = planned_step()
-    by_place = {(each.rank, each.position): each for each in planned.plan.micro_batches}
-    whole = replace(by_place[0, 0], cp_size=2)
-    del by_place[0, 0], by_place[1, 0]
-    plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
-    shared = replace(finished_step(planned), planned=replace(planned, plan=plan))
-    assert step_from(as_json(step_record(shared))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -223,32 +209,17 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
 
-def test_a_rank_says_which_share_of_a_row_it_had() -> None:
-    """The second of two that share a row has no coverage to say."""
+def test_who_shared_a_micro_batch_comes_back() -> None:
     planned = planned_step()
     first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
     micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
     shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
     finished = replace(finished_step(planned), planned=shared)
+    assert step_from(as_json(step_record(finished))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
+    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
     read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
-
-
-def test_the_header_says_which_rank() -> None:
-    header = rank_header(PLACE, JOB, "node-1")
-    assert as_json(header) == {
-        "type": "rank",
-        "log_format": LOG_FORMAT,
-        "world_rank": 3,
-        "data_parallel_rank": 1,
-        "pipeline_rank": 1,
-        "tensor_parallel_rank": 0,
-        "layers": [[2, 3], [6, 7]],
-        "host": "node-1",
-    }
-    assert decode(encode(header), RANK_LOG) == header
-    assert header.place == (1, 1)
 
 
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:

@@ -268,32 +268,26 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
     assert named(TRAINING) & of_a_config == set()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--context-parallel-size 1",
-        "--context-parallel-size 4 --sparse-balance-max-context-parallel 8",
-        "--context-parallel-size 2 --sparse-balance-config context-parallel=static",
-        "--context-parallel-size 2 --sparse-balance-max-tokens-per-micro-batch 128",
-        "--moe-token-dispatcher-type allgather",
-        "--moe-token-dispatcher-type alltoall --num-experts 4",
-        "--moe-pad-expert-input-to-capacity --num-experts 4 --moe-token-dispatcher-type alltoall",
-        "--num-query-groups 2 --group-query-attention --tensor-model-parallel-size 2",
-        "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
-        "--sparse-balance-selection token-query-head",
-        "--tensor-model-parallel-size 2",
-        "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
-        "--ckpt-format torch_dist --save checkpoints",
-        "--ckpt-format torch",
-        "--attention-backend flash",
-        "--reset-position-ids --reset-attention-mask",
-        "--dataloader-type external --attention-dropout 0 --softmax-type vanilla",
-    ],
-)
-def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: ArgumentParser) -> None:
-    check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
-
-
+LOOK_REFUSED = [
+    "--context-parallel-size 1",
+    "--context-parallel-size 4 --sparse-balance-max-context-parallel 8",
+    "--context-parallel-size 2 --sparse-balance-config context-parallel=static",
+    "--context-parallel-size 2 --sparse-balance-max-tokens-per-micro-batch 128",
+    "--moe-token-dispatcher-type allgather",
+    "--moe-token-dispatcher-type alltoall --num-experts 4",
+    "--moe-pad-expert-input-to-capacity --num-experts 4 --moe-token-dispatcher-type alltoall",
+    "--num-query-groups 2 --group-query-attention --tensor-model-parallel-size 2",
+    "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
+    "--sparse-balance-selection token-query-head",
+    "--tensor-model-parallel-size 2",
+    "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
+    "--ckpt-format torch_dist --save checkpoints",
+    "--ckpt-format torch",
+    "--attention-backend flash",
+    "--reset-position-ids --reset-attention-mask",
+    "--dataloader-type external --attention-dropout 0 --softmax-type vanilla",
+]
+"""Beside flags that are refused for other values."""
 LAST_QUERIES = "--sparse-balance-selection vertical-slash-last-queries"
 DIVIDED = [
     "--context-parallel-size 2",
@@ -322,6 +316,7 @@ DIVIDED = [
             "^--expert-model-parallel-size 4: .* or no FSDP2",
         ),
         (1, LAST_QUERIES, None),
+        *((1, words, None) for words in LOOK_REFUSED),
         *(
             (
                 *(1, f"{LAST_QUERIES} {divided}"),
@@ -380,20 +375,3 @@ def test_changed_defaults_are_told_as_flags(monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = told(enabled=False, on_cpu=True)
     assert "--distributed-backend gloo" in line and "--no-rope-fusion" in line
     assert "--calculate-per-token-loss" not in line
-
-
-def test_defaults_are_set_only_where_the_plugin_is_on_and_explicit_flags_win() -> None:
-    def parser() -> ArgumentParser:
-        parser = ArgumentParser(allow_abbrev=False)
-        parser.add_argument("--dataloader-type", default=None)
-        parser.add_argument("--distributed-backend", default="nccl")
-        return parser
-
-    off = args_provider(enabled=False, on_cpu=False)(parser()).parse_args([])
-    assert (off.dataloader_type, off.distributed_backend) == (None, "nccl")
-    on = args_provider(enabled=True, on_cpu=True)(parser()).parse_args([])
-    assert (on.dataloader_type, on.distributed_backend) == ("external", "gloo")
-    explicit = args_provider(enabled=True, on_cpu=True)(parser()).parse_args(
-        ["--distributed-backend", "nccl"]
-    )
-    assert explicit.distributed_backend == "nccl"

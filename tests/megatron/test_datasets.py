@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import warnings
 from pathlib import Path
 
 import pytest
 
-from sparsebalance_megatron.megatron import datasets
 from sparsebalance_megatron.megatron.compat import keep_built_data_set_helpers
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 
@@ -36,23 +34,6 @@ def test_a_failed_import_ends_the_silence_too(caplog: pytest.LogCaptureFixture) 
         raise ImportError
     logging.getLogger("torch.utils.cpp_extension").warning("after")
     assert caplog.messages == ["after"]
-
-
-def test_every_import_of_megatron_for_data_is_quiet() -> None:
-    """A command that reads or writes data is the first to import Megatron."""
-    tree = ast.parse(Path(datasets.__file__).read_text("utf-8"))
-    quiet = {
-        id(statement)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.With) and "quiet_imports" in ast.dump(node.items[0])
-        for statement in ast.walk(node)
-    }
-    imports = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
-    ]
-    assert imports and all(id(node) in quiet for node in imports)
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,8 @@ VARIANTS = {
     "latent attention": (*LATENT, "--rope-type", "rope"),
     "latent attention, compressed queries, yarn, learnt sinks": (
         *(*LATENT, "--qk-layernorm", "--q-lora-rank", "32", "--rope-type", "yarn"),
-        *(
-            "--rotary-scaling-factor",
-            "4",
-            "--mscale",
-            "0.7",
-            "--mscale-all-dim",
-            "0.7",
-            "--softmax-type",
-            "learnable",
-        ),
+        *("--rotary-scaling-factor", "4", "--mscale", "0.7", "--mscale-all-dim", "0.7"),
+        *("--softmax-type", "learnable"),
     ),
     "query-key layer scaling": ("--apply-query-key-layer-scaling",),
     "attention output gate": (*LLAMA, "rope", "--attention-output-gate"),

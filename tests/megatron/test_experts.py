@@ -7,10 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-from sparsebalance_megatron.megatron.experts import (
-    COLLECTIVES_PER_LAYER,
-    watch_expert_collectives,
-)
+from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER, watch_expert_collectives
 
 
 class Dispatcher:

@@ -25,8 +25,11 @@ def _fail(*_: Any, **__: Any) -> Any:
     raise MemoryError("no registers")
 
 
-def test_right_kernels_give_a_line() -> None:
-    assert f"agree with the reference (cpu, torch {torch.__version__})" in _checked()
+@pytest.mark.parametrize("block_size", [16, 2**20])
+def test_right_kernels_give_a_line(block_size: int) -> None:
+    """Documents of some blocks of 2**20 tokens would not fit memory; smaller ones are checked."""
+    said = _checked(block_size=block_size)
+    assert f"agree with the reference (cpu, torch {torch.__version__})" in said
 
 
 def test_wrong_kernels_stop_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +64,3 @@ def test_all_ranks_stop_where_the_kernels_of_one_are_wrong(documents: Path) -> N
     assert "KernelCheckError: kernel check" in run.output
     assert "(rank 1)" in run.output
     assert not run.losses
-
-
-def test_the_largest_blocks_are_checked_on_smaller_ones_on_a_cpu() -> None:
-    """Documents of some blocks of 2**20 tokens would not fit memory."""
-    assert "agree with the reference" in _checked(block_size=2**20)

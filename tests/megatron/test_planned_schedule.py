@@ -14,7 +14,8 @@ from harness import PROGRAMS, run_training
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-from sparsebalance_megatron.megatron.planned_schedule import as_planned
+from sparsebalance_megatron.megatron.planned_schedule import StepShape, as_planned
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 
 
 class Planned:
@@ -24,11 +25,8 @@ class Planned:
         self._left = [3, 1, 2]
         self._read = 0
 
-    def micro_batches(self) -> int:
-        return self._left[0]
-
-    def segment_tokens(self) -> None:
-        return None
+    def next_step(self) -> StepShape:
+        return StepShape(self._left[0], None, SegmentedSchedule(()))
 
     def __next__(self) -> int:
         self._read += 1

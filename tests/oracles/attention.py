@@ -3,8 +3,6 @@
 
 Takes and returns plain Python where it can. A block is (document, begin, end) in tokens of the
 sequence; lists map (selecting row, selecting head) to numbers of blocks in the sequence.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -124,36 +122,22 @@ def token_mask(
     cu_seqlens: list[int],
     block_size: int,
     granularity: str,
+    columns: Lists | None = None,
 ) -> Tensor:
-    """bool [H, T, T]: which key (column) a query (row) reads."""
+    """bool [H, T, T]: which key (column) a query (row) reads; ``columns`` are lists of tokens."""
     blocks = blocks_of(cu_seqlens, block_size)
     tokens = cu_seqlens[-1]
     mask = torch.zeros(query_heads, tokens, tokens, dtype=torch.bool)
     for own, (_, own_begin, own_end) in enumerate(blocks):
         for token in range(own_begin, own_end):
-            row = own if granularity == "previous-block" else token
+            row = token if granularity.startswith("token") else own
             for head in range(query_heads):
-                for number in lists[row, head * selecting_heads // query_heads]:
+                place = row, head * selecting_heads // query_heads
+                for number in lists[place]:
                     _, begin, end = blocks[number]
                     mask[head, token, begin : min(end, token + 1)] = True
+                mask[head, token, columns[place] if columns else []] = True
     return mask
-
-
-def loop_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, mask_HTT: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """One query of one head after the other, in the dtype given; differentiable. Out and LSE."""
-    tokens, query_heads, _ = q_THD.shape
-    group = query_heads // k_TGD.shape[1]
-    out, lse = [], []
-    for token in range(tokens):
-        for head in range(query_heads):
-            keys = mask_HTT[head, token].nonzero()[:, 0]
-            logits = k_TGD[keys, head // group] @ q_THD[token, head] * softmax_scale
-            out.append(logits.softmax(0) @ v_TGD[keys, head // group])
-            lse.append(logits.logsumexp(0))
-    out_THD = torch.stack(out).view(tokens, query_heads, -1)
-    return out_THD, torch.stack(lse).view(tokens, query_heads)
 
 
 def plain_attention(

@@ -61,33 +61,9 @@ def stage_program(stages, micro_batches, schedule, chunks, stage, group_size=Non
 
 def run_pipeline(forward, backward, schedule, group_size=None):
     """{(stage, kind, chunk, micro-batch): (start, end)} of nested lists [P][V][M]."""
-    stages, chunks, micro_batches = len(forward), len(forward[0]), len(forward[0][0])
-    programs = [
-        stage_program(stages, micro_batches, schedule, chunks, p, group_size) for p in range(stages)
-    ]
-    times, clock, place = {}, [0.0] * stages, [0] * stages
-    while any(place[p] < len(programs[p]) for p in range(stages)):
-        moved = False
-        for p in range(stages):
-            if place[p] == len(programs[p]):
-                continue
-            kind, c, m = programs[p][place[p]]
-            ready = _input_time(times, stages, chunks, p, kind, c, m)
-            if ready is None:
-                continue
-            start = max(clock[p], ready)
-            end = start + (forward if kind == "F" else backward)[p][c][m]
-            times[p, kind, c, m] = (start, end)
-            clock[p], place[p], moved = end, place[p] + 1, True
-        assert moved, "deadlock"
-    return times
-
-
-def _input_time(times, stages, chunks, p, kind, c, m):
-    source = input_of(stages, chunks, p, kind, c, m)
-    if source is None:
-        return 0.0
-    return times[source][1] if source in times else None
+    alone = [[1] * len(forward[0][0])]
+    times = waiting_pipelines([forward], [backward], alone, schedule, group_size=group_size)
+    return {key[1:]: span for key, span in times.items()}
 
 
 def input_of(stages, chunks, p, kind, c, m):
@@ -146,7 +122,7 @@ def most_coverage(chains, limit):
     return best
 
 
-def waiting_pipelines(forward, backward, cp_sizes, schedule="1f1b", lockstep=1):
+def waiting_pipelines(forward, backward, cp_sizes, schedule="1f1b", lockstep=1, group_size=None):
     """{(rank, stage, kind, chunk, micro-batch): (start, end)} of ranks that wait for one another.
 
     An operation begins when all ranks that share its micro-batch, and all that are in lockstep with
@@ -159,7 +135,9 @@ def waiting_pipelines(forward, backward, cp_sizes, schedule="1f1b", lockstep=1):
     """
     ranks, stages, chunks = len(forward), len(forward[0]), len(forward[0][0])
     positions = len(forward[0][0][0])
-    programs = [stage_program(stages, positions, schedule, chunks, p) for p in range(stages)]
+    programs = [
+        stage_program(stages, positions, schedule, chunks, p, group_size) for p in range(stages)
+    ]
     times = {}
     while len(times) < ranks * sum(map(len, programs)):
         before = len(times)

@@ -2,15 +2,12 @@
 """Vertical-slash selection from its definition, one probe, one key and one query at a time.
 
 All in float64 and plain Python. Blocks are (document, begin, end) in tokens of the sequence.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from oracles.attention import Block, blocks_of
@@ -101,23 +98,6 @@ def cut(
     inside = {token for number in read for token in range(*grid[number][1:])}
     outside = [c for c in columns if c not in inside]
     return Choice(blocks=read, columns=outside[: units * block_size])
-
-
-def mask(
-    choices: dict[tuple[int, int], Choice], query_heads: int, cu_seqlens: list[int], size: int
-) -> Tensor:
-    """bool [H, T, T]: which key (column) a query (row) reads."""
-    grid, tokens = blocks_of(cu_seqlens, size), cu_seqlens[-1]
-    heads = 1 + max(head for _, head in choices)
-    found = torch.zeros(query_heads, tokens, tokens, dtype=torch.bool)
-    for own, (_, begin, end) in enumerate(grid):
-        for head in range(query_heads):
-            choice = choices[own, head * heads // query_heads]
-            for query in range(begin, end):
-                for number in choice.blocks:
-                    found[head, query, grid[number][1] : min(grid[number][2], query + 1)] = True
-                found[head, query, choice.columns] = True
-    return found
 
 
 def seen_by_blocks(

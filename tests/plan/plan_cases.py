@@ -17,11 +17,11 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.segments import joined_2UP
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_costs import SEQUENCES, TOKENS, step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 DEFAULT_TUNING = SparseBalanceConfig.tuning
@@ -133,16 +133,17 @@ def costs_without_constants(job, samples):
     """Costs of samples alone: micro-batches and sequences cost nothing."""
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs([1] * samples, job, cost_model(), scales)
-    nothing_2C = np.zeros((2, costs.chunks))
-    nothing_2CF = np.zeros_like(costs.sparse_2CF)
-    return replace(costs, constant_2C=nothing_2C, sparse_2CF=nothing_2CF)
+    nothing_2CF = np.zeros_like(costs.layer_2CF)
+    nothing = dict.fromkeys(("layer_2CF", "outside_2CF", "experts_2CF"), nothing_2CF)
+    return replace(costs, constant_2C=nothing_2CF[..., 0], **nothing)
 
 
-def with_experts(costs, together_2SC):
-    """Costs of ranks in lockstep whose experts take these ms."""
-    own_2SX = costs.layers.fixed_2SX[..., : costs.layers.own_columns]
-    fixed_2SX = np.concatenate([own_2SX, together_2SC], axis=2)
-    return replace(costs, layers=replace(costs.layers, fixed_2SX=fixed_2SX))
+def with_experts(costs, seed):
+    """Costs of ranks in lockstep whose experts take some ms by token and sequence."""
+    experts_2CF = np.zeros_like(costs.experts_2CF)
+    drawn = np.random.default_rng(seed).uniform(0.0, 1.0, (2, *experts_2CF.shape[:2]))
+    experts_2CF[..., SEQUENCES], experts_2CF[..., TOKENS] = drawn[0], 1e-3 * drawn[1]
+    return replace(costs, experts_2CF=experts_2CF)
 
 
 def placed(micro_batch_of_S, job, cp_sizes_RM=None):
@@ -169,6 +170,12 @@ def makespans_of_cuts(pipelines):
     segments_RM = [[len(cut.tokens_U) for cut in cuts] for cuts in pipelines]
     ms_2UP = joined_2UP(itertools.chain.from_iterable(pipelines))
     return makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP))
+
+
+def longest_through(times):
+    """[R, P, V, M] ms of the longest chain through either operation of each micro-batch."""
+    through_2PVMR = operations_through_ms(times).reshape(*times.graph.shape_2PVM, -1)
+    return np.moveaxis(through_2PVMR.max(axis=0), -1, 0)
 
 
 def random_cp_sizes(ranks, positions, widest, seed):

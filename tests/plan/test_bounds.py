@@ -137,9 +137,9 @@ def test_long_samples_lie_at_the_cp_size_that_hurts_least():
     forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 13])
     sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
     costs = costs_without_constants(job_shape(4, 8, 4), 16)
-    costs = replace(costs, exchange=Exchange(loss=0.0), blocks_S=np.full(16, 4))
+    costs = replace(costs, exchange=Exchange(loss=0.0))
     bounds = step_bounds(sample_2SC, costs, 4)
-    received = costs.exchange_2SC.max()
+    received = costs.by_chunk.exchange_2SX.max()
     assert bounds.long_ms == pytest.approx(81.0 / 4, abs=20 * received + 1e-4)
 
 

@@ -17,6 +17,7 @@ from plan.plan_cases import (
     cost_model,
     flat,
     job_shape,
+    longest_through,
     placed,
     planned,
     random_cp_sizes,
@@ -30,7 +31,7 @@ from sparsebalance_megatron.plan import candidates
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import Members, first_places
-from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -87,7 +88,7 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
     times = shared_times(shape, cp_sizes_RM, seed)
     step_ms = makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)).max()
-    through = longest_through_ms(flat(times, cp_sizes_RM=cp_sizes_RM))
+    through = longest_through(flat(times, cp_sizes_RM=cp_sizes_RM))
     assert through.max() == pytest.approx(step_ms)
     r, m = seed % ranks, seed % positions
     first = r // cp_sizes_RM[r, m] * cp_sizes_RM[r, m]
@@ -280,7 +281,7 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatc
     monkeypatch.setattr(candidates, "_of_equal_cp_size", lambda _: [equal])
     monkeypatch.setattr(candidates, "_SKIP_RATIO_TO_BOUND", 0.0)
     monkeypatch.setattr(candidates, "_shared_start", lambda *_: shared)
-    monkeypatch.setattr(candidates, "_searched", lambda start, _: start)
+    monkeypatch.setattr(candidates, "_searched", lambda start, *_: start)
     assert candidates.best_candidate(problem) is even
 
 

@@ -162,17 +162,15 @@ def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_rank
     assert (whole[:, :2] < lists.sample_ms(blocks_LS)[:, :2]).all()
     for cp_size in (1, 2, 4):
         ours, theirs = (
-            each.ms_at_cp_size(each.sample_ms(blocks_LS), np.full(4, cp_size))
+            each.by_chunk.at_cp_size(each.sample_ms(blocks_LS), np.full(4, cp_size))
             for each in (dense, lists)
         )
         np.testing.assert_allclose(ours, theirs if cp_size > 1 else whole, rtol=1e-12)
         if lockstep_ranks > 1:
-            by_layer, all_listed = (
-                each.layers.shared(each.share_W[[cp_size] * 4], each.received_W[[cp_size] * 4])
+            ours, theirs = (
+                each.layers.at_cp_size(each.layers.ms_2SX(blocks_LS), np.full(4, cp_size))
                 for each in (dense, lists)
             )
-            ours = by_layer.ms_2SX(dense.sparse_pairs_LS(blocks_LS))
-            theirs = all_listed.ms_2SX(lists.sparse_pairs_LS(blocks_LS))
             assert np.allclose(ours, theirs, rtol=1e-12) == (cp_size > 1)
     for starts in ((0,), (0, 20)):
         ours, theirs = (

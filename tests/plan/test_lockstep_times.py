@@ -23,7 +23,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.lockstep_times import group_times, layers_of, own_times
+from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -44,41 +44,36 @@ def costs_of(shape, seed, samples=5, lockstep_ranks=2):
 
 
 def by_chunk(costs, values_X):
-    """Sums over the columns of every chunk, without experts."""
+    """Sums over the columns of every chunk."""
     values_C = np.zeros((*values_X.shape[:-1], costs.chunks))
-    own = costs.layers.own_columns
-    np.add.at(values_C, (..., costs.layers.chunk_of_X[:own]), values_X[..., :own])
+    np.add.at(values_C, (..., costs.chunk_of_X), values_X)
     return values_C
 
 
+@given(SEEDS, SHAPES, st.sampled_from([1, 2, 4]))
+def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape, cp_size):
+    costs = costs_of(shape, seed)
+    cp_size_S = np.full(5, min(cp_size, shape[0]))
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
+    found_2SX, expected_2SC = (
+        columns.at_cp_size(columns.ms_2SX(budgets_LS), cp_size_S)
+        for columns in (costs.layers, costs.by_chunk)
+    )
+    np.testing.assert_allclose(by_chunk(costs, found_2SX), expected_2SC, rtol=1e-12)
+
+
 @given(SEEDS, SHAPES)
-def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape):
-    costs = costs_of(shape, seed)
-    layers = costs.layers
-    np.testing.assert_allclose(by_chunk(costs, layers.fixed_2SX), costs.fixed_2SC, rtol=1e-12)
-    budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
-    sample_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
-    np.testing.assert_allclose(sample_2SC, costs.sample_ms(budgets_LS), rtol=1e-12)
-    np.testing.assert_allclose(by_chunk(costs, layers.sequence_2X), costs.sequence_2C, rtol=1e-12)
-
-
-@given(SEEDS, SHAPES, st.sampled_from([2, 4]))
-def test_layers_of_shared_samples_are_the_costs_of_shared_samples(seed, shape, cp_size):
-    costs = costs_of(shape, seed)
-    cp_size = min(cp_size, shape[0])
-    cp_size_S = np.full(5, cp_size)
-    budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
-    layers = costs.layers.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
-    expected_2SC = costs.ms_at_cp_size(costs.sample_ms(budgets_LS), cp_size_S)
-    found_2SC = by_chunk(costs, layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS)))
+def test_costs_of_groups_are_those_of_samples_that_all_their_ranks_share(seed, shape):
+    whole = costs_of(shape, seed)
+    whole = replace(whole, job=replace(whole.job, context_parallel_size=2, lockstep_ranks=1))
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (whole.job.layers, 5))
+    expected_2SC = whole.by_chunk.at_cp_size(whole.sample_ms(budgets_LS), np.full(5, 2))
+    found_2SC = whole.of_groups.sample_ms(budgets_LS)
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
 
 
 def test_only_ranks_that_wait_have_costs_by_layer():
     assert costs_of((4, 2, 1, 1), 1, lockstep_ranks=1).layers is None
-    alone = costs_of((1, 1, 1, 1), 1, 1, lockstep_ranks=1)
-    with pytest.raises(ValueError, match="costs by layer are known only"):
-        layers_of(alone, placed([0], alone.job))
 
 
 def placed_case(shape, seed, lockstep_ranks, widest):
@@ -90,8 +85,7 @@ def placed_case(shape, seed, lockstep_ranks, widest):
     micro_batch_of_S = np.r_[first_J, generator.choice(first_J, 5)]
     samples = len(micro_batch_of_S)
     costs = costs_of(shape, seed, samples, lockstep_ranks)
-    together_2SC = generator.uniform(0.0, 1.0, costs.fixed_2SC.shape)
-    costs = with_experts(costs, together_2SC)
+    costs = with_experts(costs, seed)
     budgets_LS = generator.integers(1, 40, (costs.job.layers, samples))
     return costs, budgets_LS, placed(micro_batch_of_S, costs.job, cp_sizes_RM)
 
@@ -100,7 +94,6 @@ def naive_2RPVM(costs, budgets_LS, where):
     """A group takes, layer by layer, what its slowest member takes; on the slowest device, what a
     micro-batch costs whatever it holds and what the mean member has of experts."""
     job, size = costs.job, costs.job.lockstep_ranks
-    pairs_LS = costs.sparse_pairs_LS(budgets_LS)
     held = {}
     for first, positions in enumerate(where.samples):
         for position, samples in enumerate(positions):
@@ -111,14 +104,11 @@ def naive_2RPVM(costs, budgets_LS, where):
     shape = 2, job.data_parallel_size, costs.chunks, job.micro_batches
     ms_2RCM = np.zeros(shape)
 
-    def own_ms(direction, rank, position, part):
+    def own_ms(direction, rank, position, column):
         samples, cp_size = held[rank, position]
-        on_it = costs.layers
-        if cp_size > 1:
-            cp_size_S = np.full(len(costs.lengths_tokens_S), cp_size)
-            on_it = on_it.shared(costs.share_W[cp_size_S], costs.received_W[cp_size_S])
-        values = part(on_it)[direction]
-        return sum(values[sample] for sample in samples)
+        cp_size_S = np.full(len(costs.lengths_tokens_S), cp_size)
+        ms_2SX = costs.layers.at_cp_size(costs.layers.ms_2SX(budgets_LS), cp_size_S)
+        return sum(ms_2SX[direction, sample, column] for sample in samples)
 
     for direction in (0, 1):
         for rank, position in np.ndindex(job.data_parallel_size, job.micro_batches):
@@ -127,28 +117,17 @@ def naive_2RPVM(costs, budgets_LS, where):
                 stage = chunk // job.virtual_stages
                 slowness = [costs.slowness_RP[each, stage] for each in group]
 
-                def slowest(part, slowness=slowness, group=group, at=position, d=direction):
-                    return max(
-                        slow * own_ms(d, each, at, part)
+                own, experts = np.split(costs.chunk_of_X, [costs.own_columns])
+                ms = sum(
+                    max(
+                        slow * own_ms(direction, each, position, column)
                         for slow, each in zip(slowness, group, strict=True)
                     )
-
-                alike = costs.constant_2C[direction, chunk]
-                ms = 0.0
-                own = costs.layers.chunk_of_X[: costs.layers.own_columns]
-                for column in np.flatnonzero(own == chunk):
-                    ms += slowest(lambda on_it, column=column: on_it.ms_2SX(pairs_LS)[..., column])
-                alike += np.mean(
-                    [
-                        own_ms(
-                            direction,
-                            each,
-                            position,
-                            lambda on_it, chunk=chunk: on_it.together_2SC[..., chunk],
-                        )
-                        for each in group
-                    ]
+                    for column in np.flatnonzero(own == chunk)
                 )
+                (column,) = len(own) + np.flatnonzero(experts == chunk)
+                alike = costs.constant_2C[direction, chunk]
+                alike += np.mean([own_ms(direction, each, position, column) for each in group])
                 ms_2RCM[direction, rank, chunk, position] = ms + max(slowness) * alike
     return ms_2RCM.reshape(2, job.data_parallel_size, job.pipeline_stages, -1, job.micro_batches)
 
@@ -166,7 +145,7 @@ def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, wi
 @given(SEEDS, SHAPES)
 def test_a_group_takes_at_least_what_each_member_takes_alone(seed, shape):
     costs, budgets_LS, where = placed_case(shape, seed, 2, 1)
-    costs = with_experts(costs, np.zeros_like(costs.fixed_2SC))
+    costs = replace(costs, experts_2CF=np.zeros_like(costs.experts_2CF))
     alone = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     group = group_times(costs, budgets_LS, where).by_micro_batch_2RPVM
     largest = alone.reshape(2, -1, 2, *alone.shape[2:]).max(axis=2).repeat(2, axis=1)
@@ -203,8 +182,7 @@ def test_experts_of_a_rank_compute_an_equal_share_of_its_groups_samples(shape, m
     scales = replace(StageScales.ones(stages, chunks), slowness_RP=slowness_RP)
     samples = 2 * job.places
     costs = step_costs(random_lengths(samples, seed, longest=4096), job, cost_model(), scales)
-    together_2SC = generator.uniform(0.0, 9.0, (2, samples, stages * chunks))
-    costs = with_experts(costs, together_2SC)
+    costs = with_experts(costs, seed)
     micro_batch_of_S = generator.permutation(np.repeat(np.arange(job.places), 2))
     times_2RPVM = generator.uniform(100.0, 200.0, (2, ranks, stages, chunks, positions))
     found = own_times(costs, times_2RPVM, placed(micro_batch_of_S, job))
@@ -212,7 +190,7 @@ def test_experts_of_a_rank_compute_an_equal_share_of_its_groups_samples(shape, m
         direction, rank, stage, chunk, position = place
         # Of every rank, at this position.
         experts_R = [
-            together_2SC[
+            costs.together_2SC[
                 direction, micro_batch_of_S == each * positions + position, stage * chunks + chunk
             ].sum()
             for each in range(ranks)

@@ -77,7 +77,7 @@ def allowed(number: int, inputs: PlanInputs) -> list[dict[str, object]]:
     ]
     if job.pipeline_stages > 1:
         choices.append({"max_segments": 4, "segment_tokens": 64})
-    if job.lockstep_ranks > 1 and job.pipeline_stages == 1:
+    if job.pipeline_stages == 1:
         choices.append({"plans_positions": True})
     return choices
 

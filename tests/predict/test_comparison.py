@@ -15,10 +15,12 @@ from predict.predict_cases import workload
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import (
+    AS_MEGATRON,
     DENSE,
     EXACT,
     GIVEN,
     OURS,
+    Row,
     even_stages,
     given_row,
     rows_of,
@@ -26,6 +28,11 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 
+PARTS = {
+    "fixed budgets, arrival": Row({**AS_MEGATRON, "tuning": "off"}, ""),
+    "LBB": Row({"batching": "length", "tuning": "off"}, ""),
+    "SAB": Row({"batching": "latency", "tuning": "off"}, ""),
+}
 MAIN_ROWS = [DENSE, EXACT, "fixed budgets", "paper", OURS]
 EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
 
@@ -41,7 +48,7 @@ def outcomes() -> dict[str, Outcome]:
     ticks = count()
     given = long_tailed()
     found: dict[str, Outcome] = {}
-    for name, row in rows_of(given, every=True).items():
+    for name, row in (rows_of(given) | PARTS).items():
         clock = lambda: next(ticks) * 1e-3  # noqa: E731
         found[name] = predict(row.of(given), clock=clock)
     return found
@@ -80,8 +87,8 @@ def test_curves_stay_the_workloads(outcomes: dict[str, Outcome]) -> None:
 
 def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
     given = workload(ranks=4, cp_size=2, micro_batches=4)
-    rows = rows_of(given, every=True)
-    assert list(rows)[:5] == MAIN_ROWS and "ours, static cp" in rows
+    rows = rows_of(given)
+    assert list(rows) == MAIN_ROWS
     for row in rows.values():
         planned = row.of(given)
         assert planned.job == given.job
@@ -92,9 +99,8 @@ def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
 
 def test_rows_of_segments() -> None:
     given = workload(config={"max_segments": 4, "segment_tokens": 256})
-    rows = rows_of(given, every=True)
+    rows = rows_of(given)
     assert rows[DENSE].of(given).plan_settings.max_segments == 1
-    assert rows["ours, one piece"].of(given).plan_settings.max_segments == 1
     assert rows[OURS].of(given) == given
 
 

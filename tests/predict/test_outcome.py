@@ -11,7 +11,7 @@ import pytest
 from predict.predict_cases import EXPERTS, LENGTHS, workload
 
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.predict.comparison import rows_of
+from sparsebalance_megatron.predict.comparison import AS_MEGATRON, Row, rows_of
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import prior_coverage, read_lengths, samples_of
 
@@ -54,7 +54,7 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
                 assert held.total_bytes <= most.total_bytes
     # A sample of 64 blocks, of which each rank holds 8.
     shared = workload(ranks=8, stages=1, cp_size=8, micro_batches=8, cap_tokens=1024)
-    for row in rows_of(shared, every=True).values():
+    for row in rows_of(shared).values():
         found = predict(row.of(shared))
         assert found.stages[0].total_bytes <= found.stages_at_most[0].total_bytes
     segments = workload(config={"max_segments": 4, "segment_tokens": 256})
@@ -78,7 +78,7 @@ def test_a_lockstep_group_takes_its_experts_for_the_mean_of_its_ranks() -> None:
     batch = (8000, 1000)
     layout = {"layers": 4, "stages": 1, "micro_batches": 1, "lockstep_ranks": 2}
     given = workload((batch,), shape=EXPERTS, expert_parallel_size=2, **layout)
-    given = rows_of(given, every=True)["fixed budgets, arrival"].of(given)
+    given = Row({**AS_MEGATRON, "tuning": "off"}, "").of(given)
     experts_ms = sum(
         rows[Part.EXPERTS][2] for rows in (given.cost.forward_ms, given.cost.backward_ms)
     )

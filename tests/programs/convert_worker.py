@@ -33,7 +33,6 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     """
     from sparsebalance_megatron.convert import megatron_model
     from sparsebalance_megatron.convert.hf_config import read_config
-    from sparsebalance_megatron.convert.mapping import parameters
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
     from sparsebalance_megatron.megatron.core_attention import (
         AttentionOptions,
@@ -46,8 +45,7 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     start_single_process(args.seed, torch.device("cpu"))
     config = SparseBalanceConfig(block_size=BLOCK_SIZE, **budgets)
     options = AttentionOptions(config, grid=(1, config.base_budget))
-    built = megatron_model.build_model(args, sparse_balance_layer_spec(options))
-    megatron_model.check_names(built, parameters(model))
+    built = megatron_model.build_model(model, args, sparse_balance_layer_spec(options))
     targets = dict(built.named_parameters())
     for target in targets.values():
         target.data.fill_(float("nan"))

@@ -36,11 +36,11 @@ import torch  # noqa: E402
 from sparsebalance_megatron.attention.kernels import tokens  # noqa: E402
 from sparsebalance_megatron.errors import DataError  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
+from sparsebalance_megatron.megatron.timing import MicroBatchRecorder  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.run import training_hooks  # noqa: E402
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator  # noqa: E402
-from sparsebalance_megatron.run.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
 

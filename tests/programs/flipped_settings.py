@@ -30,7 +30,7 @@ cpu.install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from sparsebalance_megatron.convert import megatron_model  # noqa: E402
-from sparsebalance_megatron.convert.hf_config import read_config  # noqa: E402
+from sparsebalance_megatron.convert.hf_config import Decoder, read_config  # noqa: E402
 from sparsebalance_megatron.errors import ConvertError  # noqa: E402
 from sparsebalance_megatron.megatron.compat import model_settings  # noqa: E402
 from sparsebalance_megatron.megatron.single_process import start_single_process  # noqa: E402
@@ -43,7 +43,7 @@ def main(directory: Path, more: list[dict[str, Any]]) -> None:
         model = read_config(directory)
         args = megatron_model.parse_model_flags(model, (), dtype=torch.float32)
         start_single_process(args.seed, torch.device("cpu"))
-        described = built(args)
+        described = built(model, args)
         weights = described.state_dict()
         for value in weights.values():
             if value is not None and value.is_floating_point():
@@ -51,7 +51,7 @@ def main(directory: Path, more: list[dict[str, Any]]) -> None:
                 torch.nn.init.normal_(value, std=0.05)
         expected = logits(described)
         results = {
-            json.dumps(changes): outcome(args, changes, weights, expected)
+            json.dumps(changes): outcome(model, args, changes, weights, expected)
             for changes in (*flips(args), *more)
         }
     print(f"\n{json.dumps(results)}")
@@ -79,7 +79,11 @@ def other(value: Any) -> Any:
 
 
 def outcome(
-    args: Namespace, changes: dict[str, Any], weights: dict[str, Any], expected: torch.Tensor
+    model: Decoder,
+    args: Namespace,
+    changes: dict[str, Any],
+    weights: dict[str, Any],
+    expected: torch.Tensor,
 ) -> dict[str, Any]:
     changed = Namespace(**vars(args) | changes)
     try:
@@ -87,15 +91,15 @@ def outcome(
     except ConvertError as error:
         return {"refused": str(error)}
     try:
-        model = built(changed)
-        model.load_state_dict(weights)
-        return {"difference": (logits(model) - expected).abs().max().item()}
+        flipped = built(model, changed)
+        flipped.load_state_dict(weights)
+        return {"difference": (logits(flipped) - expected).abs().max().item()}
     except Exception as error:
         return {"unbuildable": f"{type(error).__name__}: {error}"[:300]}
 
 
-def built(args: Namespace) -> Any:
-    return megatron_model.build_model(args).double()
+def built(model: Decoder, args: Namespace) -> Any:
+    return megatron_model.build_model(model, args).double()
 
 
 @torch.no_grad()

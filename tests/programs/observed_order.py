@@ -5,9 +5,8 @@ import json
 import os
 from pathlib import Path
 
-from sparsebalance_megatron.megatron.hooks import FORWARD_TIMER
+from sparsebalance_megatron.megatron.timing import FORWARD_TIMER, MicroBatchRecorder
 from sparsebalance_megatron.pretrain_gpt import main
-from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 EVENTS: list[tuple[str, int, int]] = []
 

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from sparsebalance_megatron.megatron import cpu
-from sparsebalance_megatron.megatron.planned_schedule import as_planned
+from sparsebalance_megatron.megatron.planned_schedule import StepShape, as_planned
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 
 RANK, STAGES = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -94,14 +94,9 @@ class Segments:
         self._whole = whole
         self._rest = self._all()
 
-    def micro_batches(self) -> int:
-        return len(self._cuts)
-
-    def segment_tokens(self) -> list[list[int]] | None:
-        return None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
-
-    def segment_schedule(self) -> SegmentedSchedule:
-        return SegmentedSchedule(tuple(map(len, self._cuts)))
+    def next_step(self) -> StepShape:
+        tokens = None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
+        return StepShape(len(self._cuts), tokens, SegmentedSchedule(tuple(map(len, self._cuts))))
 
     def _all(self) -> Iterator[tuple[Tensor, Sequence[int], Earlier]]:
         generator = torch.Generator().manual_seed(7)

@@ -134,7 +134,7 @@ class Trainer:
             for name, of_way in losses.items():
                 self.train(of_way, log=name, model=EXPERTS, positions=name, **DENSE)
             unwrapped = self.begin(EXPERTS, **DENSE)
-            number = unwrapped.train_data_iterator().micro_batches()
+            number = unwrapped.train_data_iterator().next_step().micro_batches
         found = {name: of_way.values for name, of_way in losses.items()}
         return found | {"unwrapped": [number, unwrapped.micro_batches]}
 

@@ -9,27 +9,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from cost.cost_cases import measured
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    TRAINING_FLAGS,
-    run_program,
-    run_training,
-)
+from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_program, run_training
 from plan import plan_cases
 from step_cases import SHAPE
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.run import dry_run
+from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.pretrain_gpt import main
 from sparsebalance_megatron.run.described_job import _positions
 from sparsebalance_megatron.text_table import shown_ms
 
@@ -160,10 +151,7 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     ("flags", "expected"),
     [
         (("--attention-dropout", "0.1", "--sparse-balance-dry-run"), "use --attention-dropout 0"),
-        (
-            ("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"),
-            "/proc/x",
-        ),
+        (("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"), "/proc/x"),
         (
             ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "3"),
             "Megatron refuses the flags (",
@@ -207,22 +195,10 @@ def test_sequences_beyond_the_models_positions_are_told(
     assert not told or "--seq-length 131,072 is beyond the 40,960 of " in lines[0]
 
 
-def test_a_dry_run_without_the_plugin_is_refused() -> None:
-    with pytest.raises(ConfigError, match="add --sparse-balance"):
-        dry_run.run(["--num-layers", "2", "--sparse-balance-dry-run", "8"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "requested"),
-    [
-        (["--sparse-balance-dry-run"], True),
-        (["--sparse-balance-dry-run=8"], True),
-        (["--sparse-balance", "--sparse-balance-dry-runs"], False),
-        (["--save", "sparse-balance-dry-run"], False),
-    ],
-)
-def test_is_requested(argv: list[str], requested: bool) -> None:
-    assert dry_run.is_requested(argv) == requested
+def test_a_dry_run_without_the_plugin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--num-layers", "2", "--sparse-balance-dry-run", "8"])
+    assert "there is no plan; add --sparse-balance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -262,21 +238,14 @@ def planned(
     ranks: int, micro_batches: int, lengths: list[int], *, stages: int = 1, **plan_settings: Any
 ) -> PlannedStep:
     job = plan_cases.job_shape(ranks, micro_batches, stages=stages)
-    inputs = PlanInputs(
-        lengths_tokens=tuple(lengths),
+    planner = StepPlanner(
         job=job,
         plan_settings=plan_cases.plan_settings(**plan_settings),
         cost=plan_cases.cost_model(),
-        scales=StageScales.ones(stages, 1),
         coverage=plan_cases.coverage_curves(job.layers),
+        calibrate="off",
     )
-    return PlannedStep(
-        plan=plan_step(0, inputs),
-        samples=np.arange(len(lengths)),
-        scales=inputs.scales,
-        plan_ms=1.0,
-        wait_ms=0.0,
-    )
+    return planner.plan(0, lengths, job, planner.knowledge())
 
 
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:

@@ -43,7 +43,7 @@ EXPERTS = (
 )
 WAITS = {
     # Once a step, behind its last operation: the times of events.
-    "sparsebalance_megatron.profile.cells.elapsed_ms",
+    "sparsebalance_megatron.megatron.timing.elapsed_ms",
     # Megatron's, after the optimizer: did all ranks update, and the gradients' norm.
     "megatron.training.utils.common_utils.logical_and_across_model_parallel_group",
     "megatron.training.utils.common_utils.reduce_max_stat_across_model_parallel_group",

@@ -104,9 +104,6 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
         assert cli.main(command) == 0
         assert words in " ".join(capsys.readouterr().out.split()), command
     assert notice in (tmp_path / "page.html").read_text("utf-8")
-    trace = tmp_path / "trace.json"
-    assert cli.main(("trace", str(log_dir), "-o", str(trace))) == 0
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.nightly

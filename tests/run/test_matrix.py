@@ -186,6 +186,7 @@ LAYOUTS = {
     "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
     "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
+    "sharded": Layout("llama", 2, SHARDED),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 2, PIPELINE),
     "exact-sharded": Layout("exact", 2, SHARDED),
@@ -199,7 +200,6 @@ LAYOUTS = {
 
 SHARED_ROWS = {
     "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
-    "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "context-static-yarn": Layout(
         "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
     ),
@@ -302,6 +302,7 @@ POSITIONS = {
         f"{SEQUENCE} {SELECTIVE}",
         WITH_NORMS,
     ),
+    "positions-shared": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
     "positions-own": Layout("exact experts", 2, "--expert-model-parallel-size 2", OWN_ATTENTION),
     "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
@@ -309,7 +310,7 @@ POSITIONS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
     ),
 }
-"""Steps have fewer micro-batches than the batch sizes make, where ranks run in lockstep."""
+"""Steps have fewer micro-batches than the batch sizes make: ranks run in lockstep or share them."""
 
 ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
 
@@ -329,6 +330,7 @@ PER_PUSH = frozenset(
         "positions-exact",
         "own-pipeline",
         "own-sharded",
+        "sharded",
     }
 )
 """They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
@@ -427,6 +429,9 @@ def test_layout_trains_to_the_losses_of_one_rank(
         *(model.batching, tmp_path, layout.program),
     )
     _assert_trains_alike(run, expected, model)
+    for figures in run.logged("figures"):
+        assert (figures["kept_attention"] > 0) == (KEEP in layout.flags)
+        assert figures["attended_again"] == figures["recomputed_otherwise"] == 0
     if name in LAYOUTS:
         pads = model.data != "even" and "--sequence-parallel" in layout.flags
         assert any(step["padded_tokens"] for step in run.steps) == pads

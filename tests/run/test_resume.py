@@ -11,22 +11,20 @@ import pytest
 from cost.cost_cases import Times
 from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, TrainingRun, run_training
 from harness import train as train_small_model
-from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, LONGEST_TOKENS, make_scheduler
+from learn.scheduler_cases import GLOBAL_BATCH, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from megatron.core.dist_checkpointing import load_common_state_dict
 from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.data.data_set import SampleCounts
-from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import Calibration, StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
 from sparsebalance_megatron.run.agreement import compare_runs
-from sparsebalance_megatron.run.inputs import source_record
 
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""
@@ -148,17 +146,10 @@ def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
     assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
 
 
-def scheduler(
-    index: SampleIndex,
-    *,
-    data_parallel_size: int = 2,
-    stages: int = 2,
-    global_batch_size: int = GLOBAL_BATCH,
-    max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
-) -> Scheduler:
-    micro_batches = global_batch_size // data_parallel_size // 2
+def scheduler(index: SampleIndex, *, data_parallel_size: int = 2, stages: int = 2) -> Scheduler:
+    micro_batches = GLOBAL_BATCH // data_parallel_size // 2
     job = job_shape(data_parallel_size, micro_batches, stages, layers_per_chunk=LAYERS // stages)
-    return make_scheduler(index, job=job, batch_sizes=global_batch_size, max_blocks=max_blocks)
+    return make_scheduler(index, job=job)
 
 
 def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
@@ -187,14 +178,6 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert other.state_dict() == state
 
 
-def test_another_global_batch_size_goes_on_learning(index: SampleIndex) -> None:
-    """As many samples have been consumed in more steps than the resumed run counts."""
-    resumed = scheduler(index, global_batch_size=16)
-    assert resumed.load_state_dict(learnt(index, 48)) == ()
-    assert resumed._finished_step == 2
-    assert resumed.state_dict()["consumed_samples"] == 48
-
-
 def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
     index: SampleIndex,
 ) -> None:
@@ -206,17 +189,6 @@ def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
     assert resumed.state_dict()["calibration"] == Calibration(1).state_dict()
 
 
-def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
-    index: SampleIndex,
-) -> None:
-    state = learnt(index, 24)
-    resumed = scheduler(index, max_blocks=16)
-    (note,) = resumed.load_state_dict(state)
-    assert note.startswith("coverage starts afresh: ") and "block size" in note
-    assert resumed.state_dict()["calibration"] == state["calibration"]
-    assert not resumed.coverage.observed_LU.any()
-
-
 def test_other_settings_are_said_and_other_samples_refused() -> None:
     saved = {"flag base_budget": "4", "training samples": "a", "torch": "2.6"}
     assert compare_runs(saved, saved) == ()
@@ -226,32 +198,3 @@ def test_other_settings_are_said_and_other_samples_refused() -> None:
     )
     with pytest.raises(StateError, match="--finetune"):
         compare_runs(saved, saved | {"training samples": "b"})
-
-
-def test_a_changed_blend_is_named() -> None:
-    web, books = (source("web", weight=0.7), source("books", weight=0.3))
-    saved = {"training samples": "a", "source 1": web, "source 2": books}
-    for changed in (
-        source("books", weight=0.4),
-        source("books", weight=0.3, digest="d" * 64),
-        source("code", weight=0.3),
-        "absent",
-    ):
-        now = saved | {"training samples": "b", "source 2": changed}
-        with pytest.raises(StateError) as raised:
-            compare_runs(saved, now)
-        assert f"(source 2 is {changed}, in the checkpoint {books})" in str(raised.value)
-
-
-def source(name: str, *, weight: float, digest: str = "0" * 64) -> str:
-    counts = SampleCounts(
-        documents=1,
-        samples=1,
-        tokens=1,
-        dropped_documents=0,
-        dropped_tokens=0,
-        truncated_tokens=0,
-        split_documents=0,
-    )
-    facts = SourceFacts(prefix=f"/data/{name}", weight=weight, counts=counts, digest=digest)
-    return source_record(facts)

@@ -19,7 +19,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
@@ -64,7 +64,6 @@ def iterator_of(
         chunk=0,
         training=True,
         step=0,
-        batch_sizes=BatchSizes.constant(8),
         worker=worker,
     )
 
@@ -246,14 +245,6 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     )
     plan = micro_batch(lengths, cp_size=cp_size, segment_starts_blocks=segment_starts_blocks)
     assert packing.padded_tokens(plan) == padded
-
-
-def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
-    packing = SequencePacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
-    plan = micro_batch([5], cp_size=4)
-    assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
-    assert packing.padded_tokens(plan) == 2
-    assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
 
 
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import train
+from harness import long_tailed_lengths, train, write_documents
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from sparsebalance_megatron.layer_budgets import DENSE, parse_layer_budgets
@@ -21,24 +21,32 @@ LAYOUTS = {
 
 
 @pytest.mark.distributed
-def test_sensitivities_are_those_of_the_weights_and_become_budgets(
-    documents: Path, tmp_path: Path
-) -> None:
+def test_sensitivities_are_those_of_the_weights_and_become_budgets(tmp_path: Path) -> None:
+    # Few tokens: three of them come again.
+    lengths = long_tailed_lengths(60, longest=250)
+    documents = write_documents(tmp_path / "train", lengths, vocabulary=40)
     common = ("--ckpt-format", "torch_dist", "--train-iters")
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", "1")
     train(1, documents, *common, "1", *saved).require_success()
     load = ("--load", str(tmp_path / "saved"))
-    found = {}
+    found, cuts = {}, {}
     for name, (ranks, layout) in LAYOUTS.items():
         path = tmp_path / f"{name}.json"
         command = ("-m", "sparsebalance_megatron.cli", "sensitivity", "-o", str(path))
-        program = (*command, "--samples", "20", "--")
-        train(ranks, documents, *common, "1", *load, *layout, program=program).require_success()
+        check = ("--check",) if name in ("one rank", "stages") else ()
+        program = (*command, "--samples", "20", *check, "--")
+        flags = (*common, "1", *load, *layout)
+        run = train(ranks, documents, *flags, program=program).require_success()
+        assert ("rank correlation" in run.output) == bool(check)
         document = json.loads(path.read_text())
         assert (document["samples"], document["block_size"]) == (24, 16)
         found[name] = document["sensitivities"]
+        cuts[name] = document["cuts"]
     assert len(found["one rank"]) == 4 and min(found["one rank"]) > 0
     assert all(each == pytest.approx(found["one rank"], abs=1e-3) for each in found.values())
+    assert cuts["heads"] == cuts["samples"] == []
+    assert len(cuts["one rank"]) == 4 and all(cuts["one rank"])
+    assert cuts["stages"] == pytest.approx(cuts["one rank"], abs=1e-4)
 
     # Layers of weights that hardly trained are alike.
     document["sensitivities"] = [0.1, 0.9, 0.1, 0.1]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 from harness import REPOSITORY, measured_ms, read_records, read_steps, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron import cli
 from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.log.records import SIDES
 from sparsebalance_megatron.view.report.run_report import gather
-from sparsebalance_megatron.view.report.timeline import Timeline, predicted_timeline
+from sparsebalance_megatron.view.report.timeline import Timeline
 
 pytestmark = pytest.mark.distributed
 
@@ -142,28 +139,15 @@ def documented_scalars(page: str) -> set[str]:
     return names
 
 
-def test_the_trace_holds_every_forward_and_backward(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert cli.main(["trace", str(directory), "-o", str(path)]) == 0
-    events = json.loads(path.read_text())["traceEvents"]
-    for side in SIDES:
-        for iteration in range(2, STEPS + 1):
-            slices = [
-                event["name"]
-                for event in events
-                if event.get("cat") == side and event["args"]["iteration"] == iteration
-            ]
-            assert len(slices) == 2 * 2 * MICRO_BATCHES * STAGES
-            assert len(set(slices)) == 2 * 2 * MICRO_BATCHES
-
-
 def test_the_schedule_that_ran_is_the_one_that_is_simulated(directory: Path) -> None:
-    evidence = gather(read_run_log(directory), (STEPS,))
-    measured = evidence.timelines(STEPS).get("measured")
-    simulated = predicted_timeline(evidence.log.steps[-1])
-    assert measured is not None and simulated is not None
-    for stage in range(STAGES):
-        assert operations(measured, stage) == operations(simulated, stage)
+    for iteration in range(2, STEPS + 1):
+        _, timelines = gather(read_run_log(directory), iteration)
+        for stage in range(STAGES):
+            measured, simulated = (
+                operations(timelines[side], stage) for side in ("measured", "predicted")
+            )
+            assert measured == simulated
+            assert len(set(measured)) == len(measured) == 2 * 2 * MICRO_BATCHES
 
 
 def operations(timeline: Timeline, stage: int) -> list[tuple[Any, ...]]:

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
+from sparsebalance_megatron.megatron.timing import (
+    BACKWARD_TIMER,
+    FORWARD_TIMER,
+    MicroBatchRecorder,
+    RecordingTimers,
+)
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, megatron_order
-from sparsebalance_megatron.run.run import backward_order
-from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder
+from sparsebalance_megatron.run.run import HostTime, backward_order
 
 UNIX_S = 1.75e9
 
@@ -44,12 +47,8 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
     operations = megatron_order(stages, micro_batches, virtual).by_stage[stage]
     order = [(each.direction, each.chunk, each.micro_batch) for each in operations]
     clock = WoundClock()
-    recorder = MicroBatchRecorder(
-        clock,
-        backward_order=lambda _: [(c, m, 0) for kind, c, m in order if kind == "backward"],
-        unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
-    )
-    recorder.expect(SegmentedSchedule((1,) * micro_batches))
+    recorder = MicroBatchRecorder(clock, unix_clock=lambda: UNIX_S + clock.now_ms / 1e3)
+    recorder.expect([(c, m, 0) for kind, c, m in order if kind == "backward"])
     return order, clock, recorder
 
 
@@ -130,10 +129,10 @@ def test_times_land_on_their_segment() -> None:
     that it meets have others."""
     clock = WoundClock()
     job = Job.even(layers=2, ranks=1, stages=2, micro_batches=2)
-    recorder = MicroBatchRecorder(clock, backward_order=partial(backward_order, job, 0))
+    recorder = MicroBatchRecorder(clock)
     for segments_M, most_M in (((2, 1), (2, 1)), ((3,), (3,)), ((2, 1, 1), (2, 3, 1))):
         recorder.begin_step()
-        recorder.expect(SegmentedSchedule(segments_M, most_M))
+        recorder.expect(backward_order(job, 0, SegmentedSchedule(segments_M, most_M)))
         places = [(0, m, s) for m, segments in enumerate(segments_M) for s in range(segments)]
         for place in places:
             recorder.start(FORWARD_TIMER)
@@ -172,7 +171,7 @@ def test_a_forward_step_is_waiting_and_the_rest(wait_ms: float, plan_ms: float) 
     time.end_forward_step(plan_wait_ms=wait_ms)
     clock.passes(50.0)
     time.end_forward_step(plan_wait_ms=wait_ms)  # its beginning was not seen
-    assert time.take_ms() == pytest.approx(
+    assert time.ms == pytest.approx(
         {"plan": plan_ms, "hooks": 5.0 - plan_ms, "reduce": 0.0, "log": 0.0}
     )
 

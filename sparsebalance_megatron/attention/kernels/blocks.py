@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the blocks and columns of lists, on any device.
 
-Three parts make it up: dense documents, every query's own block, and past blocks. A document of
-which everything is selected is attended to densely on the CPU. How past blocks are gathered is what
+Two parts make it up: every query's own block, and past blocks. How past blocks are gathered is what
 implementations differ in: here by query block, in :mod:`.tokens` by token. Time and memory follow
 the length of the lists.
 
@@ -10,17 +9,15 @@ A tile is one query block of one KV head, with the group's query heads stacked a
 units of its list, blocks or single tokens, are gathered for it side by side. Tiles with lists of
 one length are computed together: on CUDA the host waits to read the lengths.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, Q
-rows and C heads that select, B tokens of a query block, E of a unit, U units of the keys, A tiles
-(query blocks of all KV heads; of keys units of all heads), I rows of a tile (B * H / G), W columns
-of a tile (list length * E).
+Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, B
+tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of
+keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,21 +25,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.kernels.contract import Saved, merge_partials, wide_dtype
-from sparsebalance_megatron.attention.kernels.dense import (
-    add_gradients_of_documents,
-    attend_to_documents,
-)
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
-    takes_flash,
     tiles_at_once,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-
-_LEAST_DENSE_TOKENS = 128
-"""A shorter document costs more alone than among others."""
 
 
 class Part(Protocol):
@@ -80,24 +69,20 @@ class AssembledKernel:
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
-        documents, others = split_dense_documents(selection)
-        out, lse = own_blocks(q, k, v, others, softmax_scale).attend()
-        for part in self.past_blocks(q, k, v, others, softmax_scale):
+        out, lse = own_blocks(q, k, v, selection, softmax_scale).attend()
+        for part in self.past_blocks(q, k, v, selection, softmax_scale):
             out, lse = part.forward(out, lse)
-        attend_to_documents(documents, (q, k, v), (out, lse), softmax_scale)
         return out.to(q_THD.dtype), lse
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, softmax_scale = wide_dtype(dout_THF.dtype), saved.softmax_scale
+        dtype, selection = wide_dtype(dout_THF.dtype), saved.selection
         inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
         dout, q, k, v, out = (x.to(dtype) for x in inputs)
-        documents, others = split_dense_documents(saved.selection)
         # A query that reads nothing has LSE -inf: with +inf its probabilities are 0.
         lse = saved.lse_TH.masked_fill(saved.lse_TH == -torch.inf, torch.inf)
-        gradients = own_blocks(q, k, v, others, softmax_scale).gradients(dout, out, lse)
-        for part in self.past_blocks(q, k, v, others, softmax_scale):
+        gradients = own_blocks(q, k, v, selection, saved.softmax_scale).gradients(dout, out, lse)
+        for part in self.past_blocks(q, k, v, selection, saved.softmax_scale):
             part.backward(dout, out, lse, gradients)
-        add_gradients_of_documents(documents, (dout, q, k, v, out, lse), gradients, softmax_scale)
         dq, dk, dv = (x.to(saved.q_THD.dtype) for x in gradients)
         return dq, dk, dv
 
@@ -107,41 +92,6 @@ class AssembledKernel:
         if self.by_token and not selection.by_token:
             return 'serves selections by token, not by query block: use "auto"'
         return None
-
-
-def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]:
-    """The tokens of documents whose lists hold all that their queries may see, and the selection of
-    all others."""
-    layout, own_N = selection.query_layout, selection.own_block_N
-    if not takes_flash(own_N.device) or layout is not selection.kv_layout:
-        return [], selection
-    if not own_N.equal(layout.number_N):
-        return [], selection
-    documents, counts_QC = [], selection.counts_QC.clone()
-    first_blocks = layout.first_block_S.tolist()
-    sizes = zip(pairwise(layout.cu_seqlens), layout.blocks_per_document, strict=True)
-    for first, ((begin, end), blocks) in zip(first_blocks, sizes, strict=True):
-        if blocks == 1 or end - begin < _LEAST_DENSE_TOKENS:
-            continue
-        rows = slice(begin, end) if selection.by_token else slice(first, first + blocks)
-        own_Q = layout.block_T[rows] if selection.by_token else layout.number_N[rows]
-        if _everything_is_listed(selection, rows, own_Q[:, None, None], first):
-            documents.append(slice(begin, end))
-            counts_QC[rows] = 0
-    return documents, replace(selection, counts_QC=counts_QC)
-
-
-def _everything_is_listed(
-    selection: Selection, rows: slice, own_Q11: Tensor, first_block: int
-) -> bool:
-    counts_QC1 = selection.counts_QC[rows, :, None]
-    if not bool((counts_QC1 == own_Q11 - first_block + 1).all()):
-        return False
-    # A document may begin before the sequence does; then lists reach further back.
-    lists_QCK = selection.indices_QCK[rows]
-    past_end_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC1
-    inside_QCK = (lists_QCK >= first_block) & (lists_QCK <= own_Q11)
-    return bool((inside_QCK | past_end_QCK).all())
 
 
 def _past_blocks(
@@ -168,8 +118,7 @@ class GatheredLists:
     """One list of units for each query block and KV head.
 
     Args:
-        lists_NGK: numbers of units, undefined past the end of a list.
-        counts_NG: lengths of the lists.
+        lists_NGK, counts_NG: numbers of units, undefined past the end of a list, and how many.
         units: the blocks that the lists name; None where they name single tokens.
         own_block: whether the only unit of a list is the query block itself, which is read up to
             the query.
@@ -213,8 +162,8 @@ class GatheredLists:
         for tiles_A, units_AK in self._chunks():
             o_AIF, l_AI = attend(
                 self._q_AID.index_select(0, tiles_A),
-                _gather(self._k_AED, units_AK),
-                _gather(self._v_AEF, units_AK),
+                gathered(self._k_AED, units_AK),
+                gathered(self._v_AEF, units_AK),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=self._later_keys_1IW,
             )
@@ -227,13 +176,11 @@ class GatheredLists:
         return out_THF, lse_TH
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Part`."""
         return merge_partials(out_THF, lse_TH, *self.attend())
 
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """See :class:`Part`."""
         for whole, part in zip(gradients, self.gradients(dout_THF, out_THF, lse_TH), strict=True):
             whole += part
 
@@ -250,8 +197,8 @@ class GatheredLists:
             part_AID, dk_AWD, dv_AWF = attend_backward(
                 dout_AIF.index_select(0, tiles_A),
                 self._q_AID.index_select(0, tiles_A),
-                _gather(self._k_AED, units_AK),
-                _gather(self._v_AEF, units_AK),
+                gathered(self._k_AED, units_AK),
+                gathered(self._v_AEF, units_AK),
                 out_AIF.index_select(0, tiles_A),
                 lse_AI.index_select(0, tiles_A),
                 softmax_scale=self._softmax_scale,
@@ -296,12 +243,9 @@ class GatheredLists:
         ):
             if length == 0:
                 continue
-            for some_A in tiles_A.split(self._tiles_at_once(length)):
+            rows, keys = self._q_AID.shape[1], length * self._unit_tokens
+            for some_A in tiles_A.split(tiles_at_once(rows, keys, lists_AK.device)):
                 yield some_A, lists_AK[some_A, :length]
-
-    def _tiles_at_once(self, length: int) -> int:
-        keys = length * self._unit_tokens
-        return tiles_at_once(self._q_AID.shape[1], keys, self._q_AID.device)
 
 
 def own_blocks(
@@ -325,16 +269,16 @@ def own_blocks(
 
 
 def own_listed_QC(selection: Selection) -> Tensor:
-    """Tell which lists hold the own block of the row that selects, bool."""
+    """Whether lists hold the own block of the row that selects, bool."""
     own_Q = selection.own_block_N
     if selection.by_token:
         own_Q = own_Q[selection.query_layout.block_T]
     return (selection.indices_QCK[..., 0] == own_Q[:, None]) & (selection.counts_QC > 0)
 
 
-def _gather(x_AED: Tensor, units_AK: Tensor) -> Tensor:
-    """The listed units side by side: [A, W, D]."""
-    return x_AED.index_select(0, units_AK.flatten()).view(len(units_AK), -1, x_AED.shape[2])
+def gathered(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
+    """Rows of a tile side by side: [A, I * E, ...]."""
+    return x_XE.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XE.shape[2:])
 
 
 _KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=False)

@@ -50,13 +50,8 @@ class Kernel(Protocol):
         *,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Attend over the lists.
-
-        Returns:
-            out_THF in the inputs' dtype, and lse_TH: the natural log-sum-exp of the scaled scores
-            that were read, in float32 (float64 for float64 inputs). A query that reads nothing has
-            out 0 and lse -inf.
-        """
+        """Attend over the lists: out_THF and lse_TH, as :func:`..api.block_sparse_attention` says,
+        without a sink."""
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v in their dtypes."""
@@ -66,14 +61,13 @@ class Kernel(Protocol):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of ``dtype`` take: float32, or float64 for float64."""
+    """The dtype that sums take: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Attention(torch.autograd.Function):
-    """``apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)``: out_THF and
-    lse_TH, as :func:`..api.block_sparse_attention` says. Inside ``torch.autocast`` it computes as
-    outside."""
+    """Gives out_THF and lse_TH, as :func:`..api.block_sparse_attention` says; inside
+    ``torch.autocast`` as outside."""
 
     @staticmethod
     def forward(
@@ -148,10 +142,7 @@ def merge_partials(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint lists, from the parts' outputs and LSEs.
 
-    An empty list is out 0, lse -inf; so is the union of two empty lists.
-
-    Returns:
-        out_THF in the dtype of ``out_a_THF``, and lse_TH (natural log) in the dtype of the LSEs.
+    An empty list is out 0, lse -inf. The result has the dtypes of the first part.
     """
     peak_TH = torch.maximum(lse_a_TH, lse_b_TH)
     peak_TH = peak_TH.masked_fill(peak_TH == -torch.inf, 0.0)

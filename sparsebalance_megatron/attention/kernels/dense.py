@@ -10,7 +10,6 @@ Shape legend: W the widest head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise, starmap
 from typing import Any
@@ -54,30 +53,36 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
     layout = selection.query_layout
-    if not takes_flash(q_THD.device):
-        q_THW, k_TGW, v_TGW = _fitting(q_THD, k_TGD, v_TGF)
-        out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            query=q_THW,
-            key=k_TGW,
-            value=v_TGW,
-            return_debug_mask=False,
-            **_of_documents(layout, softmax_scale),
-        )
-        return out_THW[..., : v_TGF.shape[2]], lse_HT.T
-    q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
-    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
-    attend_to_documents(_documents(layout), (q, k, v), (out, lse), softmax_scale)
-    return out.to(q_THD.dtype), lse
+    if takes_flash(q_THD.device):
+        q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
+        out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+        for tokens in starmap(slice, pairwise(layout.cu_seqlens)):
+            found = attend(*_as_tiles(tokens, q, k, v), softmax_scale=softmax_scale, causal=True)
+            out[tokens], lse[tokens] = (each.transpose(0, 1) for each in found)
+        return out.to(q_THD.dtype), lse
+    q_THW, k_TGW, v_TGW = _fitting(q_THD, k_TGD, v_TGF)
+    out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query=q_THW,
+        key=k_TGW,
+        value=v_TGW,
+        return_debug_mask=False,
+        **_of_documents(layout, softmax_scale),
+    )
+    return out_THW[..., : v_TGF.shape[2]], lse_HT.T
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`.contract.Kernel`."""
     layout, scale = saved.selection.query_layout, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
     if takes_flash(dout_THF.device):
         wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
         gradients = [torch.empty_like(x) for x in wide[1:4]]
-        add_gradients_of_documents(_documents(layout), (*wide, saved.lse_TH), gradients, scale)
+        for tokens in starmap(slice, pairwise(layout.cu_seqlens)):
+            tiles = _as_tiles(tokens, *wide, saved.lse_TH)
+            found = attend_backward(*tiles, softmax_scale=scale, causal=True)
+            for whole, per_head in zip(gradients, found, strict=True):
+                per_whole_head = per_head.unflatten(0, (whole.shape[1], -1)).sum(1)
+                whole[tokens] = per_whole_head.transpose(0, 1)
         dq, dk, dv = (x.to(dout_THF.dtype) for x in gradients)
         return dq, dk, dv
     dout_THW, q_THW, k_TGW, v_TGW, out_THW = _fitting(*inputs)
@@ -133,38 +138,6 @@ def missing_in_torch() -> str | None:
     return None
 
 
-def attend_to_documents(
-    documents: Sequence[slice],
-    qkv: Sequence[Tensor],
-    results: tuple[Tensor, Tensor],
-    softmax_scale: float,
-) -> None:
-    """Write the tokens of some documents into out_THF and lse_TH, on the CPU."""
-    for tokens in documents:
-        tiles = _as_tiles(tokens, *qkv)
-        found = attend(*tiles, softmax_scale=softmax_scale, causal=True)
-        for whole_TH, each in zip(results, found, strict=True):
-            whole_TH[tokens] = each.transpose(0, 1)
-
-
-def add_gradients_of_documents(
-    documents: Sequence[slice],
-    saved: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    softmax_scale: float,
-) -> None:
-    """Write the tokens of some documents into dq_THD, dk_TGD and dv_TGF, on the CPU.
-
-    ``saved`` is dout_THF, q_THD, k_TGD, v_TGF, out_THF and lse_TH.
-    """
-    for tokens in documents:
-        tiles = _as_tiles(tokens, *saved)
-        found = attend_backward(*tiles, softmax_scale=softmax_scale, causal=True)
-        for whole, per_head in zip(gradients, found, strict=True):
-            per_whole_head = per_head.unflatten(0, (whole.shape[1], -1)).sum(1)
-            whole[tokens] = per_whole_head.transpose(0, 1)
-
-
 def _as_tiles(tokens: slice, *xs_T: Tensor) -> list[Tensor]:
     """Some tokens of tensors [T, H or G, ...] as [H, tokens, ...]: a tile for each query head."""
     heads = max(x.shape[1] for x in xs_T)
@@ -172,10 +145,6 @@ def _as_tiles(tokens: slice, *xs_T: Tensor) -> list[Tensor]:
         x[tokens].transpose(0, 1).repeat_interleave(heads // x.shape[1], 0, output_size=heads)
         for x in xs_T
     ]
-
-
-def _documents(layout: PackedLayout) -> list[slice]:
-    return list(starmap(slice, pairwise(layout.cu_seqlens)))
 
 
 def _of_documents(layout: PackedLayout, softmax_scale: float) -> dict[str, Any]:

@@ -7,9 +7,6 @@ sum puts them together. All tiles have one shape, and a row's place in its block
 from the rows before it: no bit of its result depends on what later rows choose. On CUDA the host
 waits to read how many tiles there are.
 
-Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is linear in tokens,
-whatever the budget.
-
 Shape legend: T tokens of the packed sequence (of queries or of keys), U of several tensors side by
 side, N blocks of the keys' sequence, X rows of a KV head that select (a token's selecting heads
 side by side; where a dummy is added, it is what padding reads and writes), E query heads of a row,
@@ -26,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel, own_listed_QC
+from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel, gathered, own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
@@ -41,13 +38,7 @@ _LEAST_TILES = 2
 """Tiles that a block's readers should fill on average."""
 
 
-def _past_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
-) -> tuple[_PastBlocks]:
-    return (_PastBlocks(q_THD, k_TGD, v_TGF, selection, softmax_scale),)
-
-
-_KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=True)
+_KERNEL = AssembledKernel(past_blocks=lambda *inputs: [_PastBlocks(*inputs)], by_token=True)
 forward, backward, obstacle = _KERNEL.forward, _KERNEL.backward, _KERNEL.obstacle
 
 
@@ -88,7 +79,6 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`.blocks.Part`."""
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
@@ -102,7 +92,7 @@ class _PastBlocks:
                 parts_ZF[-1], lse_Z[-1] = 0.0, -torch.inf
                 for chunk, rows_AI, blocks_A in self._chunks(tiles):
                     o_AYF, lse_AY = attend(
-                        _gather(q_XED, rows_AI),
+                        gathered(q_XED, rows_AI),
                         k_NBD.index_select(0, blocks_A),
                         v_NBF.index_select(0, blocks_A),
                         softmax_scale=self._softmax_scale,
@@ -115,7 +105,6 @@ class _PastBlocks:
     def backward(
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
-        """See :class:`.blocks.Part`."""
         dq_THD, dk_TGD, dv_TGF = gradients
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
@@ -128,14 +117,14 @@ class _PastBlocks:
             dk_NBD, dv_NBF = torch.zeros_like(k_NBD), torch.zeros_like(v_NBF)
             for tiles in self._tiles(head):
                 for _, rows_AI, blocks_A in self._chunks(tiles):
-                    dout_AYF, q_AYD, out_AYF = _gather(rows_XEU, rows_AI).split(widths, 2)
+                    dout_AYF, q_AYD, out_AYF = gathered(rows_XEU, rows_AI).split(widths, 2)
                     dq_AYD, dk_ABD, dv_ABF = attend_backward(
                         dout_AYF,
                         q_AYD,
                         k_NBD.index_select(0, blocks_A),
                         v_NBF.index_select(0, blocks_A),
                         out_AYF,
-                        _gather(lse_XE, rows_AI),
+                        gathered(lse_XE, rows_AI),
                         softmax_scale=self._softmax_scale,
                     )
                     dq_XED.index_add_(0, rows_AI.flatten(), dq_AYD.reshape(-1, *dq_XED.shape[1:]))
@@ -244,8 +233,3 @@ def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _
     return _Tiles(
         rows_AI=rows_AI.masked_fill_(padding_AI, rows), blocks_A=blocks_A, place_XK=place_XK
     )
-
-
-def _gather(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
-    """Rows with their heads, [A, Y, ...]."""
-    return x_XE.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XE.shape[2:])

@@ -71,15 +71,9 @@ def rank_sequence[Summarised, Ranked](
     max_budget: int,
     observe: bool,
 ) -> Ranked:
-    """Rank a sequence whose queries and keys all lie here.
-
-    Raises:
-        ValueError: shapes do not fit, or ``max_budget`` is below 1.
-    """
+    """Rank a sequence whose queries and keys all lie here; what does not fit is a ValueError."""
     return selector.rank(
-        q_THD,
-        selector.summaries(q_THD, k_TGD, layout),
-        LayoutPair.within(layout),
+        *(q_THD, selector.summaries(q_THD, k_TGD, layout), LayoutPair.within(layout)),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
         observe=observe,
@@ -91,10 +85,8 @@ def selector_named(
 ) -> Selector[Any, Any]:
     """The selector of a name that ``--sparse-balance-selection`` takes.
 
-    Args:
-        router: who computes the router; a selector that leaves the choice has ``with_router``.
-        first_blocks: blocks at the beginning of a document that every query reads; a selector that
-            leaves the choice has ``with_first_blocks``. None is its own default.
+    A selector that leaves a choice of router has ``with_router``, and of first blocks
+    ``with_first_blocks``; None is its own default.
 
     Raises:
         ConfigError: there is none of that name, it cannot be loaded, or it leaves no choice of

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoBA's parameter-free router: the own block, a document's first ones, and the best of the others.
-
-Nothing here reads the device from the host, so budgets may differ in every call at no cost.
-Every result is the same in a recomputed pass: no atomics, no unstable sort.
-
-Shape legend: K budgets or places of a list, Q rows that select, C heads that select.
-"""
+"""MoBA's router without parameters: the own block, a document's first ones, the best others."""
 
 from __future__ import annotations
 
@@ -51,16 +45,13 @@ class BlockTopK(RankingSelector):
     router: Router = "auto"
 
     def with_router(self, router: Router) -> BlockTopK:
-        """Give the same selector with another router."""
         return replace(self, router=router)
 
     def with_first_blocks(self, first_blocks: int) -> BlockTopK:
-        """Give the same selector with another number of first blocks."""
         return replace(self, first_blocks=first_blocks)
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        """Summarise the blocks of a sequence; see :class:`..select.Selector`."""
         _check_heads(q_THD, k_TGD, layout)
         with undisturbed(q_THD.device):
             return BlockSummaries(
@@ -98,10 +89,7 @@ class BlockTopK(RankingSelector):
                 router=self.router,
             )
         return Ranking(
-            layouts=layouts,
-            by_token=self.by_token,
-            indices_QCK=indices_QCK,
-            mass_SK=mass_SK,
+            layouts=layouts, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK
         )
 
     def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:
@@ -131,8 +119,7 @@ PREVIOUS_BLOCK = BlockTopK(by_token=False, by_query_head=False)
 
 def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:
     fits = (
-        q_THD.ndim == 3
-        and k_TGD.ndim == 3
+        q_THD.ndim == k_TGD.ndim == 3
         and q_THD.shape[0] == k_TGD.shape[0] == layout.tokens
         and q_THD.shape[2] == k_TGD.shape[2]
         and q_THD.shape[1] % k_TGD.shape[1] == 0

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks and columns in the order in which budgets take them, and the mass that each budget adds.
 
-Nothing here reads the device from the host, and every result is the same in a recomputed pass.
-
 Where budgets buy columns, a budget of k blocks is k - c(k) blocks and c(k) blocks' worth of
 columns, c(k) = (k + 1) // 4: own block, block before it, columns, block, then a block's worth of
 columns in every fourth place. The columns are the best ones outside of the blocks, so a query block
 reads exactly the keys of k whole blocks, whatever it reads; where it sees no more than k blocks, it
 reads them all. Lists of a larger budget hold those of a smaller one.
 
-Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, K places of a
-list of blocks, X places of a list of columns, Q rows that select, C heads that select, J rows of
-lists, W blocks of a document.
+Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, X places of a
+list of columns, J rows of lists, W blocks of a document.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ class Ranking:
     """The own block, then the other visible blocks in the order in which budgets take them.
 
     Attributes:
-        layouts: where queries and keys lie.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N).
         indices_QCK: int16 or int32 numbers of blocks in the keys' sequence, up to the widest
             budget, -1 past the visible ones.
@@ -55,11 +51,7 @@ class RankingSelector:
 
     @torch.no_grad()
     def coverage(self, ranking: Ranking) -> Tensor:
-        """Score coverage of every budget, per document; see :class:`..select.Selector`.
-
-        Raises:
-            ValueError: the ranking was made without ``observe``.
-        """
+        """Score coverage of every budget; a ranking without mass is a ValueError."""
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.indices_QCK.shape[1]
@@ -67,11 +59,7 @@ class RankingSelector:
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets; see :class:`..select.Selector`.
-
-        Raises:
-            ValueError: ``budgets_S`` has not one entry per document.
-        """
+        """Cut the lists to the documents' budgets; other than one for each is a ValueError."""
         layouts, kv_layout = ranking.layouts, ranking.layouts.kv_layout
         if budgets_S.shape != (kv_layout.documents,):
             raise ValueError(
@@ -87,13 +75,8 @@ class RankingSelector:
         if ranking.columns_NGX is not None and column_blocks(width):
             columns_N = column_blocks(budget_N).masked_fill(visible_N <= budget_N, 0)
             counts_N = counts_N - columns_N.int()
-            columns = cut_columns(
-                layouts,
-                ranking.indices_QCK,
-                ranking.columns_NGX,
-                counts_N[block_Q],
-                columns_N[block_Q],
-            )
+            lists = ranking.indices_QCK, ranking.columns_NGX
+            columns = cut_columns(layouts, *lists, counts_N[block_Q], columns_N[block_Q])
         return Selection(
             indices_QCK=ranking.indices_QCK,
             counts_QC=counts_N[block_Q, None].expand(-1, heads).contiguous(),
@@ -108,8 +91,8 @@ class RankingSelector:
 def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
     """Coverage curves_SK of documents: float32, the mean of a ranking's mass up to each budget.
 
-    It never falls with k, and is exactly 1 from the document's number of blocks on. A document with
-    mass that is not finite has no curve: NaN throughout.
+    Curves rise to exactly 1 at the document's number of blocks. A document with mass that is not
+    finite has NaN throughout.
     """
     mean_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
     # A product with a triangle, since CUDA's cumsum is not reproducible; one number that is not

@@ -9,9 +9,9 @@ the list and, where coverage is observed, the softmax mass in the order of the l
 Every exchange of the sorting network is a sum over pairs, so keys stay in registers and cross lanes
 by shuffles. A second kernel adds up the blocks of a document. Nothing is atomic.
 
-Shape legend: N blocks of the queries' sequence, S documents of the keys' sequence, Q rows that
-select, C heads that select, E query heads of a selecting head, W columns of a product, J columns of
-a row from its document's first block on, then its places; in kernels Y rows of a program.
+Shape legend: N blocks of the queries' sequence, S documents of the keys' sequence, E query heads of
+a selecting head, W columns of a product, J columns of a row from its document's first block on,
+then its places; in kernels Y rows of a program.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _SIGN_AND_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 def launch_shape(columns: int, places: int, *, observe: bool) -> dict[str, int]:
-    """Constants that the kernel is compiled for: rows sorted at once, columns of a row, places
-    sorted and warps. All are powers of two, so few combinations are compiled."""
+    """Constants that the kernel is compiled for; all are powers of two, so that they are few."""
     columns = max(FEWEST_COLUMNS, triton.next_power_of_2(columns))
     listed = max(FEWEST_COLUMNS, triton.next_power_of_2(places))
     warps = max(_FEWEST_WARPS, columns // KEYS_OF_A_WARP)

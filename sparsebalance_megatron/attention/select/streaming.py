@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a few rows at a time, ranked in torch; or all rows, by Triton kernels.
 
-What is kept is the lists alone, and a sum per document.
-
-Shape legend: S documents of the keys' sequence, Q rows that select, C heads that select, E query
-heads of a selecting head, Y rows of a chunk, W columns of a chunk (blocks that its rows may read),
-I first blocks of a document.
+Shape legend: S documents of the keys' sequence, E query heads of a selecting head, Y rows of a
+chunk, W columns of a chunk (blocks that its rows may read), I first blocks of a document.
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ def rank_in_chunks(
     Args:
         queries_QCED: a row asks with the mean over E.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
-        by_token: whether rows are tokens, or blocks that speak for their tokens.
         first_blocks: of a document, which come after the own block whatever their scores.
-        router: who ranks; see :func:`..summaries.ranks_in_triton`.
     """
     heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
@@ -116,8 +111,7 @@ def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Consecutive selecting rows; of the keys' sequence the blocks and the documents from the first
-    that any row may read to the last."""
+    """Consecutive selecting rows, and the range of blocks and of documents that they may read."""
 
     rows: slice
     blocks: slice
@@ -136,20 +130,19 @@ def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> It
     first_N = np.searchsorted(kv_layout.grid.document_N, document_N)
     blocks = pair.query_layout.blocks
     bounds = pair.query_layout.bounds_on_host if by_token else np.arange(blocks + 1)
-    needed = np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads
-    begin, low, high, done = 0, int(first_N[0]), int(own_N[0]) + 1, 0
-    for block in range(1, blocks + 1):
-        if block < blocks:
-            wider_low = min(low, int(first_N[block]))
-            wider_high = max(high, int(own_N[block]) + 1)
-            rows = int(bounds[block + 1] - bounds[begin])
+    needed_N1 = np.append(0, np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads)
+    begin = 0
+    while begin < blocks:
+        end, low, high = begin + 1, int(first_N[begin]), int(own_N[begin]) + 1
+        while end < blocks:
+            wider_low, wider_high = min(low, int(first_N[end])), max(high, int(own_N[end]) + 1)
+            rows = int(bounds[end + 1] - bounds[begin])
             computed = rows * heads * (wider_high - wider_low)
-            beyond = computed - int(needed[block]) + done
-            if computed <= elements and beyond <= elements // _UNREADABLE_FRACTION:
-                low, high = wider_low, wider_high
-                continue
-        documents = document_N[begin:block]
-        last_row = int(bounds[block])
+            beyond = computed - int(needed_N1[end + 1] - needed_N1[begin])
+            if computed > elements or beyond > elements // _UNREADABLE_FRACTION:
+                break
+            end, low, high = end + 1, wider_low, wider_high
+        documents, last_row = document_N[begin:end], int(bounds[end])
         at_once = max(1, elements // (heads * (high - low)))
         for row in range(int(bounds[begin]), last_row, at_once):
             yield Chunk(
@@ -157,9 +150,7 @@ def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> It
                 blocks=slice(low, high),
                 documents=slice(int(documents.min()), int(documents.max()) + 1),
             )
-        if block < blocks:
-            low, high = int(first_N[block]), int(own_N[block]) + 1
-            begin, done = block, int(needed[block - 1])
+        begin = end
 
 
 _COLUMN_BITS = 32
@@ -170,8 +161,7 @@ _ABOVE_ALL_MASS = 2.0
 
 
 class _Visible(NamedTuple):
-    """Columns of a chunk that its rows see: ``hidden_YW`` are not, ``own_CY1`` and ``first_CYI``
-    are the own block and the document's first ones."""
+    """Columns of a chunk that its rows do not see; the own one; the document's first ones."""
 
     hidden_YW: Tensor
     own_CY1: Tensor
@@ -181,7 +171,6 @@ class _Visible(NamedTuple):
     def of(
         cls, scores_CYW: Tensor, own_Y: Tensor, first_Y: Tensor, *, first_blocks: int
     ) -> _Visible:
-        """What the rows of scores see from their first column to their own."""
         heads, _, columns = scores_CYW.shape
         own_Y1, first_Y1 = own_Y[:, None], first_Y[:, None]
         column_W = torch.arange(columns, device=own_Y.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries of blocks, which let a selector score blocks that another rank holds; who computes.
 
-Shape legend: N blocks of the sequence, B places of a block, C heads that select.
+Shape legend: B places of a block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.kernels.triton import is_interpreted
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.config import Router
 
@@ -45,55 +46,33 @@ class BlockSummaries:
     queries_NCD: Tensor | None
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """See :class:`SharedSummaries`."""
         return [self.keys_NGD] + ([] if self.queries_NCD is None else [self.queries_NCD])
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> BlockSummaries:
-        """See :class:`SharedSummaries`."""
         keys_NGD, *queries = parts
         return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
 
 
 def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -> Tensor:
     """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64."""
-    if means_in_triton(router, x_THD.device):
+    if takes_triton(router, x_THD.device):
         from sparsebalance_megatron.attention.select.router_kernels import pooled_means
 
         return pooled_means(x_THD, layout)
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     sum_NHD = x_THD.new_empty(layout.blocks, *x_THD.shape[1:], dtype=wide)
-    bounds = layout.bounds_on_host
     at_once = max(1, _COPIED_ELEMENTS // (layout.block_tokens * x_THD[0].numel()))
     for first in range(0, layout.blocks, at_once):
-        last = min(first + at_once, layout.blocks)
-        begin, end = int(bounds[first]), int(bounds[last])
-        x_NBHD = _as_blocks(x_THD[begin:end], layout, first, last)
-        torch.sum(x_NBHD, 1, dtype=wide, out=sum_NHD[first:last])
+        some = slice(first, min(first + at_once, layout.blocks))
+        torch.sum(layout.to_blocks(x_THD, some), 1, dtype=wide, out=sum_NHD[some])
     return sum_NHD / layout.length_N[:, None, None]
-
-
-def _as_blocks(x_THD: Tensor, layout: PackedLayout, first: int, last: int) -> Tensor:
-    """[N, B, H, D] of the blocks from ``first`` to before ``last``; zeros past a short one's end.
-
-    A view where none of them is short.
-    """
-    size, blocks = layout.block_tokens, last - first
-    if x_THD.shape[0] == blocks * size:
-        return x_THD.unflatten(0, (blocks, size))
-    begin = int(layout.bounds_on_host[first])
-    place_T = layout.place_T[begin : begin + x_THD.shape[0]] - first * size
-    padded = x_THD.new_zeros(blocks * size, *x_THD.shape[1:])
-    return padded.index_copy_(0, place_T, x_THD).unflatten(0, (blocks, size))
 
 
 def check_ranked(
     q_THD: Tensor, keys: Tensor, entries: int, layouts: LayoutPair, max_budget: int
 ) -> None:
-    """Refuse queries and summaries that do not fit one another or the layouts.
-
-    ``keys`` [any, KV heads, head dim] are what the summaries say of the keys, of which the keys'
-    sequence has ``entries``.
-    """
+    """Refuse queries and summaries that do not fit one another or the layouts; of what these say of
+    keys [any, KV heads, head dim] the keys' sequence has ``entries``."""
     tokens, (found, kv_heads, head_dim) = layouts.query_layout.tokens, keys.shape
     shape = q_THD.shape
     fits = q_THD.ndim == 3 and shape[0] == tokens and shape[1] % kv_heads == 0
@@ -111,36 +90,29 @@ MOST_BLOCKS = 1024
 """Blocks of a document whose sort was compiled and seen to stay in registers."""
 
 
-def means_in_triton(router: Router, device: torch.device) -> bool:
-    """Whether means over blocks come from the kernel; see :func:`ranks_in_triton`."""
-    return _chosen(router, device, _obstacle_of_device(device))
-
-
 def ranks_in_triton(
     router: Router, device: torch.device, layouts: LayoutPair, *, softmax_scale: float
 ) -> bool:
     """Whether rows of scores are ranked by the kernel.
 
     "auto" takes it wherever it serves on CUDA, and warns where it does not; "torch" never takes it.
-    Interpreted kernels serve on the CPU, where only "triton" takes them.
-
-    Raises:
-        ValueError: ``router`` is "triton", and it does not serve.
+    Interpreted kernels serve on the CPU, where only "triton" takes them; where it does not serve,
+    that is a ValueError.
     """
-    obstacle = _obstacle_of_device(device)
-    if obstacle is None and layouts.kv_layout.max_blocks > MOST_BLOCKS:
-        obstacle = (
-            f"ranks documents of up to {MOST_BLOCKS} blocks, not {layouts.kv_layout.max_blocks}: "
-            "take larger blocks"
-        )
-    if obstacle is None and not softmax_scale > 0.0:
+    obstacle, blocks = None, layouts.kv_layout.max_blocks
+    if blocks > MOST_BLOCKS:
+        most = f"ranks documents of up to {MOST_BLOCKS} blocks"
+        obstacle = f"{most}, not {blocks}: take larger blocks"
+    elif not softmax_scale > 0.0:
         obstacle = f"needs a positive softmax scale, not {softmax_scale}"
-    return _chosen(router, device, obstacle)
+    return takes_triton(router, device, obstacle)
 
 
-def _chosen(router: Router, device: torch.device, obstacle: str | None) -> bool:
+def takes_triton(router: Router, device: torch.device, obstacle: str | None = None) -> bool:
+    """Whether kernels serve; see :func:`ranks_in_triton`. Means over blocks have no obstacle."""
     if router == "torch":
         return False
+    obstacle = _obstacle_of_device(device) or obstacle
     if obstacle is None:
         return router == "triton" or device.type == "cuda"
     if router == "triton":
@@ -153,10 +125,6 @@ def _chosen(router: Router, device: torch.device, obstacle: str | None) -> bool:
 def _obstacle_of_device(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
-    if device.type == "cuda":
-        return None
-    import triton
-
-    if triton.knobs.runtime.interpret:
+    if device.type == "cuda" or is_interpreted():
         return None
     return f"needs CUDA, and the keys lie on {device}"

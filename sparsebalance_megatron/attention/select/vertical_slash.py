@@ -3,17 +3,16 @@
 
 After MTraining (arXiv:2510.18830) and MInference (arXiv:2407.02490), whose attention patterns are
 vertical lines (keys that many queries read) and slashes (distances at which many queries read).
-What differs from theirs, and why, is in research/vertical_slash.md. Nothing here reads the device
-from the host, and every result is the same in a recomputed pass.
+What differs from theirs, and why, is in research/vertical_slash.md.
 
 A key's column mass is the softmax mass that probes put on it. A block diagonal's mass is what a
 later query block will put on one past block if every diagonal of the probes keeps its mass: a
 probe's mass at distance d falls into block distances d // B and d // B + 1, in the shares in which
 the B queries of a block look there.
 
-Shape legend: B tokens of a block, K budgets or places of a list, X places of a list of columns, U
-probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
-document's first, W blocks from its first.
+Shape legend: B tokens of a block, X places of a list of columns, U probes of a block, E query heads
+of a KV head, J consecutive blocks of a document, Y keys from a document's first, W blocks from its
+first.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -46,31 +46,31 @@ _CUDA_FACTOR = 64
 _EXACT_BUDGETS = 32
 """Coverage is exact up to this budget; from there on at budgets a quarter apart, with straight
 lines in between."""
+_PROBE_TOKENS = 16
+"""Queries that probe in every block, evenly spaced, its last one among them."""
+_LAST_TOKENS = 64
+"""Queries that probe at the end of a document."""
+_SINK_TOKENS = 30
+"""A document's first tokens, which come first among the columns and count for no diagonal; at most
+a quarter of a block."""
 _ALWAYS_READ = 2
 """The own block and the block before it, which is the local window."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbesAndKeys:
-    """Queries that probe in every block, and what they attend to: the sequence's keys, as they are.
-
-    Attributes:
-        keys_TGD: one entry per token.
-        probes_NUHD: the probes of every block.
-    """
+    """The sequence's keys, as they are, and the queries that probe in every block."""
 
     keys_TGD: Tensor
     probes_NUHD: Tensor
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """See :class:`.summaries.SharedSummaries`."""
         keys_NBGD = layout.to_blocks(self.keys_TGD)
         # A sequence of short documents alone has shorter blocks.
         missing = layout.block_size - layout.block_tokens
         return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
-        """See :class:`.summaries.SharedSummaries`."""
         keys_NBGD, probes_NUHD = parts
         keys_TGD = layout.from_blocks(keys_NBGD[:, : layout.block_tokens])
         return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)
@@ -85,40 +85,17 @@ class VerticalSlash(RankingSelector):
     probes of every query block find in what that block reads.
 
     Attributes:
-        looks_ahead: probe with the last queries of a document, as the paper does, for all of its
-            blocks: what a token reads then depends on all tokens of its document. Otherwise probe
-            for every block with queries of the block before it.
-        probe_tokens: queries that probe in every block, evenly spaced, its last one among them.
-        last_tokens: queries that probe at the end of a document, where ``looks_ahead`` says so.
-        sink_tokens: a document's first tokens, which come first among the columns and count for no
-            diagonal; at most a quarter of a block.
+        needs_whole_documents: probe with the last queries of a document, as the paper does, for all
+            of its blocks: what a token reads then depends on all tokens of its document. Otherwise
+            probe for every block with queries of the block before it.
     """
 
-    looks_ahead: bool = False
-    probe_tokens: int = 16
-    last_tokens: int = 64
-    sink_tokens: int = 30
-
-    @property
-    def by_token(self) -> bool:
-        return False
-
-    @property
-    def needs_whole_documents(self) -> bool:
-        """Whether one rank must hold all queries of a document."""
-        return self.looks_ahead
+    by_token: ClassVar[bool] = False
+    needs_whole_documents: bool = False
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
-        """Take the sequence's keys and probes; see :class:`..select.Selector`."""
-        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
-
-    def probes_of(self, layout: PackedLayout) -> Tensor:
-        """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
-        probes = min(self.probe_tokens, layout.block_size)
-        rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
-        offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
-        return layout.start_N[:, None] + offset_NU
+        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[_probes_of(layout)])
 
     @torch.no_grad()
     def rank(
@@ -136,28 +113,27 @@ class VerticalSlash(RankingSelector):
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
         """
-        keys_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
-        check_ranked(q_THD, keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
-        expected = layouts.kv_layout.blocks, *q_THD.shape[1:]
-        if (probes_NUHD.shape[0], *probes_NUHD.shape[2:]) != expected:
-            raise ValueError(
-                f"rank: probes {tuple(probes_NUHD.shape)} must be [blocks, probes, heads, head "
-                f"dim] with {expected} blocks, heads and head dim"
-            )
-        if self.looks_ahead and layouts.query_layout is not layouts.kv_layout:
+        check_ranked(q_THD, summaries.keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
+        if self.needs_whole_documents and layouts.query_layout is not layouts.kv_layout:
             raise ValueError(
                 'rank: "vertical-slash-last-queries" needs the last queries of every document: '
                 'rank the whole sequence, or take "vertical-slash"'
             )
         with undisturbed(q_THD.device):
             lists = _RowLists(self, q_THD, summaries, layouts, softmax_scale, max_budget, observe)
-            for document in range(layouts.kv_layout.documents):
-                lists.rank_document(document)
             return lists.ranking()
 
 
 VERTICAL_SLASH = VerticalSlash()
-LAST_QUERIES = VerticalSlash(looks_ahead=True)
+LAST_QUERIES = VerticalSlash(needs_whole_documents=True)
+
+
+def _probes_of(layout: PackedLayout) -> Tensor:
+    """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
+    probes = min(_PROBE_TOKENS, layout.block_size)
+    rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
+    offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
+    return layout.start_N[:, None] + offset_NU
 
 
 class _RowLists:
@@ -180,8 +156,8 @@ class _RowLists:
         self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
         self._softmax_scale, self._observe = softmax_scale, observe
         self._size = layout.block_size
-        self._sinks = min(selector.sink_tokens, self._size // 4)
-        self._probe_NU = selector.probes_of(layout)
+        self._sinks = min(_SINK_TOKENS, self._size // 4)
+        self._probe_NU = _probes_of(layout)
         probes = self._probe_NU.shape[1]
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
@@ -189,23 +165,18 @@ class _RowLists:
         self._runs_of_document = _runs(layouts)
         places = min(max_budget, layout.max_blocks)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._blocks_NGK, self._columns_NGX = (
-            torch.full(
-                (layouts.query_layout.blocks, heads, width),
-                -1,
-                dtype=torch.int32,
-                device=q_THD.device,
-            )
-            for width in (places, columns)
-        )
+        rows = layouts.query_layout.blocks, heads
+        self._blocks_NGK = torch.full((*rows, places), -1, dtype=torch.int32, device=q_THD.device)
+        self._columns_NGX = torch.full((*rows, columns), -1, dtype=torch.int32, device=q_THD.device)
         self._elements_at_once = SCORES_AT_ONCE * (_CUDA_FACTOR if q_THD.is_cuda else 1)
         self._budgets = observed_budgets(layout.max_blocks)
         self._budget_K = copied_to(torch.tensor(self._budgets), q_THD.device)
-        self._covered_SK = torch.zeros(
-            *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
-        )
+        shape = layout.documents, len(self._budgets)
+        self._covered_SK = torch.zeros(shape, dtype=torch.float64, device=q_THD.device)
 
     def ranking(self) -> Ranking:
+        for document in range(self._layout.documents):
+            self._rank_document(document)
         return Ranking(
             layouts=self._layouts,
             by_token=False,
@@ -214,10 +185,11 @@ class _RowLists:
             mass_SK=self._mass_of_budgets() if self._observe else None,
         )
 
-    def rank_document(self, document: int) -> None:
+    def _rank_document(self, document: int) -> None:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
-        last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
+        ahead = self._selector.needs_whole_documents
+        last = self._end_of_document(document, k_YGD) if ahead else None
         first_block = self._first_block_S[document]
         for some, row in self._chunks(document):
             k_some = k_YGD[: some.stop * self._size]
@@ -234,13 +206,11 @@ class _RowLists:
             unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
             columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
             if seen_JGY is not None:
-                self._observe_blocks(
-                    *(document, some, seen_JGY, block_order_JGW, column_order_JGY, listed_JGY)
-                )
+                order = block_order_JGW, column_order_JGY, listed_JGY
+                self._observe_blocks(document, some, seen_JGY, *order)
 
     def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
-        """Consecutive blocks of a document, whose probes score few enough keys; and where their
-        lists begin."""
+        """Blocks of a document whose probes score few enough keys; and where their lists begin."""
         blocks = self._layout.blocks_per_document[document]
         probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
         at_once = max(1, self._elements_at_once // (probes * blocks * self._size))
@@ -259,7 +229,12 @@ class _RowLists:
         probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
         if last is not None and not self._observe:
             probing = slice(0, 0)
-        probed_JGY, following_JGW = self._probed(document, probing, k_YGD)
+        first = self._first_block_S[document]
+        blocks = slice(first + probing.start, first + probing.stop)
+        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
+        probed_JGY, following_JGW = self._seen_by(
+            self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U
+        )
         seen_JGY = probed_JGY[before:] if self._observe else None
         count, width = some.stop - some.start, some.stop
         if last is not None:
@@ -272,12 +247,6 @@ class _RowLists:
         new = count - 1 + before
         pads = (0, 0, 0, 0, 1 - before, 0)
         return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
-
-    def _probed(self, document: int, some: slice, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
-        first = self._first_block_S[document]
-        blocks = slice(first + some.start, first + some.stop)
-        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
-        return self._seen_by(self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U)
 
     def _seen_by(
         self, q_JUGED: Tensor, position_JU: Tensor, k_YGD: Tensor, offset_U: Tensor
@@ -294,7 +263,7 @@ class _RowLists:
         """What the last queries see: [G, K] by distance in blocks, and [G, Y] by key."""
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         tokens, size = end_token - first_token, self._size
-        probes = min(self._selector.last_tokens, tokens)
+        probes = min(_LAST_TOKENS, tokens)
         heads, blocks = k_YGD.shape[1], self._layout.blocks_per_document[document]
         diagonals_GK = torch.zeros(heads, blocks + 1, device=k_YGD.device)
         columns_GY = torch.zeros(heads, tokens, device=k_YGD.device)
@@ -363,9 +332,8 @@ class _RowLists:
         covered_SK = self._covered_SK
         if len(self._budgets) < len(every):
             between = [np.interp(every, self._budgets, row) for row in np.eye(len(self._budgets))]
-            covered_SK = covered_SK @ copied_to(
-                torch.from_numpy(np.stack(between)), covered_SK.device
-            )
+            between_KK = torch.from_numpy(np.stack(between))
+            covered_SK = covered_SK @ copied_to(between_KK, covered_SK.device)
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
 
 
@@ -414,13 +382,9 @@ def probed_mass(
     sink_tokens: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from probes to all keys up to themselves, without values.
+    """Attend from probes, at ``position_JU`` among the keys, to all keys up to themselves.
 
-    Args:
-        position_JU: int64, each probe's place among the keys.
-        k_YGD: keys of one document from its first.
-        offset_U: int64, the places of the probes in a whole block, which diagonals start from.
-        sink_tokens: first keys whose mass counts for columns and for no diagonal.
+    ``offset_U`` are their places in a whole block, which diagonals start from.
 
     Returns:
         float32, each the mean of a block's probes and query heads: columns_JGY, their mass on every

@@ -85,10 +85,9 @@ class AllGatherExchange(BetweenRanks):
     """Gathers keys and values, and reduce-scatters their gradients: a ``SequenceExchange``.
 
     Each KV head takes one all-gather forward; backward one all-gather and one reduce-scatter, in
-    float32 (float64 for float64 inputs) and in the order that the process group sums in, which is
-    the same each time. The next head is in flight while attention of this one is computed, so a
-    member holds two heads of the sequence at a time. As in Llama 3 (arXiv:2407.21783, section
-    3.3.2), without its bounds on layouts.
+    float32 (float64 for float64 inputs) and in an order that is the same each time. The next head
+    is in flight while attention of this one is computed, so a member holds two heads at a time. As
+    in Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
     """
 
     gives_whole_heads = True
@@ -112,7 +111,6 @@ class AllGatherExchange(BetweenRanks):
             )
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _ScatteredHeads:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _ScatteredHeads(self._group, dtype, sequence)
 
     def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:
@@ -128,10 +126,8 @@ class AllGatherExchange(BetweenRanks):
 
 
 class _ScatteredHeads:
-    """Adds members' gradients up head by head, each member's for itself: a ``GradientSum``.
-
-    One head's sum is in flight while the next head's gradients are computed.
-    """
+    """Sums members' gradients head by head, one in flight while the next is computed: a
+    ``GradientSum``."""
 
     def __init__(
         self, group: dist.ProcessGroup, dtype: torch.dtype, sequence: SequenceSlice
@@ -170,9 +166,6 @@ class RingExchange(BetweenRanks):
     backward pass gradients follow them. After the double ring of LoongTrain (arXiv:2406.18485), a
     ring of rings crosses slow links once for every inner ring: what will start the next inner ring
     is in flight during the whole of this one.
-
-    With W members the forward pass has W - 1 transfers one after the other, the backward pass
-    W - 1 of keys and values and W of their gradients.
 
     Args:
         group: all members.
@@ -213,7 +206,6 @@ class RingExchange(BetweenRanks):
                 )
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SumOfSums:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _SumOfSums(self._inner, self._outer, sequence.tokens_per_member)
 
 
@@ -227,16 +219,13 @@ class _Ring:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> _Ring:
-        """The ring of a group that this rank belongs to; without a group, of this rank alone."""
+        """The ring of a group; without one, of this rank alone."""
         if group is None:
             return cls(group=None, rank=0, size=1)
         return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
 
     def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> InFlight:
-        """Send ``x`` to the next member, and receive its like, of ``receive_tokens``.
-
-        In a ring of one member nothing is sent: it receives ``x`` itself.
-        """
+        """Send ``x`` to the next member, and receive its like; alone, ``x`` itself."""
         sent = x.contiguous()
         if self.size == 1:
             return InFlight(sent=sent, received=sent, works=[])
@@ -279,14 +268,12 @@ class _RingSum:
         self._in_flight: InFlight | None = None
 
     def add(self, x_T: Tensor) -> None:
-        """Add to the sum of the member that is visiting, and send it on."""
         if self._in_flight is not None:
             x_T = self._in_flight.wait().add_(x_T)
         self._member = (self._member - 1) % self._ring.size
         self._in_flight = self._ring.pass_on(x_T, self._tokens_W[self._member], _RETURNING)
 
     def result(self) -> Tensor:
-        """The sum for this member, after one addition for every member."""
         assert self._in_flight is not None
         return self._in_flight.wait()
 

@@ -3,8 +3,7 @@
 
 A micro-batch may pass the pipeline in segments, which are cut at whole blocks, forward in order and
 backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
-a segment, which are all that its queries may read. Where several ranks share the micro-batch, each
-keeps what it holds, and an exchange between them brings the rest, with every segment anew.
+a segment, which are all that its queries may read.
 
 Shape legend: T tokens of a segment or of the sequence so far, on this rank, E both side by side, S
 documents that have begun, K budgets up to the most blocks of a document so far.
@@ -123,7 +122,6 @@ class EarlierSegments:
             yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SegmentGradient:
-        """See :meth:`.slice.SequenceExchange.gradients`."""
         if len(self._keys_and_values) > sequence.segment + 1:
             raise ValueError(
                 f"backward of segment {sequence.segment} before that of segment "
@@ -143,7 +141,7 @@ class EarlierSegments:
 
     @torch.no_grad()
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Add what the queries of earlier segments found, in the order of the segments."""
+        """Add what earlier segments' queries found, in the order of the segments."""
         segment = sequence.segment
         _check_order(self._masses, segment)
         if self._exchange is not None:

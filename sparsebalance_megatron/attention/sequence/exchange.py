@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a slice's queries over the packed sequence that the slice is part of.
 
-Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), K
-budgets or places of a list, Q rows and C heads that select, X columns of a table.
+Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), X
+columns of a table.
 """
 
 from __future__ import annotations
@@ -47,16 +47,13 @@ def sequence_attention(
     """:func:`..api.block_sparse_attention` where this rank holds a slice of the sequence.
 
     All members of the group call it at the same place of their programs. Its results are those of
-    one rank that holds the sequence, to rounding, and the same bits each time.
+    one rank that holds the sequence, to rounding, and the same bits each time. Tensors are those of
+    the slice.
 
     Args:
-        q_THD, k_TGD, v_TGF: of the slice.
         selection: lists of the slice's queries over the blocks of the sequence.
         exchange: how other keys and values get here; None where the slice is the whole sequence.
         known: all members give it, or none, since the exchange of a forward is left out.
-
-    Returns:
-        out_THF and lse_TH of the slice's queries.
 
     Raises:
         ValueError: as :func:`..api.block_sparse_attention`; or the selection belongs to another
@@ -132,14 +129,14 @@ class ExchangingKernel:
         gradients = self.exchange.gradients(k_TGD.dtype, self.sequence)
         for part in self.exchange.parts(k_TGD, saved.v_TGF, saved.selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
-            of_part = Saved(
+            of_part = replace(
+                saved,
                 q_THD=q_THD[:, heads],
                 k_TGD=part.k_TGD,
                 v_TGF=part.v_TGF,
                 out_THF=saved.out_THF[:, heads],
                 lse_TH=saved.lse_TH[:, heads],
                 selection=part.selection,
-                softmax_scale=saved.softmax_scale,
             )
             dq_part_THD, *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
             dq_THD[:, heads] += dq_part_THD
@@ -216,11 +213,8 @@ def rank_slice[Ranked](
     """Rank for the slice's queries, over the blocks of the sequence, as one rank that holds the
     sequence would rank them.
 
-    The mass is that of all slices' queries, the same bits for each.
-
-    Args:
-        q_THD, k_TGD: of the slice.
-        exchange: how what other ranks know gets here; None where the slice is the whole sequence.
+    The mass is that of all slices' queries, the same bits for each. ``exchange`` is None where the
+    slice is the whole sequence.
 
     Raises:
         ValueError: as the selector does; or the selector needs whole documents, which a slice does

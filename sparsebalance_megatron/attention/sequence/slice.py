@@ -54,8 +54,7 @@ class SequenceSlice:
     """The blocks of a packed sequence that this rank holds. Built once per micro-batch.
 
     Each block lies whole on one member of the group. A member keeps its blocks in the order of the
-    sequence, so that blocks of one document lie side by side, and none but a document's last is
-    short. Arrays are on the host; tensors are int64 on ``device`` where not said otherwise.
+    sequence. Arrays are on the host; tensors are int64 on ``device`` where not said otherwise.
 
     Attributes:
         cu_seqlens: document boundaries of the sequence in tokens, S + 1 entries from 0.
@@ -146,33 +145,27 @@ class SequenceSlice:
 
     @cached_property
     def tokens_T(self) -> np.ndarray:
-        """The numbers in the sequence of this rank's tokens: what to cut out of tokens, labels,
-        masks or positions."""
+        """The numbers in the sequence of this rank's tokens."""
         held_N = self.owner_N == self.group.member
         return np.flatnonzero(np.repeat(held_N, self._grid.length_N))
 
     def cut(self, values_T: Tensor, padding: float = 0) -> Tensor:
-        """This rank's part of a value per token, [T, ...], with ``padding`` behind it.
-
-        ``values_T`` may end before the sequence, whose last tokens then have ``padding`` too.
-        """
+        """This rank's part of a value per token, [T, ...], with ``padding`` behind it and in the
+        place of values that ``values_T`` lacks at its end."""
         held_T = copied_to(torch.from_numpy(self.tokens_T), values_T.device)
         whole_T = _padded(values_T, self.cu_seqlens[-1] - len(values_T), padding)
         return _padded(whole_T.index_select(0, held_T), self.padding_tokens, padding)
 
     def whole(self, values_T: Tensor) -> Tensor:
-        """A value per token of the sequence, from the parts :meth:`cut` of its members, [T, ...].
-
-        Collective over the group. A gradient flows to this rank's part alone.
-        """
+        """A value per token of the sequence, from its members' parts, [T, ...]. A collective; a
+        gradient flows to this rank's part alone."""
         own_T = values_T[: len(self.tokens_T)]
         if self.group.members == 1:
             return own_T
         own_T = _padded(own_T, max(self.tokens_per_member) - len(own_T), 0)
         parts = [torch.empty_like(own_T) for _ in range(self.group.members)]
-        torch.distributed.all_gather(
-            parts, own_T.detach().contiguous(), group=self.group.process_group
-        )
+        sent_T = own_T.detach().contiguous()
+        torch.distributed.all_gather(parts, sent_T, group=self.group.process_group)
         parts[self.group.member] = own_T
         return torch.cat(parts).index_select(0, self.gathered_T.to(values_T.device))
 
@@ -202,13 +195,8 @@ class SequenceSlice:
     @cached_property
     def layouts(self) -> LayoutPair:
         """The blocks of this rank's queries, and those of the sequence, which they read."""
-        own = self.blocks_W[self.group.member]
-        return LayoutPair(
-            query_layout=self.local_layout,
-            kv_layout=self.whole_layout,
-            own_blocks=own.tolist(),
-            own_block_N=self._on_device(own),
-        )
+        own_blocks = self.blocks_W[self.group.member].tolist()
+        return LayoutPair.of_blocks(self.local_layout, self.whole_layout, own_blocks)
 
     @cached_property
     def local_block_WX(self) -> Tensor:
@@ -218,7 +206,7 @@ class SequenceSlice:
 
     @cached_property
     def local_token_WX(self) -> Tensor:
-        """int32: for every member and token of the sequence, as :attr:`local_block_WX`."""
+        """Tokens' numbers, as :attr:`local_block_WX`."""
         return self._local_numbers(self.tokens_W)
 
     @cached_property
@@ -229,7 +217,7 @@ class SequenceSlice:
 
     @cached_property
     def gathered_N(self) -> Tensor:
-        """For every block of the sequence, as :attr:`gathered_T`."""
+        """Blocks' places, as :attr:`gathered_T`."""
         return self._gathered_places(self.blocks_W)
 
     @cached_property
@@ -301,9 +289,8 @@ class GradientSum(Protocol):
 class SequenceExchange(Protocol):
     """Brings the keys and values that a slice's queries may read to this rank, and gradients back.
 
-    They come from other ranks that hold slices of the sequence, or may have been kept here from
-    earlier slices. All ranks that share the sequence call the functions in the same order. Autograd
-    sees none of them.
+    All ranks that share the sequence call the functions in the same order. Autograd sees none of
+    them.
     """
 
     @property
@@ -314,17 +301,14 @@ class SequenceExchange(Protocol):
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give the parts that the slice's queries may read, each key once, in the same order each
-        time. ``selection`` holds lists of the slice's queries over the blocks of the sequence."""
+        time. ``selection`` is over the blocks of the sequence."""
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> GradientSum:
-        """Begin to sum the gradients of what :meth:`parts` gives of a slice, in ``dtype`` at
-        least."""
+        """Begin to sum the gradients of what :meth:`parts` gives, in ``dtype`` at least."""
 
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """Give the summaries of all blocks of the sequence, from those of the slice's blocks, each
-        a tensor of any dtype with one entry per block."""
+        """Give the summaries of all blocks of the sequence, tensors of one entry per block."""
 
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Add up what the queries of all slices found of every document's mass, float64 and 0 for
-        documents of which a slice holds none; the same bits for each slice, so that budgets which
-        follow from it are the same too."""
+        """Add up what the queries of all slices found of every document's mass, float64; the same
+        bits for each slice, so that budgets which follow from it are the same too."""

@@ -27,7 +27,7 @@ LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
 _WHOLE_LAYERS = 0.1
 """The share of the layers that read everything, where tokens have lists of their own."""
-_OWN_AND_FIRST = 2
+OWN_AND_FIRST = 2
 """Blocks that every query reads, whatever it selects."""
 
 
@@ -132,7 +132,7 @@ def budgets_by_sensitivity(
         own_lists: whether single tokens have lists.
     """
     base = min(base_budget, len(time_K) - 1)
-    least = min(max(int(np.ceil(least_share * base)), _OWN_AND_FIRST), base)
+    least = min(max(int(np.ceil(least_share * base)), OWN_AND_FIRST), base)
     left = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9)
     # More documents are dense at a larger budget, which may take a little less.
     time_K = np.maximum.accumulate(time_K[least:])

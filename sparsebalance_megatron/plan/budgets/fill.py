@@ -22,49 +22,19 @@ Shape legend: E rank groups, U units of a rank group, I rank groups that still r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from sparsebalance_megatron.plan.budgets.pipelines import Pipelines
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 
 _STRIDES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+_MAX_OPERATIONS_AT_ONCE = 1 << 16
+"""Operations of all strides that one call of the simulator tries."""
 _MAX_ROUNDS = 64
 """Rounds after which units stay at the level they have reached."""
 _CALLS_OF_LONGEST_THROUGH = 3
 """Calls of the simulator that take as long as one that finds the longest chains."""
-
-
-class Pipelines(Protocol):
-    """Pipelines whose units have price levels."""
-
-    @property
-    def levels(self) -> int:
-        """The highest level."""
-
-    @property
-    def shape_JC(self) -> tuple[int, int]:
-        """Shape of the levels of all units, by micro-batch or row and by chunk."""
-
-    @property
-    def rises_EU(self) -> np.ndarray:
-        """Which units a level can raise at all."""
-
-    @property
-    def operation_cost(self) -> int:
-        """Cost of an operation of a unit, for :class:`.SearchEffort`."""
-
-    def tries_all_strides(self, groups: int) -> bool:
-        """Whether one call that tries all strides is faster than several."""
-
-    def makespans_ms(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> np.ndarray:
-        """[X, I] ms until each rank group ends with its units at each candidate's levels."""
-
-    def longest_through_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        """[I, U] ms of the longest chain of operations through each unit."""
-
-    def next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        """[I, U] forward and backward ms that one more level adds to every unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +72,8 @@ class Filling:
         that tries all strides is faster.
         """
         pipelines, strides = self.pipelines, len(_STRIDES)
-        operations = 2 * level_IU.size * pipelines.operation_cost
-        self.effort.spend(operations * strides.bit_length())
+        operations = 2 * level_IU.size
+        self.effort.spend(operations * pipelines.operation_cost * strides.bit_length())
 
         def risen(stride_XI: np.ndarray) -> np.ndarray:
             strides_XIU = rising_IU * _STRIDES[stride_XI][..., None]
@@ -113,7 +83,7 @@ class Filling:
             return pipelines.makespans_ms(groups_I, risen(stride_XI)) <= limit_ms
 
         low_I = np.zeros_like(groups_I)
-        if pipelines.tries_all_strides(len(groups_I)):
+        if operations * strides <= _MAX_OPERATIONS_AT_ONCE:
             tried_X1 = np.arange(1, strides)[:, None]
             low_I = fits(np.repeat(tried_X1, len(groups_I), axis=1)).sum(axis=0)
             return risen(low_I), low_I > 0

@@ -147,10 +147,9 @@ class RaisePolicy(BudgetPolicy):
         if (base_LS == problem.allowed.top_LS).all():
             return base_LS, nobody_S
         limit_ms = float(problem.makespans_ms(base_LS, where).max()) * ROUNDING
-        units = units_of(problem, where)
+        pipelines, budgets_of = units_of(problem, where)
         effort = SearchEffort(SHARE_OF_STEP_FOR_FILLING * rounded_ms(limit_ms))
-        level_JC = Filling(pipelines=units.pipelines, effort=effort).levels_JC(limit_ms)
-        raised_LS = units.budgets_LS(level_JC)
+        raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
         if not fits:

@@ -50,7 +50,8 @@ class Ladder:
         """
         costs, allowed = problem.costs, problem.allowed
         _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
-        whole = _of_whole_blocks(costs, first_Z)
+        whole_tokens_Z = costs.blocks_S[first_Z] * costs.block_size
+        whole = replace(costs, lengths_tokens_S=whole_tokens_Z)
         steps = budget_steps(
             whole, problem.coverage, allowed.floor_LS[:, first_Z], allowed.top_LS[:, first_Z]
         )
@@ -71,12 +72,6 @@ class Ladder:
         """Budgets with every layer of every sample at a level of its own."""
         layer_L1 = np.arange(len(level_LS))[:, None]
         return self.budgets_QLZ[level_LS, layer_L1, self.size_S]
-
-
-def _of_whole_blocks(costs: StepCosts, first_Z: np.ndarray) -> StepCosts:
-    """Costs of a sample of each size, its last block full."""
-    blocks_Z = costs.blocks_S[first_Z]
-    return replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
 
 
 def budgets_by_level(steps: BudgetSteps) -> np.ndarray:

@@ -51,38 +51,16 @@ def makespans_ms(times: OperationTimes) -> np.ndarray:
     return members.back_in_order(ends_RX).reshape(-1)
 
 
-def longest_through_ms(times: OperationTimes) -> np.ndarray:
-    """Longest chain through the forward or the backward of each (chunk, micro-batch), [R, P, V, M].
-
-    The makespan less this is by how much both together may grow without delaying the step: a chain
-    that uses either of them, or both, is no longer than this. A shared micro-batch is one. A rank
-    that is faster than others of its lockstep group may also grow by what it waits for them.
-    Micro-batches pass in one piece.
-
-    Raises:
-        PlanError: ranks do not divide into lockstep groups.
-    """
-    graph = times.graph
-    groups = times.by_lockstep_group
-    members = groups.members
-    _, stages, chunks, micro_batches = graph.shape_2PVM
-    if stages == 1 and times.lockstep_ranks == 1 and not members.share:
-        work_R111 = _work_of_one_stage_R(times)[:, None, None, None]
-        return np.broadcast_to(work_R111, (len(work_R111), 1, chunks, micro_batches))
-    through_OR = operations_through_ms(groups)
-    if times.lockstep_ranks > 1:
-        through_OR, slowest_OR = (
-            np.repeat(each, times.lockstep_ranks, axis=1) for each in (through_OR, groups.ms_OR)
-        )
-        through_OR -= slowest_OR - times.ms_OR
-    forwards = len(through_OR) // 2
-    both_OR = np.maximum(through_OR[:forwards], through_OR[forwards:])
-    return both_OR.T.reshape(-1, stages, chunks, micro_batches)
-
-
 def operations_through_ms(times: OperationTimes) -> np.ndarray:
-    """Longest chain through each operation, [O, R], of ranks that wait for nobody in a layer."""
+    """Longest chain through each operation, [O, R], of ranks that wait for nobody in a layer.
+
+    The makespan less this is by how much the operation may grow without delaying the step, and so
+    may the forward and the backward of a micro-batch together: a chain that uses either of them, or
+    both, is no longer than the larger of theirs.
+    """
     graph, members = times.graph, times.members
+    if graph.last_PR.size == 1 and not members.share:
+        return np.broadcast_to(_work_of_one_stage_R(times), times.ms_OR.shape)
     tail = graph.durations_OX(members.in_order(times.ms_OR))
     finish = graph.finish_OX(tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)

@@ -41,20 +41,21 @@ class Contents:
         shared: bool = True,
     ) -> None:
         samples, chunks = len(costs.lengths_tokens_S), costs.chunks
-        work, exchange, lists = sample_2SC, costs.exchange_2SC, costs.lists_2SC
-        sequence, constant = costs.sequence_2C, costs.constant_2C
+        by_chunk, constant = costs.by_chunk, costs.constant_2C
+        work, exchange, lists = sample_2SC, by_chunk.exchange_2SX, by_chunk.lists_2SX
+        sequence = by_chunk.sequence_2X
         self._chunk_of_X = np.arange(chunks)
         if layer_2SX is not None:
             layers = costs.layers
             assert layers is not None, "ranks that wait in layers have costs by layer"
-            own_2SX = layer_2SX[..., : layers.own_columns]
+            own_2SX = layer_2SX[..., : costs.own_columns]
             keys = np.concatenate(
-                [layers.chunk_of_X[None, : layers.own_columns], own_2SX.reshape(2 * samples, -1)]
+                [costs.chunk_of_X[None, : costs.own_columns], own_2SX.reshape(2 * samples, -1)]
             )
             _, first_X, alike_X = np.unique(keys, axis=1, return_index=True, return_inverse=True)
             column_X = np.append(alike_X, len(first_X) + np.arange(chunks))
             in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
-            self._chunk_of_X = np.append(layers.chunk_of_X[first_X], np.arange(chunks))
+            self._chunk_of_X = np.append(costs.chunk_of_X[first_X], np.arange(chunks))
             of_layers = layer_2SX, layers.exchange_2SX, layers.lists_2SX, layers.sequence_2X
             work, exchange, lists, sequence = (
                 np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)

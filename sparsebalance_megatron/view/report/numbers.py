@@ -16,7 +16,7 @@ from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
 
-WARM_UP_STEPS = 5
+_WARM_UP_STEPS = 5
 _LEAST_PAIRS_FOR_INTERVAL = 6
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -29,7 +29,6 @@ _OF_THE_HEADER = (
     *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
-"""Settings that change no step."""
 _OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
 """How differences of settings begin that make base budgets of one run none of the other."""
 _LONGEST_VALUE = 60
@@ -90,14 +89,11 @@ class Explanation:
 class RunSummary:
     """One run in numbers; None where nothing was measured.
 
-    All but the losses leave out the warm-up: the first :data:`WARM_UP_STEPS` steps, or the first
-    fifth of a short run.
-
-    - ``split``: where the mean step's time goes.
-    - ``figures``: over steps, the mean of coverages and the median of other
-      :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
-    - ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave
-      this out, and ``split`` counts it as waiting.
+    All but the losses leave out the warm-up. ``split``: where the mean step's time goes.
+    ``figures``: over steps, the mean of coverages and the median of other
+    :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+    ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave this
+    out, and ``split`` counts it as waiting.
     """
 
     steps: int
@@ -115,9 +111,8 @@ class Comparison:
     """Two runs over the same samples.
 
     ``speedup``: the baseline's time over the run's, of all steps together. It and the explanation
-    of the difference are None unless both runs saw the same number of tokens in every step;
-    otherwise the steps hold different samples. ``differences``: settings that the runs do not
-    share, one phrase each.
+    of the difference are None unless both runs saw the same number of tokens in every step.
+    ``differences``: settings that the runs do not share, one phrase each.
     """
 
     baseline: RunSummary
@@ -129,11 +124,7 @@ class Comparison:
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
-    """Both runs in numbers, and how much faster the second is.
-
-    Raises:
-        ConfigError: they trained other models or data.
-    """
+    """Both runs in numbers, and how much faster the second is; see :func:`differences`."""
     differing = differences(baseline, balanced)
     problems = [*baseline.problems, *balanced.problems]
     if len(baseline.steps) != len(balanced.steps):
@@ -170,42 +161,35 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
 
 
 def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
-    """One run in numbers; see :class:`RunSummary`."""
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
-    figures: dict[str, float | None] = {}
-    for name in (each.name for each in fields(StepFigures)):
-        known = [
-            (value, step.tokens)
-            for step in after
-            if isinstance(value := getattr(step.figures, name), int | float)
-        ]
-        values, tokens = zip(*known, strict=True) if known else ((), ())
-        how = fmean if name.startswith("coverage") else median
-        figures[name] = how(values) if values else None
-        if name == "coverage_gained_by_token" and sum(tokens):
-            figures[name] = fmean(values, tokens)
     return RunSummary(
         steps=len(steps),
-        warm_up_steps=warm_up_steps(len(steps)),
+        warm_up_steps=len(steps) - len(after),
         iteration_ms_median=median(times_ms) if times_ms else None,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
-        figures=figures,
+        figures={each.name: _over_steps(after, each.name) for each in fields(StepFigures)},
         split=split_time(after),
         lockstep_ranks=lockstep_ranks,
     )
 
 
-def warm_up_steps(steps: int) -> int:
-    """Steps left out at the start: five, or a fifth of a run shorter than 25 steps."""
-    return min(WARM_UP_STEPS, steps // 5)
+def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:
+    known = [(getattr(step.figures, name), step.tokens) for step in steps]
+    known = [(value, tokens) for value, tokens in known if isinstance(value, int | float)]
+    if not known:
+        return None
+    values, tokens = zip(*known, strict=True)
+    if name == "coverage_gained_by_token" and sum(tokens):
+        return fmean(values, tokens)
+    return fmean(values) if name.startswith("coverage") else median(values)
 
 
 def settled(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The steps after the warm-up."""
-    return steps[warm_up_steps(len(steps)) :]
+    """The steps after the warm-up: the first five, or a fifth of a run shorter than 25 steps."""
+    return steps[min(_WARM_UP_STEPS, len(steps) // 5) :]
 
 
 def paired(run: RunLog, baseline: RunLog) -> list[Pair]:

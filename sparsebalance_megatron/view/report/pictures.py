@@ -16,7 +16,6 @@ from sparsebalance_megatron.view.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = {
     "waiting": "#f0a13c",
@@ -63,11 +62,7 @@ class Picture:
 
 
 def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
-    """Stages of ranks as rows, time to the right; what no bar covers is waiting.
-
-    Args:
-        timelines: of one step, by their names.
-    """
+    """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
     views = list(timelines.values())
     shown = _shown_places(views)
     most_bars = max(len(spans) for view in views for spans in view.spans.values())
@@ -84,11 +79,14 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
     )
     if drawn < ranks:
         remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
-
-    def draw(figure: Figure) -> None:
+    size, file = (width, (rows_height + 0.5) * len(views) + 0.3), io.StringIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]
         for axes, (name, view), end_ms in zip(panels, timelines.items(), ends_ms, strict=True):
             _draw_step(axes, view, shown, digit_ms=_DIGIT_INCHES * end_ms / width)
@@ -99,9 +97,9 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
             )
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-
-    svg = _drawn(draw, width, (rows_height + 0.5) * len(views) + 0.3)
-    return Picture(svg=svg, remarks=tuple(remarks))
+        figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
+    text = file.getvalue()
+    return Picture(svg=text[text.index("<svg") :], remarks=tuple(remarks))
 
 
 def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
@@ -157,17 +155,3 @@ def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: flo
     axes.grid(axis="x")
     axes.xaxis.set_major_formatter("{x:,g} ms")
     axes.locator_params(axis="x", nbins=6)
-
-
-def _drawn(draw: Any, width_inches: float, height_inches: float) -> str:
-    """The SVG element of a figure that ``draw`` fills."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    file = io.StringIO()
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
-        draw(figure)
-        figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
-    text = file.getvalue()
-    return text[text.index("<svg") :]

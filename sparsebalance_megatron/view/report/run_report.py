@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,56 +25,36 @@ from sparsebalance_megatron.view.report.timeline import (
     named_places,
     predicted_timeline,
 )
-from sparsebalance_megatron.view.report.words import caveats, slowest_device, slowest_text
 
 
 class ReportError(ValueError):
     """There is nothing to report, or nothing to report it with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """A run. ``ranks`` holds the iterations that were read."""
-
-    log: RunLog
-    ranks: RankLogs
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return (*self.log.problems, *self.ranks.problems)
-
-    def timelines(self, iteration: int) -> dict[str, Timeline]:
-        """A step's timelines that are known, by side."""
-        step = next((step for step in self.log.steps if step.iteration == iteration), None)
-        if step is None:
-            return {}
-        contents = self.ranks.steps.get(iteration, {})
-        found = {
-            "predicted": predicted_timeline(step, self.log.schedule),
-            "measured": measured_timeline(step, contents),
-        }
-        known = {side: timeline for side, timeline in found.items() if timeline}
-        return {side: replace(each, contents=contents) for side, each in known.items()}
-
-
-def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
-    """Read what the ranks logged of the given iterations."""
-    ranks = read_rank_logs(log.directory, iterations)
+def gather(log: RunLog, iteration: int) -> tuple[RankLogs, dict[str, Timeline]]:
+    """What the ranks logged of a step, and its timelines that are known, by side."""
+    ranks = read_rank_logs(log.directory, iteration)
     missing = [place for place in log.steps[-1].places if place not in ranks.headers]
     if ranks.headers and missing:
         problem = f"{log.directory / 'ranks'}: no log of {named_places(missing)}; left out"
         ranks = replace(ranks, problems=(*ranks.problems, problem))
-    return Evidence(log=log, ranks=ranks)
+    step = next((step for step in log.steps if step.iteration == iteration), None)
+    if step is None:
+        return ranks, {}
+    found = {
+        "predicted": predicted_timeline(step, log.schedule),
+        "measured": measured_timeline(step, ranks.steps),
+    }
+    return ranks, {
+        side: replace(timeline, contents=ranks.steps)
+        for side, timeline in found.items()
+        if timeline is not None
+    }
 
 
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
-    """The iteration asked for, or else a typical one that was measured.
-
-    Typical: of the median time, after the warm-up, of the steps that both runs took.
-
-    Raises:
-        ReportError: if the log does not hold the iteration asked for.
-    """
+    """The iteration asked for, or else one of the median time, after the warm-up, of the steps
+    that both runs took."""
     if asked is not None:
         known = [step.iteration for step in log.steps]
         if asked not in known:
@@ -97,8 +77,8 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
 class Report:
     """Contents of a page.
 
-    ``headers``: of the runs, by their names. ``remarks``: on times and devices. ``timelines``: of
-    the step that is drawn. ``missing``: what cannot be, and why. ``notes``: what the logs lack.
+    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
+    cannot be, and why. ``notes``: what the logs lack.
     """
 
     title: str
@@ -113,35 +93,25 @@ class Report:
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
-    """Everything a page shows.
-
-    Args:
-        step: the iteration to draw; None: a typical one.
-
-    Raises:
-        RunLogError: if a directory holds no readable log.
-        ReportError: if the step is not logged.
-    """
+    """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
-    evidence = gather(log, {iteration})
-    of_run = evidence.timelines(iteration)
+    ranks, of_run = gather(log, iteration)
     timelines = {f"this run, {side}": of_run.get(side) for side in reversed(SIDES)}
-    problems = evidence.problems
+    problems = (*log.problems, *ranks.problems)
     numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
     headers = {"This run": log.header}
     if baseline_log is not None:
-        baseline = gather(baseline_log, {iteration})
-        of_baseline = baseline.timelines(iteration)
+        ranks_of_baseline, of_baseline = gather(baseline_log, iteration)
         timelines = {"baseline, measured": of_baseline.get("measured")} | timelines
         numbers = compare(baseline_log, log)
-        problems += (*baseline.problems, *numbers.problems)
+        problems += (*ranks_of_baseline.problems, *numbers.problems)
         headers = {"Baseline": baseline_log.header} | headers
     drawn = {name: timeline for name, timeline in timelines.items() if timeline}
-    remarks = caveats(numbers)
-    if (slowest := slowest_device(settled(log.steps))) is not None:
-        remarks.append(f"This run's {slowest_text(*slowest, evidence.ranks)}.")
+    remarks = words.caveats(numbers)
+    if (slowest := words.slowest_device(settled(log.steps))) is not None:
+        remarks.append(f"This run's {words.slowest_text(*slowest, ranks)}.")
     logs = [log] if baseline_log is None else [log, baseline_log]
     return Report(
         # The last two parts of a directory name a run.
@@ -162,17 +132,13 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
 
 
 def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
-    """A typical step of both runs as measured: its iteration, and an SVG file.
-
-    Raises:
-        ReportError: if no step was measured in both.
-    """
+    """A typical step of both runs as measured: its iteration, and an SVG file."""
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "sparse balance": run}
     timelines = {
         name: timeline
         for name, log in named.items()
-        if (timeline := gather(log, {iteration}).timelines(iteration).get("measured"))
+        if (timeline := gather(log, iteration)[1].get("measured"))
     }
     if len(timelines) < 2:
         raise ReportError(
@@ -182,7 +148,6 @@ def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
 
 
 def render_page(report: Report) -> str:
-    """The HTML page of a report, which needs no other file."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of every stage of every rank in one step, with their times: predicted, and measured.
 
-Shape legend: U segments, O operations, 2 forward and backward.
+Shape legend: U segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,13 +26,11 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``segments``: of the micro-batches of every rank; none where they run whole. ``waited_ms``: of
-    all spans together, for other ranks in their layers. ``remarks``: what is not in it.
-    ``contents``: what the ranks logged of the step.
+    ``waited_ms``: of all spans together, for other ranks in their layers. ``remarks``: what is not
+    in it. ``contents``: what the ranks logged of the step.
     """
 
     spans: Mapping[Place, Sequence[Span]]
-    segments: Sequence[Sequence[int]] = ()
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
     contents: Mapping[Place, RankStep] = field(default_factory=dict)
@@ -47,13 +45,6 @@ class Timeline:
         available_ms = self.makespan_ms * len(self.spans)
         busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
         return busy_ms / available_ms if available_ms else 1.0
-
-    def segment_words(self, place: Place, span: Span) -> str:
-        """``" segment 2 of 4"``; empty where the micro-batch has one segment."""
-        # A rank's own log may say more than the step's.
-        known = self.segments[place[0]] if place[0] < len(self.segments) else ()
-        segments = known[span.position] if span.position < len(known) else 1
-        return f" segment {span.segment + 1} of {segments}" if segments > 1 else ""
 
     def held(self, place: Place, span: Span) -> RankMicroBatch | None:
         """The micro-batch of a span; None where its rank did not log it."""
@@ -72,7 +63,7 @@ def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) 
             spans[rank, event.stage].append(span)
     except PlanError:
         return None
-    return Timeline(spans=spans, segments=record.segments_RM.tolist())
+    return Timeline(spans=spans)
 
 
 def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
@@ -95,17 +86,11 @@ def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Ev
 
 
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
-    """What the ranks logged of a step.
+    """What the ranks logged of a step; None where none did.
 
     Ranks are set side by side by the wall clocks of their hosts, as long as those can be right:
     ranks begin a step together to within what they wait for data, so clocks that lie further apart
     were set wrong, or set anew in the middle of the step.
-
-    Args:
-        ranks: what every rank logged of this step.
-
-    Returns:
-        None where no rank logged anything.
     """
     spoken = {place: step for place, step in sorted(ranks.items()) if step.spans}
     if not spoken:
@@ -130,23 +115,13 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
             span._replace(start_ms=offset_ms + span.start_ms, end_ms=offset_ms + span.end_ms)
             for span in step.spans
         ]
-    return Timeline(
-        spans=spans,
-        segments=record.segments_RM.tolist(),
-        waited_ms=_waited_ms(record, [each for each in spans if each in record.places]),
-        remarks=tuple(remarks),
-    )
-
-
-def _waited_ms(record: StepRecord, places: Iterable[Place]) -> float:
-    """What these places waited for other ranks within layers."""
-    waiting_2RPVM = record.measured.waiting_2RPVM
-    if waiting_2RPVM is None:
-        return 0.0
-    return float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
+    waiting_2RPVM, waited_ms = record.measured.waiting_2RPVM, 0.0
+    if waiting_2RPVM is not None:
+        places = [place for place in record.places if place in spans]
+        waited_ms = float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
+    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks))
 
 
 def named_places(places: Sequence[Place]) -> str:
-    """The first four, and how many more there are."""
     shown = ", ".join(f"rank {rank} stage {stage}" for rank, stage in places[:4])
     return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,6 @@ def headline(numbers: RunSummary | Comparison) -> str:
 
 
 def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
-    """How much faster the run is, over a mean step."""
     if comparison.speedup is None:
         return (
             f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
@@ -59,7 +58,6 @@ def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
 
 
 def changes(numbers: RunSummary | Comparison) -> list[str]:
-    """The waterfall as a line of text; none without a baseline."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     if why is None:
         return []
@@ -68,7 +66,6 @@ def changes(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
-    """Sentences on how the times of a rank's own work are known."""
     notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
     alike = len(set(notices.values())) == 1
     named = [
@@ -122,7 +119,6 @@ _TUNED = {
 
 
 def run_facts(header: RunHeader | None) -> str:
-    """Facts about a run from the log's header."""
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header.job, name) for name in _OF_THE_JOB}
@@ -130,11 +126,8 @@ def run_facts(header: RunHeader | None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
-class Table(NamedTuple):
-    """Text in rows; a cell is empty where the logs do not say."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+Row = dict[str, str]
+"""Cells of a table by their headings, of which each row has the same."""
 
 
 def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
@@ -145,14 +138,20 @@ def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
 
 def numbers_table(
     numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
-) -> Table:
+) -> list[Row]:
     """The runs side by side, and where each number comes from."""
     runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
-    rows = [
-        (name, *(_shown(run, path, layout) for run in runs.values()), kind)
+    return [
+        {
+            "": name,
+            **{of: _shown(run, path, layout) for of, run in runs.items()},
+            HOW_KNOWN: kind,
+        }
         for name, kind, path, layout in _ROWS
     ]
-    return Table(("", *runs, "how it is known"), rows)
+
+
+HOW_KNOWN = "how it is known"
 
 
 _ROWS = (
@@ -183,7 +182,6 @@ _ROWS = (
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:
-    """A number of a summary in a layout; "ms" is one of times."""
     part, _, name = path.rpartition(".")
     if part == "figures":
         value = run.figures[name]
@@ -195,13 +193,11 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
     return shown_ms(value) if layout == "ms" else format(value, layout)
 
 
-def coverage_table(record: CoverageRecord | None) -> Table:
-    """Coverage at budgets of powers of two, the mean of the layers and the least, by length.
-
-    Samples of one block are left out: every budget covers them.
-    """
+def coverage_table(record: CoverageRecord | None) -> list[Row]:
+    """Coverage at budgets of powers of two, the mean of the layers and the least, by length in
+    blocks; every budget covers one block."""
     if record is None:
-        return Table((), ())
+        return []
     budgets = [budget for budget in record.grid if budget.bit_count() == 1]
     rows = []
     for bucket, blocks in enumerate(record.bucket_blocks):
@@ -209,40 +205,38 @@ def coverage_table(record: CoverageRecord | None) -> Table:
         curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
         if blocks == 1 or not len(curves_LK):
             continue
-        of_budgets = (curves_LK[:, record.grid.index(budget)] for budget in budgets)
-        cells = (f"{each_L.mean():.3f} ({each_L.min():.3f})" for each_L in of_budgets)
-        shown = [
-            cell if budget < blocks else "" for budget, cell in zip(budgets, cells, strict=True)
-        ]
         least = 1 << bucket
-        rows.append((f"{least} to {blocks}" if least < blocks else str(blocks), *shown))
-    return Table(("blocks", *map(str, budgets)), rows)
+        row = {"blocks": f"{least} to {blocks}" if least < blocks else str(blocks)}
+        for budget in budgets:
+            each_L = curves_LK[:, record.grid.index(budget)]
+            cell = f"{each_L.mean():.3f} ({each_L.min():.3f})"
+            row[str(budget)] = cell if budget < blocks else ""
+        rows.append(row)
+    return rows
 
 
-def layers_table(header: RunHeader | None) -> Table:
+def layers_table(header: RunHeader | None) -> list[Row]:
     """Base budgets by layer, largest first; no rows where all layers have the same."""
     config = header.config if header else {}
     if header is None or config.get("layer_budgets") is None:
-        return Table((), ())
+        return []
     budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
     layers: dict[int, list[str]] = {}
     for layer, budget in enumerate(budget_L):
         layers.setdefault(budget, []).append(str(layer))
     rows = [
-        ("all: dense" if budget == DENSE else str(budget), ", ".join(layers[budget]))
+        {
+            "base budget, blocks": "all: dense" if budget == DENSE else str(budget),
+            "layers": ", ".join(layers[budget]),
+        }
         for budget in sorted(layers, reverse=True)
     ]
-    return Table(("base budget, blocks", "layers"), rows if len(rows) > 1 else ())
+    return rows if len(rows) > 1 else []
 
 
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
-    """The stage that exceeds its prediction most, and how many times as slow as the median it is.
-
-    None where that is hardly slower, or not known. Long steps count for more.
-
-    Args:
-        steps: of them those of the last one's shape count.
-    """
+    """The stage that exceeds its prediction most, and how many times as slow as the median it is;
+    None where that is hardly slower, or not known. Steps of the last one's shape count."""
     alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
     if not alike or len(alike[-1].places) < 2:
         return None
@@ -259,7 +253,6 @@ def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
 
 
 def slowest_text(place: Place, slowness: float, ranks: RankLogs) -> str:
-    """A device of :func:`slowest_device`, with its host."""
     rank, stage = place
     where = f" on {printable(ranks.headers[place].host)}" if place in ranks.headers else ""
     return (

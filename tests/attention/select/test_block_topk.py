@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists and coverage against their definitions.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
-"""
+"""Lists and coverage against their definitions."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from attention.cases import SELECTORS
+from attention.cases import SELECTORS, drawn, listed, ranked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
+from sparsebalance_megatron.attention.select import selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
-from sparsebalance_megatron.attention.selection import Selection
 
 GRANULARITIES = tuple(
     name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
@@ -29,41 +27,17 @@ PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
 
-def _inputs(
-    tokens: int, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(tokens + heads)
-    q_THD = torch.randn(tokens, heads, 8, generator=generator).to(dtype)
-    k_TGD = torch.randn(tokens, kv_heads, 8, generator=generator).to(dtype)
-    return q_THD, k_TGD
-
-
 def _ranking(
     granularity: str,
-    inputs: tuple[Tensor, Tensor],
+    inputs: Sequence[Tensor],
     cu_seqlens: list[int],
     *,
-    softmax_scale: float = 0.3,
-    max_budget: int = 99,
-    observe: bool = False,
     first_blocks: int = 1,
+    **options: Any,
 ) -> Ranking:
-    return rank_sequence(
-        selector_named(granularity, first_blocks=first_blocks),
-        *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
-        softmax_scale=softmax_scale,
-        max_budget=max_budget,
-        observe=observe,
-    )
-
-
-def _as_lists(selection: Selection) -> oracle.Lists:
-    rows, heads, _ = selection.indices_QCK.shape
-    return {
-        (row, head): selection.indices_QCK[row, head, : selection.counts_QC[row, head]].tolist()
-        for row in range(rows)
-        for head in range(heads)
-    }
+    selector = selector_named(granularity, first_blocks=first_blocks)
+    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
+    return ranked(selector, inputs, layout, softmax_scale=0.3, **options)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -72,7 +46,7 @@ def _as_lists(selection: Selection) -> oracle.Lists:
 def test_selection_is_mobas_besides_first_blocks(
     granularity: str, cu_seqlens: list[int], budget: int, first_blocks: int
 ) -> None:
-    inputs = _inputs(cu_seqlens[-1])
+    inputs = drawn(cu_seqlens[-1], 4, 2)
     ranking = _ranking(
         granularity, inputs, cu_seqlens, max_budget=max(2, budget), first_blocks=first_blocks
     )
@@ -82,7 +56,7 @@ def test_selection_is_mobas_besides_first_blocks(
     expected = oracle.moba_lists(
         *inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity, first_blocks
     )
-    assert _as_lists(selection) == expected
+    assert listed(selection.indices_QCK, selection.counts_QC) == expected
     assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
 
 
@@ -116,11 +90,7 @@ def test_chunks_give_what_the_definition_gives(
 ) -> None:
     """Lists but for scores that differ by rounding alone; coverage of every budget."""
     cu_seqlens = [0, *itertools.accumulate(lengths)]
-    generator = torch.Generator().manual_seed(seed)
-    inputs = tuple(
-        torch.randn(cu_seqlens[-1], heads, 8, generator=generator).to(dtype)
-        for heads in (4, 4 // group)
-    )
+    inputs = [x.to(dtype) for x in drawn(cu_seqlens[-1], 4, 4 // group, seed=seed)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
         ranking = _ranking(
@@ -132,7 +102,8 @@ def test_chunks_give_what_the_definition_gives(
             first_blocks=first_blocks,
         )
     selector = selector_named(granularity)
-    found = _as_lists(selector.select(ranking, torch.full((len(lengths),), places)))
+    selection = selector.select(ranking, torch.full((len(lengths),), places))
+    found = listed(selection.indices_QCK, selection.counts_QC)
     expected = oracle.moba_lists(
         *inputs, cu_seqlens, BLOCK, [places] * len(lengths), granularity, first_blocks
     )
@@ -146,6 +117,9 @@ def test_chunks_give_what_the_definition_gives(
         for here, there in zip(found[row, head], expected[row, head], strict=True):
             assert abs(scores[here] - scores[there]) <= SCORE_ROUNDING
     curves_SK = selector.coverage(ranking)
+    assert curves_SK.dtype == torch.float32 and (curves_SK.diff(dim=1) >= 0).all()
+    for document, tokens in enumerate(lengths):
+        assert (curves_SK[document, -(-tokens // BLOCK) - 1 :] == 1.0).all()
     for budget in range(1, curves_SK.shape[1] + 1):
         covered = oracle.coverage(
             *inputs, cu_seqlens, BLOCK, granularity, 0.3, budget, first_blocks
@@ -156,7 +130,7 @@ def test_chunks_give_what_the_definition_gives(
 
 
 def test_narrow_lists_are_the_wide_ones_cut() -> None:
-    selector, inputs, cu_seqlens = selector_named("token-kv-head"), _inputs(90), [0, 50, 90]
+    selector, inputs, cu_seqlens = selector_named("token-kv-head"), drawn(90, 4, 2), [0, 50, 90]
     wide = _ranking("token-kv-head", inputs, cu_seqlens)
     narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
     assert narrow.indices_QCK.shape[2] == 3
@@ -177,23 +151,3 @@ def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> No
     ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
     row = 30 * BLOCK if ranking.by_token else 30
     assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("cu_seqlens", PACKINGS)
-def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[int]) -> None:
-    layout, inputs = packed_layout(cu_seqlens, BLOCK, "cpu"), _inputs(cu_seqlens[-1])
-    how = {"softmax_scale": 2.0, "max_budget": 1, "observe": True}
-    curves_SK = selector_named(granularity).coverage(
-        _ranking(granularity, inputs, cu_seqlens, **how)
-    )
-    assert curves_SK.dtype == torch.float32
-    assert curves_SK.shape == (layout.documents, layout.max_blocks)
-    assert (curves_SK.diff(dim=1) >= 0).all()
-    for budget in range(1, layout.max_blocks + 1):
-        expected = oracle.coverage(*inputs, cu_seqlens, BLOCK, granularity, 2.0, budget)
-        torch.testing.assert_close(
-            curves_SK[:, budget - 1], torch.tensor(expected), atol=2e-6, rtol=0
-        )
-    for document, blocks in enumerate(layout.blocks_per_document):
-        assert (curves_SK[document, blocks - 1 :] == 1.0).all()

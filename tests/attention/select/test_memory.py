@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that selection holds at its peak: counted on small rows, extrapolated to 128K tokens.
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, K places of a
-list.
-"""
+"""Bytes that selection holds at its peak: counted on small rows, extrapolated to 128K tokens."""
 
 from __future__ import annotations
 

@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SELECTORS, selected
-from attention.selector_check import check_lists, each_list
-from torch import Tensor
+from attention.cases import SCALE, SELECTORS, drawn, ranked, selected
+from attention.selector_check import Found, check_lists
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking, coverage_at, curves_of_mass
 from sparsebalance_megatron.attention.select.summaries import (
     MOST_BLOCKS,
-    means_in_triton,
     ranks_in_triton,
+    takes_triton,
 )
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import ConfigError, Router
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
@@ -35,11 +33,7 @@ every_selector = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SEL
 
 
 def _ranking(selector: Any, *, max_budget: int = 99, observe: bool = True) -> Ranking:
-    generator = torch.Generator().manual_seed(0)
-    q_THD, k_TGD = (torch.randn(157, heads, 8, generator=generator) for heads in (4, 2))
-    return rank_sequence(
-        selector, *(q_THD, k_TGD, LAYOUT), softmax_scale=0.8, max_budget=max_budget, observe=observe
-    )
+    return ranked(selector, drawn(157, 4, 2), LAYOUT, max_budget=max_budget, observe=observe)
 
 
 @every_selector
@@ -100,7 +94,7 @@ def _rows(blocks: int) -> LayoutPair:
 def test_auto_takes_the_kernels_on_cuda_without_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert means_in_triton("auto", CUDA)
+        assert takes_triton("auto", CUDA)
         assert ranks_in_triton("auto", CUDA, _rows(MOST_BLOCKS), softmax_scale=0.1)
         assert not ranks_in_triton("torch", CUDA, _rows(MOST_BLOCKS), softmax_scale=0.1)
         assert not ranks_in_triton("auto", CPU, _rows(MOST_BLOCKS + 1), softmax_scale=-1.0)
@@ -121,24 +115,16 @@ def test_what_the_kernels_do_not_serve_is_said(blocks: int, scale: float, what: 
 def test_without_triton_cuda_ranks_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="package triton, which is not installed"):
-        assert not means_in_triton("auto", CUDA)
+        assert not takes_triton("auto", CUDA)
     with pytest.raises(ValueError, match="not installed"):
-        means_in_triton("triton", CPU)
+        takes_triton("triton", CPU)
 
 
 @ON_CUDA
 @pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
 def test_an_explicit_choice_never_falls_back(selection: str) -> None:
-    layout = packed_layout([0, 9], 4, "cpu")
-    q_THD = torch.ones(9, 2, 4)
     with pytest.raises(ValueError, match=r'router "triton" needs CUDA, and the keys lie on cpu'):
-        rank_sequence(
-            selector_named(selection, "triton"),
-            *(q_THD, q_THD, layout),
-            softmax_scale=1.0,
-            max_budget=1,
-            observe=False,
-        )
+        _ranking(selector_named(selection, "triton"))
 
 
 @pytest.mark.parametrize("router", ["triton", "torch"])
@@ -156,28 +142,7 @@ def test_selectors_are_told_who_computes(name: str, router: Router) -> None:
 
 
 BLOCK = 16
-BOUNDARIES = [0, 37, 139, 203]
-BROKEN = slice(37, 139)
-"""The tokens of the document with bad numbers: 7 blocks, the last of 6 tokens."""
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _inputs() -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient."""
-    generator = torch.Generator().manual_seed(7)
-    return tuple(torch.randn(203, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
-
-
-def _spoil(x_THD: Tensor, value: float) -> Tensor:
-    """One number in each of two blocks of the broken document."""
-    x_THD = x_THD.clone()
-    x_THD[[41, 90], 0, 3] = value
-    return x_THD
-
-
-def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
-    layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
-    return selected(selection, q_THD, k_TGD, layout, [budget] * 3)
 
 
 @pytest.mark.parametrize("budget", [2, 99])
@@ -187,14 +152,15 @@ def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Se
 def test_own_block_is_first_and_only_visible_blocks_are_listed(
     selection: str, value: float, where: str, budget: int
 ) -> None:
-    q_THD, k_TGD, *_ = _inputs()
-    expected = _select(q_THD, k_TGD, selection, budget)
-    q_THD = _spoil(q_THD, value) if where != "k" else q_THD
-    k_TGD = _spoil(k_TGD, value) if where != "q" else k_TGD
-    found = _select(q_THD, k_TGD, selection, budget)
+    """One number in each of two blocks of the second of three documents is bad."""
+    qk = drawn(203, 4, 2, head_dim=16)
+    layout = packed_layout([0, 37, 139, 203], BLOCK, "cpu")
+    expected = selected(selection, *qk, layout, [budget] * 3)
+    for x in {"q": qk[:1], "k": qk[1:], "both": qk}[where]:
+        x[[41, 90], 0, 3] = value
+    found = selected(selection, *qk, layout, [budget] * 3)
     assert torch.equal(found.counts_QC, expected.counts_QC)
-    lists, expected_lists = (each_list(found), each_list(expected))
-    layout = found.query_layout
+    lists, expected_lists = Found(selection=found), Found(selection=expected)
     check_lists(lists, layout, by_token=SELECTORS[selection].by_token, budgets=[budget] * 3)
     block_Q = layout.block_T if found.by_token else layout.number_N
     others_Q = layout.document_N[block_Q] != 1
@@ -212,16 +178,28 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
     for selection, selector in SELECTORS.items():
         if not isinstance(selector, BlockTopK):
             continue
-        ranking = rank_sequence(
-            selector,
-            *(torch.ones_like(k_TGD), k_TGD, layout),
-            softmax_scale=1.0,
-            max_budget=9,
-            observe=True,
-        )
+        ranking = ranked(selector, [torch.ones_like(k_TGD), k_TGD], layout, observe=True)
         indices_QCK = selector.select(ranking, torch.tensor([9])).indices_QCK
         row = 8 * BLOCK if selector.by_token else 8
         assert indices_QCK[row, 0].tolist() == [8, 0, 4, 6, 3, 5, 2, 1, 7], selection
         row = 5 * BLOCK if selector.by_token else 5
         assert indices_QCK[row, 0].tolist() == [5, 0, 4, 3, 2, 1, -1, -1, -1], selection
         assert selector.coverage(ranking).isnan().all()
+
+
+def test_last_queries_must_lie_here() -> None:
+    """Those of some blocks are not those of every document."""
+    q_THD, k_TGD = drawn(157, 4, 2)
+    layouts = LayoutPair.of_blocks(packed_layout([0, 8, 16], 8, "cpu"), LAYOUT, [3, 4])
+    selector = SELECTORS["vertical-slash-last-queries"]
+    summaries = selector.summaries(q_THD, k_TGD, LAYOUT)
+    how = {"softmax_scale": SCALE, "max_budget": 4, "observe": False}
+    with pytest.raises(ValueError, match="the last queries of every document"):
+        selector.rank(q_THD[24:40], summaries, layouts, **how)
+
+
+@pytest.mark.parametrize("own_blocks", [[0, 1], [0, 1, 99], [-1, 1, 2], [0, 1, 2]])
+def test_wrong_own_blocks_are_named(own_blocks: list[int]) -> None:
+    local = packed_layout([0, 8, 16, 24], 8, "cpu")
+    with pytest.raises(ValueError, match="own_blocks"):
+        LayoutPair.of_blocks(local, LAYOUT, own_blocks)

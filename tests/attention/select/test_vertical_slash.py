@@ -3,69 +3,54 @@
 
 The public code of MTraining has faults that are named below, each beside the test that it would
 fail (microsoft/MInference, branch wenxuan/mtrain at f74982d).
-
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from attention.cases import drawn, listed, ranked
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named, vertical_slash
+from sparsebalance_megatron.attention.select import selector_named, vertical_slash
 from sparsebalance_megatron.attention.select.ranking import Ranking, column_blocks
 from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import work_model_named
 
 BLOCK, SCALE = 8, 0.8
-CAUSAL, LAST = VerticalSlash(), VerticalSlash(looks_ahead=True)
+CAUSAL, LAST = VerticalSlash(), VerticalSlash(needs_whole_documents=True)
 BOTH = {"vertical-slash": CAUSAL, "vertical-slash-last-queries": LAST}
 CU_SEQLENS = [0, 21, 120, 157]
 
 
-def _inputs(tokens: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    q_THD = torch.randn(tokens, heads, 8, generator=generator)
-    return q_THD, torch.randn(tokens, kv_heads, 8, generator=generator)
-
-
 def _ranking(
     selector: VerticalSlash,
-    inputs: tuple[Tensor, Tensor],
+    inputs: Sequence[Tensor],
     cu_seqlens: list[int],
     *,
     block_size: int = BLOCK,
-    max_budget: int = 99,
-    observe: bool = False,
+    **options: Any,
 ) -> Ranking:
-    return rank_sequence(
-        selector,
-        *(*inputs, packed_layout(cu_seqlens, block_size, "cpu")),
-        softmax_scale=SCALE,
-        max_budget=max_budget,
-        observe=observe,
-    )
+    layout = packed_layout(cu_seqlens, block_size, "cpu")
+    return ranked(selector, inputs, layout, softmax_scale=SCALE, **options)
 
 
 def _choices(selection: Selection) -> dict[tuple[int, int], oracle.Choice]:
-    found = {}
-    for row, heads in enumerate(selection.counts_QC.tolist()):
-        for head, count in enumerate(heads):
-            columns = []
-            if selection.columns is not None:
-                length = int(selection.columns.counts_NG[row, head])
-                columns = selection.columns.tokens_NGK[row, head, :length].tolist()
-            blocks = selection.indices_QCK[row, head, :count].tolist()
-            found[row, head] = oracle.Choice(blocks=blocks, columns=columns)
-    return found
+    blocks, columns = listed(selection.indices_QCK, selection.counts_QC), selection.columns
+    tokens = listed(columns.tokens_NGK, columns.counts_NG) if columns else {}
+    return {
+        place: oracle.Choice(blocks=numbers, columns=tokens.get(place, []))
+        for place, numbers in blocks.items()
+    }
 
 
 def _same_lists(a: Selection, b: Selection) -> bool:
@@ -84,16 +69,16 @@ def test_lists_and_coverage_are_the_definitions(
     Faults 3, 7 and 9: budgets capped by the tokens at hand, no packed sequences, and one probe at
     the end of all.
     """
-    inputs = _inputs(cu_seqlens[-1], kv_heads=kv_heads)
+    inputs = drawn(cu_seqlens[-1], 4, kv_heads)
     ranking = _ranking(BOTH[name], inputs, cu_seqlens, observe=True)
-    ranked = oracle.ranked(
+    orders = oracle.ranked(
         *inputs, cu_seqlens, BLOCK, SCALE, looks_ahead=name == "vertical-slash-last-queries"
     )
     seen = oracle.seen_by_blocks(*inputs, cu_seqlens, BLOCK, SCALE)
     curves_SK = selector_named(name).coverage(ranking)
     for budget in range(1, curves_SK.shape[1] + 1):
         expected = {
-            key: oracle.cut(order, budget, cu_seqlens, BLOCK) for key, order in ranked.items()
+            key: oracle.cut(order, budget, cu_seqlens, BLOCK) for key, order in orders.items()
         }
         selection = selector_named(name).select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
         assert _choices(selection) == expected
@@ -132,7 +117,7 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     """
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     layout = packed_layout(cu_seqlens, block_size, "cpu")
-    inputs = _inputs(cu_seqlens[-1], kv_heads=4 // group, seed=seed)
+    inputs = drawn(cu_seqlens[-1], 4, 4 // group, seed=seed)
     low, high = sorted(budgets)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vertical_slash, "SCORES_AT_ONCE", chunk_elements)
@@ -179,13 +164,13 @@ def test_the_work_model_knows_the_probes_and_the_columns() -> None:
         ]
         assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
         scores = work_model_named(name).scores_per_visible_pair(3, 1, 64)
-        assert scores == selector.probe_tokens * 3 * 64
+        assert scores == vertical_slash._PROBE_TOKENS * 3 * 64
 
 
 def test_nothing_falls_back_silently() -> None:
     """Fault 6: without a process group the ring ops ran dense attention. Queries of other
     sequences and wrong arguments, are errors."""
-    inputs, layout = _inputs(157), packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    inputs, layout = drawn(157, 4, 2), packed_layout(CU_SEQLENS, BLOCK, "cpu")
     elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
     options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
     keys = CAUSAL.summaries(*inputs, layout)
@@ -196,7 +181,7 @@ def test_nothing_falls_back_silently() -> None:
 
 
 def test_coverage_between_measured_budgets_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = _inputs(20 * BLOCK)
+    inputs = drawn(20 * BLOCK, 4, 2)
     exact = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
     monkeypatch.setattr(vertical_slash, "_EXACT_BUDGETS", 8)
     budgets = vertical_slash.observed_budgets(20)

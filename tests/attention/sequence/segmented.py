@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer and micro-batch that runs segment by segment, on one rank or on several.
-
-Shape legend: T tokens of the packed sequence, S documents, K budgets.
-"""
+"""One layer and micro-batch that runs segment by segment, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attention.cases import SCALE, SELECTORS, Case, example_selector, make_case
+from attention.cases import SCALE, SELECTORS, Case, example_selector, listed, make_case, ranked
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
@@ -110,28 +106,17 @@ def case_of(kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Case:
 def whole_of(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]:
     """The case with the selector's lists over the whole sequence, and their coverage."""
     q, k = (x.to(dtype) for x in (case.q_THD, case.k_TGD))
-    ranking = rank_sequence(
-        *(selector, q, k, case.selection.kv_layout),
-        softmax_scale=SCALE,
-        max_budget=max(BUDGETS),
-        observe=True,
-    )
+    layout = case.selection.kv_layout
+    ranking = ranked(selector, [q, k], layout, max_budget=max(BUDGETS), observe=True)
     selection = selector.select(ranking, torch.tensor(BUDGETS))
     whole = Case(case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF, BUDGETS, "", selection)
     return whole, selector.coverage(ranking)
 
 
-def read(selection: Selection) -> list[list[list[int]]]:
+def read(selection: Selection) -> list[list[int]]:
     """What every row and head reads: blocks and, as negative numbers, columns."""
-    lists = [(selection.indices_QCK, selection.counts_QC)]
-    if selection.columns is not None:
-        columns = selection.columns
-        lists.append((-1 - columns.tokens_NGK, columns.counts_NG))
-    heads = range(selection.counts_QC.shape[1])
-    return [
-        [
-            [n for listed, counts in lists for n in listed[row, head, : counts[row, head]].tolist()]
-            for head in heads
-        ]
-        for row in range(selection.selecting_rows)
-    ]
+    found, columns = listed(selection.indices_QCK, selection.counts_QC), selection.columns
+    if columns is not None:
+        for place, tokens in listed(-1 - columns.tokens_NGK, columns.counts_NG).items():
+            found[place] = found[place] + tokens
+    return list(found.values())

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by segments, backward in reverse order, against attention over the whole sequence.
-
-Shape legend: T tokens of the packed sequence, S documents, K budgets.
-"""
+"""Attention by segments, backward in reverse order, against attention over the whole sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import random
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, assert_as_good_as_plain, assert_exact, make_case
+from attention.cases import SELECTORS, assert_as_good_as_plain, assert_exact, make_case, ranked
 from attention.sequence.segmented import (
     BLOCK,
     BLOCKS,
@@ -26,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
     segment_slice,
@@ -77,12 +73,8 @@ def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
     run.run()
     end = 51 + 4 * BLOCK
     layout = packed_layout([*CU_SEQLENS[:5], end], BLOCK, "cpu")
-    ranking = rank_sequence(
-        *(selector, case.q_THD[:end].double(), case.k_TGD[:end].double(), layout),
-        softmax_scale=SCALE,
-        max_budget=max(BUDGETS),
-        observe=True,
-    )
+    qk = [x[:end].double() for x in (case.q_THD, case.k_TGD)]
+    ranking = ranked(selector, qk, layout, max_budget=max(BUDGETS), observe=True)
     torch.testing.assert_close(run.curves[1], selector.coverage(ranking))
 
 

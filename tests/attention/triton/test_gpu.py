@@ -7,7 +7,6 @@ import pytest
 import torch
 from attention.cases import assert_as_good_as_plain, make_case, selected
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
@@ -93,60 +92,6 @@ def test_lists_in_16_bits_name_blocks_past_token_32767() -> None:
     exact_gradients = torch.autograd.grad(exact_TF.square().sum(), inputs)
     for ours, exact in zip(gradients, exact_gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("block", [64, 128, 256])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_training_dtypes_at_full_tiles(
-    block: int, head_dim: int, dtype: torch.dtype, granularity: str
-) -> None:
-    case = make_case(
-        [0, 700, 701, 1500],
-        [3, 1, 2],
-        block=block,
-        head_dim=head_dim,
-        heads=8,
-        kv_heads=2,
-        granularity=granularity,
-        dtype=dtype,
-        device="cuda",
-    )
-    assert_as_good_as_plain(case, case.ours("triton", dtype), dtype, case.plain(torch.float64))
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_auto_takes_the_kernels(granularity: str) -> None:
-    case = make_case(
-        [0, 300],
-        [3],
-        block=64,
-        head_dim=64,
-        granularity=granularity,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
-    pairs = zip(case.ours("auto", torch.bfloat16), case.ours("triton", torch.bfloat16), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_32_blocks_of_256_are_dense_up_to_8192_tokens(granularity: str) -> None:
-    q, k, v = _inputs(8192)
-    layout = packed_layout([0, 8192], 256, "cuda")
-    selection = _random_selection(layout, [32], granularity)
-    out, _, *gradients = _attend([q, k, v], selection)
-    wide = [x.detach().double().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
-    low = [x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
-    results = []
-    for leaves in (wide, low):
-        dense = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-        grads = torch.autograd.grad(dense, leaves, torch.ones_like(dense))
-        results.append([x[0].transpose(0, 1).double() for x in (dense.detach(), *grads)])
-    for ours, exact, plain in zip((out, *gradients), *results, strict=True):
-        allowed = 2 * (plain - exact).abs().max() + 1e-3 * exact.abs().max()
-        assert (ours.double() - exact).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.cases import on_device, selection_by_scores
+from attention.cases import drawn, listed, on_device, ranked
 from attention.sequence.slices import local_selection, slices_of
 from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from sparsebalance_megatron.attention.kernels.triton.index import (
     readers_of,
 )
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import held_by
 
@@ -31,23 +32,20 @@ def _selections(draw: st.DrawFn) -> Selection:
     """Random lists; where drawn, every query block also reads its document's first block."""
     lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
     budgets = draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
-    kv_heads, popular = draw(st.integers(1, 3)), draw(st.booleans())
     layout = packed_layout([0, *itertools.accumulate(lengths)], 4, "cpu")
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    scores = torch.randn(layout.blocks, kv_heads, layout.max_blocks, generator=generator)
-    if popular:
-        scores[:, :, 0] = 100.0
-    return selection_by_scores(scores, layout, budgets)
+    kv_heads, seed = draw(st.integers(1, 3)), draw(st.integers(0, 1000))
+    selector = selector_named("previous-block", first_blocks=draw(st.integers(0, 1)))
+    qk = drawn(layout.tokens, kv_heads, kv_heads, seed=seed)
+    ranking = ranked(selector, qk, layout, max_budget=max(budgets))
+    return selector.select(ranking, torch.tensor(budgets))
 
 
 def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
     """Readers of every list: a row, then a head of those that read the KV head."""
-    rows, heads, _ = selection.indices_QCK.shape
-    shared, blocks = heads // kv_heads, selection.kv_layout.blocks
+    shared, blocks = selection.counts_QC.shape[1] // kv_heads, selection.kv_layout.blocks
     readers: list[list[int]] = [[] for _ in range(kv_heads * blocks)]
-    for row, head in itertools.product(range(rows), range(heads)):
-        count = int(selection.counts_QC[row, head])
-        for number in selection.indices_QCK[row, head, :count].tolist():
+    for (row, head), numbers in listed(selection.indices_QCK, selection.counts_QC).items():
+        for number in numbers:
             readers[head // shared * blocks + number].append(row * shared + head % shared)
     return readers
 
@@ -76,17 +74,18 @@ def test_lists_and_items_are_as_defined(
     most = lists.entries_per_item
     assert 1 <= most <= 4 * selection.indices_QCK.shape[2]
     parts = [max(1, -(-len(readers) // most)) for readers in expected]
-    assert lists.parts_U[: len(parts)].tolist() == parts
+    counts, first_slots = lists.list_2U.tolist()
+    assert counts[: len(parts)] == parts
     assert sum(count for count in parts if count > 1) <= lists.cut_items
-    items = list(zip(*(x.tolist() for x in (lists.item_list_I, lists.item_part_I)), strict=True))
+    item_lists, item_parts, item_slots = lists.item_3I.tolist()
+    items = list(zip(item_lists, item_parts, strict=True))
     existing = [item for item in items if item[0] >= 0]
     assert items[: len(existing)] == existing
     assert sorted(existing) == [(u, part) for u, n in enumerate(parts) for part in range(n)]
     # The second pass finds a cut list's results side by side.
-    slots = lists.item_slot_I[: len(existing)].tolist()
+    slots = item_slots[: len(existing)]
     cut = [slot for slot in slots if slot >= 0]
     assert sorted(cut) == list(range(len(cut)))
-    first_slots = lists.first_slot_U.tolist()
     for (number, part), slot in zip(existing, slots, strict=True):
         assert slot == (first_slots[number] + part if parts[number] > 1 else -1)
 
@@ -103,7 +102,7 @@ def test_a_block_that_all_read_is_cut_as_memory_allows() -> None:
     for most_cut_items, entries_per_item in ((PLENTY, 8), (20, 40)):
         lists = inverse_lists(selection, 1, wanted_items=1, most_cut_items=most_cut_items)
         assert lists.entries_per_item == entries_per_item
-        assert lists.item_list_I.tolist().count(0) == 200 // entries_per_item
+        assert lists.item_3I[0].tolist().count(0) == 200 // entries_per_item
         assert lists.cut_items <= most_cut_items or most_cut_items == PLENTY
 
 

@@ -51,8 +51,10 @@ def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None
         monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
 
 
-def _case(cu_seqlens: list[int], budgets: list[int], block: int = 32, **settings) -> Case:
-    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **{"head_dim": 64} | settings)
+def _case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings) -> Case:
+    """Small, since the interpreter is slow."""
+    defaults = {"head_dim": 16, "heads": 2, "kv_heads": 1}
+    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **defaults | settings)
 
 
 HEAD_DIMS = ((64, 64), (80, 96), (96, 40), (128, 128), (192, 128))
@@ -68,11 +70,7 @@ HEAD_SHAPES = (
 @pytest.mark.parametrize(("head_dim", "value_dim", "heads", "kv_heads"), HEAD_SHAPES)
 def test_head_dims_and_groups(head_dim: int, value_dim: int, heads: int, kv_heads: int) -> None:
     dims = {"head_dim": head_dim, "value_dim": value_dim}
-    assert_right(_case([0, 20, 97], [1, 2], **dims, heads=heads, kv_heads=kv_heads))
-
-
-def test_a_group_of_sixteen() -> None:
-    assert_right(_case([0, 45], [2], 16, heads=16, kv_heads=1))
+    assert_right(_case([0, 20, 97], [1, 2], 32, **dims, heads=heads, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 32), (64, 16), (128, 64)])
@@ -80,14 +78,14 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use_tiles(monkeypatch, rows, columns)
-    assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1))
+    assert_right(_case([0, 17, 150], [1, 3], 64, head_dim=64))
 
 
 @pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
 def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query block reads block 0: one long list beside short ones."""
     monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", wanted_programs)
-    case = _case([0, 20, 190], [2, 2], 16, heads=2, kv_heads=2)
+    case = _case([0, 20, 190], [2, 2], head_dim=64, kv_heads=2)
     indices_NGK = case.selection.indices_QCK.clone()
     indices_NGK[3:, :, 1] = 2
     assert_right(with_lists(case, indices_NGK, case.selection.counts_QC))
@@ -102,13 +100,10 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
         assert 128 * dense.stride(0) < 2**31
 
 
-EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
 def test_nothing_behind_the_last_list_is_touched() -> None:
     """It ends where memory does: the next page may not be read."""
-    case = _case([0, 70], [2], 16, heads=2, kv_heads=1, head_dim=16)
+    case = _case([0, 70], [2])
     lists = case.selection.indices_QCK
     assert int(case.selection.counts_QC[-1, -1]) == lists.shape[2]
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -123,35 +118,19 @@ def test_nothing_behind_the_last_list_is_touched() -> None:
 
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
-    case = _case([0, 20], [1], 16)
+    case = _case([0, 20], [1])
     q, k, v = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGF))
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"softmax_scale .*: must be positive"):
             block_sparse_attention(
-                q,
-                k,
-                v,
-                on_device(case.selection, DEVICE),
+                *(q, k, v, on_device(case.selection, DEVICE)),
                 softmax_scale=scale,
                 implementation="triton",
             )
 
 
 def _column_case(cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
-    defaults = {
-        "granularity": "vertical-slash",
-        "block": 16,
-        "head_dim": 16,
-        "heads": 2,
-        "kv_heads": 1,
-    }
-    return make_case(cu_seqlens, budgets, device=DEVICE, **defaults | settings)
-
-
-def _with_none(case: Case) -> Case:
-    """A copy of the case without columns."""
-    selection = dataclasses.replace(case.selection, columns=None)
-    return dataclasses.replace(case, selection=selection)
+    return _case(cu_seqlens, budgets, granularity="vertical-slash", **settings)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 16), (32, 64)])
@@ -208,7 +187,8 @@ def test_empty_lists_add_nothing() -> None:
     case = _column_case([0, 100], [3])
     columns = case.selection.columns
     assert columns is not None
-    expected = _with_none(case).ours("triton", torch.float32)
+    without = dataclasses.replace(case.selection, columns=None)
+    expected = dataclasses.replace(case, selection=without).ours("triton", torch.float32)
     empty = with_columns(case, columns.tokens_NGK, torch.zeros_like(columns.counts_NG))
     assert_identical(empty.ours("triton", torch.float32), expected)
     no_places = with_columns(case, columns.tokens_NGK[..., :0], torch.zeros_like(columns.counts_NG))
@@ -216,11 +196,6 @@ def test_empty_lists_add_nothing() -> None:
 
 
 BY_KV_HEAD, BY_QUERY_HEAD = "token-kv-head", "token-query-head"
-
-
-def _token_case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings) -> Case:
-    defaults = {"head_dim": 16, "heads": 2, "kv_heads": 1, "granularity": BY_KV_HEAD}
-    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **defaults | settings)
 
 
 def _popular(case: Case, block: int) -> Case:
@@ -243,36 +218,38 @@ def test_chunks_launches_and_cut_lists_add_up(
     monkeypatch.setattr(token_kernels, "WANTED_PROGRAMS", 1000)
     monkeypatch.setattr(token_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
     monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
-    case = _popular(_token_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
-    chunks: list[token_kernels.Chunks] = []
+    case = _popular(_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
+    launches: list[int] = []
     parts: list[int] = []
-    chunks_of, invert = token_kernels.Chunks.of, device_functions.inverse_lists
+    kernel, invert = token_kernels._reader_kernel, device_functions.inverse_lists
 
-    def chunked(*args, **kwargs):
-        chunks.append(chunks_of(*args, **kwargs))
-        return chunks[-1]
+    class Counted:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launches.append(*grid)
+            return kernel[grid]
 
     def inverse(*args, **kwargs):
         found = invert(*args, **kwargs)
-        parts.append(int(found.parts_U[: 2 * 4].max()))
+        parts.append(int(found.list_2U[0, : 2 * 4].max()))
         return found
 
-    monkeypatch.setattr(token_kernels.Chunks, "of", chunked)
+    monkeypatch.setattr(token_kernels, "_reader_kernel", Counted())
     monkeypatch.setattr(device_functions, "inverse_lists", inverse)
     assert_right(case)
-    assert {(x.rows, x.at_once, x.programs) for x in chunks} == {(32, 3, 14)}
-    assert len(chunks) == 2 and min(parts) > 1
+    # 14 programs in all, of the forward pass and of dq.
+    assert launches == 2 * [3, 3, 3, 3, 2]
+    assert min(parts) > 1
 
 
 def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its heads lie in two tiles."""
     _use_tiles(monkeypatch, rows=16, columns=16)
-    assert_right(_token_case([0, 20], [2], heads=32))
+    assert_right(_case([0, 20], [2], heads=32, granularity=BY_KV_HEAD))
 
 
 def test_rows_too_many_for_31_bits_are_refused() -> None:
     """The row lies on the meta device, so that it needs no memory."""
-    case = _token_case([0, 20], [2])
+    case = _case([0, 20], [2], granularity=BY_KV_HEAD)
     lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
     selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
     q_THD = case.q_THD.to(DEVICE)
@@ -282,11 +259,6 @@ def test_rows_too_many_for_31_bits_are_refused() -> None:
 
 KINDS = ("previous-block", "token-kv-head", "vertical-slash")
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def _case_of_kind(kind: str, cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
-    defaults = {"block": 16, "head_dim": 16, "value_dim": 8, "heads": 2, "kv_heads": 1}
-    return make_case(cu_seqlens, budgets, granularity=kind, device=DEVICE, **defaults | settings)
 
 
 def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, ...]:
@@ -324,21 +296,35 @@ RESULTS = [
     ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
     ("vertical-slash-last-queries", [0, 70], [3], {}),
     ("vertical-slash", [0, 40, 60], [9, 9], {}),
+    ("previous-block", [0, 45], [2], {"heads": 16, "head_dim": 64}),
     *(
         (kind, [0, 1, 18, 70, 121], [1, 2, 3, 3], {"dtype": torch.bfloat16, **QUERY_BLOCK})
         for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
     ),
 ]
 
+EIGHT_HEADS = {"heads": 8, "kv_heads": 2}
+FULL_TILES = [
+    (
+        *(kind, [0, 700, 701, 1500], [3, 1, 2]),
+        {"block": block, "head_dim": dim, "value_dim": dim, "dtype": dtype, **EIGHT_HEADS},
+    )
+    for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
+    for block in (64, 128, 256)
+    for dim in (64, 96, 128)
+    for dtype in (torch.bfloat16, torch.float16)
+    if not INTERPRETED
+]
 
-@pytest.mark.parametrize(("kind", "cu_seqlens", "budgets", "how"), RESULTS)
+
+@pytest.mark.parametrize(("kind", "cu_seqlens", "budgets", "how"), RESULTS + FULL_TILES)
 def test_every_result_is_as_good_as_plain_torch(
     kind: str, cu_seqlens: list[int], budgets: list[int], how: dict[str, Any]
 ) -> None:
     """One-token documents, odd lengths, budgets that hold everything, documents shorter than a
     block; columns of several blocks, odd groups. Lists are those of the definition."""
-    case = _case_of_kind(kind, cu_seqlens, budgets, **how)
-    if case.selection.columns is not None:
+    case = _case(cu_seqlens, budgets, granularity=kind, **{"value_dim": 8} | how)
+    if case.selection.columns is not None and INTERPRETED:
         assert torch.equal(case.mask_HTT, case.listed_HTT)
     assert_right(case, case.q_THD.dtype)
 
@@ -348,7 +334,7 @@ def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
     """Token 69 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
     token, results = 69, []
     for factor in (1.0, 1.0, -30.0):
-        case = _case_of_kind(kind, [0, 80], [3])
+        case = _case([0, 80], [3], granularity=kind, value_dim=8)
         for x in (case.q_THD, case.k_TGD, case.v_TGF):
             x[token:] *= factor
         case.dout_THF[token:] = 0.0
@@ -361,7 +347,7 @@ def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
 @every_kind
 def test_strided_inputs_are_read_in_place(kind: str) -> None:
     """Megatron's q, k and v are views of one projection; lists may be views as well."""
-    case = _case_of_kind(kind, [0, 70], [3], heads=4, kv_heads=2, value_dim=16)
+    case = _case([0, 70], [3], granularity=kind, heads=4, kv_heads=2)
     q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGF))
     mixed = torch.cat([q, k, v], dim=2)
     q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
@@ -387,7 +373,8 @@ def test_heads_more_than_2_to_the_31_elements_apart(
     kind: str, kv_heads: int, tmp_path: Path
 ) -> None:
     """Those of the queries; those of the keys where there are as many."""
-    case = _case_of_kind(kind, [0, 52], [3], heads=3, kv_heads=kv_heads, dtype=torch.float16)
+    how = {"granularity": kind, "kv_heads": kv_heads, "value_dim": 8, "dtype": torch.float16}
+    case = _case([0, 52], [3], heads=3, **how)
     near = [case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF]
     moved = 1 if kv_heads == 3 else 0
     far = [*near[:moved], with_heads_far_apart(near[moved], tmp_path / "x"), *near[moved + 1 :]]

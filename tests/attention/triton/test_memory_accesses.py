@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, saved
+from attention.cases import SCALE, SELECTORS, drawn, ranked, saved
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.attention.select import selector_named
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -146,13 +146,10 @@ def accesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Accesses]:
 
 def _layer(selection: str, lengths: list[int], head_dim: int) -> None:
     layout = packed_layout(lengths, 16, "cpu")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(lengths[-1], heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)
-    )
+    q, k, v, dout = drawn(lengths[-1], 4, 2, 2, 4, head_dim=head_dim)
     router = "triton" if hasattr(SELECTORS[selection], "with_router") else "auto"
     selector = selector_named(selection, router)
-    ranking = rank_sequence(selector, q, k, layout, softmax_scale=SCALE, max_budget=3, observe=True)
+    ranking = ranked(selector, [q, k], layout, max_budget=3, observe=True)
     selector.coverage(ranking)
     selected = selector.select(ranking, torch.full((layout.documents,), 3))
     out, lse = implementation.forward(q, k, v, selected, softmax_scale=SCALE)

@@ -15,7 +15,6 @@ from step_cases import SHAPE
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import Sensitivities
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, features
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.plan.budgets.by_layer import (
@@ -226,10 +225,3 @@ def test_bad_files_are_refused_by_name(tmp_path, sensitivities, message):
 def test_both_ways_to_give_budgets_by_layer_are_one_too_many():
     with pytest.raises(ConfigError, match="both give budgets by layer"):
         SparseBalanceConfig(sensitivity="file.json", layer_budgets="dense:0")
-
-
-def test_the_file_holds_what_was_measured():
-    given_ = Sensitivities(
-        sensitivities=(0.5,), measure="m", block_size=64, samples=2, versions={}, date="2026-11-28"
-    )
-    assert msgspec.json.decode(given_.text(), type=Sensitivities) == given_

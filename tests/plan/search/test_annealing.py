@@ -84,23 +84,18 @@ def test_lockstep_groups_take_what_their_slowest_members_take(seed, shape, max_c
     costs = step_costs(case.costs.lengths_tokens_S, job, cost_model(), StageScales.ones(*shape[2:]))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(costs.blocks_S)))
     budgets_LS[0] = budgets_LS[-1]
-    together_2SC = np.random.default_rng(seed).uniform(0.0, 1.0, costs.fixed_2SC.shape)
-    costs = with_experts(costs, together_2SC)
-    exchange_2SX = np.zeros_like(costs.layers.fixed_2SX)
-    exchange_2S1 = case.costs.exchange_2SC[..., :1] / (job.layers // costs.chunks)
-    exchange_2SX[..., : job.layers] = exchange_2S1
+    costs = replace(
+        with_experts(costs, seed),
+        exchange=case.costs.exchange,
+        exchange_2=case.costs.exchange_2,
+    )
     case = replace(
         case,
-        costs=replace(
-            costs,
-            exchange=case.costs.exchange,
-            exchange_2SC=case.costs.exchange_2SC,
-            layers=replace(costs.layers, exchange_2SX=exchange_2SX),
-        ),
+        costs=costs,
         sample_2SC=costs.sample_ms(budgets_LS),
         rules=replace(case.rules, lockstep_ranks=2),
     )
-    layer_2SX = costs.layers.ms_2SX(costs.sparse_pairs_LS(budgets_LS))
+    layer_2SX = costs.layers.ms_2SX(budgets_LS)
     search = begun(case, layer_2SX)
     for _ in range(4):
         search._round()

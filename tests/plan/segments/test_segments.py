@@ -77,10 +77,10 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     pieces = len(starts)
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
     if pieces > 1:
-        whole_2P = whole_2P + costs.lists_2SC.sum(axis=1)
+        whole_2P = whole_2P + costs.by_chunk.lists_2SX.sum(axis=1)
     ends_S = np.cumsum(costs.blocks_S)
     crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in starts)
-    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2C
+    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.by_chunk.sequence_2X
     np.testing.assert_allclose(cut.ms_2UP.sum(axis=1), expected_2P, rtol=1e-9)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import structs
-from plan.plan_cases import flat
+from plan.plan_cases import flat, job_shape
 from predict.predict_cases import SHAPE
 from record_cases import header_of
 from step_cases import finished_step, step_measurement
@@ -22,7 +22,6 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
-    CoverageRecord,
     FinishedStep,
     RankStep,
     Record,
@@ -52,7 +51,6 @@ class SampleRun:
 
     ranks: int = 2
     stages: int = 2
-    virtual_stages: int = 1
     micro_batches: int = 4
     tensor_parallel: int = 1
     layers: int = 8
@@ -63,30 +61,16 @@ class SampleRun:
 
     @property
     def job(self) -> Job:
-        parts = np.array_split(np.arange(self.layers), self.stages * self.virtual_stages)
-        return Job(
-            data_parallel_size=self.ranks,
-            micro_batches=self.micro_batches,
-            stage_layers=tuple(
-                tuple(
-                    tuple(parts[chunk * self.stages + stage].tolist())
-                    for chunk in range(self.virtual_stages)
-                )
-                for stage in range(self.stages)
-            ),
-        )
+        layers = self.layers // self.stages
+        return job_shape(self.ranks, self.micro_batches, self.stages, layers_per_chunk=layers)
 
     def coverage(self) -> CoverageCurves:
-        """The prior, a little steeper from layer to layer."""
-        curves = prior_coverage(self.layers, MAX_TOKENS // BLOCK_SIZE)
-        rise = np.linspace(0.6, 1.4, self.layers)[:, None, None]
-        curves.mean_LUK = curves.mean_LUK**rise
-        return curves
+        return prior_coverage(self.layers, MAX_TOKENS // BLOCK_SIZE)
 
     def plan(self, step: int) -> StepPlan:
         generator = np.random.default_rng([step, 1])
         size = self.ranks * self.micro_batches
-        drawn = np.exp(generator.normal(np.log(5000), 1.1, size))
+        drawn = np.exp(generator.normal(np.log(5000), 1.1, size)).clip(64, MAX_TOKENS)
         config = SparseBalanceConfig(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
@@ -95,33 +79,27 @@ class SampleRun:
             plan_ms=0.5,
         )
         inputs = PlanInputs(
-            lengths_tokens=tuple(int(n) for n in np.clip(drawn, 64, MAX_TOKENS)),
+            lengths_tokens=tuple(map(int, drawn)),
             job=self.job,
             plan_settings=PlanSettings.from_config(config, 2 * MAX_TOKENS),
             cost=COST,
-            scales=StageScales.ones(self.stages, self.virtual_stages),
+            scales=StageScales.ones(self.stages, 1),
             coverage=self.coverage(),
         )
         return plan_step(step, inputs)
 
     def write(self, directory: Path) -> Path:
-        logs: dict[str, list[Record]] = {"steps.jsonl": [self.header()]}
+        steps = [self.finished(iteration) for iteration in range(1, self.steps + 1)]
+        # Nothing was seen of documents of one block.
+        curves = self.coverage()
+        curves.observed_LU = np.arange(curves.buckets) > np.zeros((self.layers, 1))
+        records: list[Record] = [self.header(), *map(step_record, steps)]
+        records.insert(3, coverage_record(2, curves))
+        _write(directory / "steps.jsonl", records)
         for place in self.places():
             header = rank_header(place, self.job, f"node{place.pipeline_rank}")
-            logs[f"ranks/rank-{place.world_rank:05d}.jsonl"] = [header]
-        clock_s = 1.7e9
-        for iteration in range(1, self.steps + 1):
-            step = self.finished(iteration)
-            logs["steps.jsonl"].append(step_record(step))
-            if iteration == 2 or iteration % 10 == 2:
-                logs["steps.jsonl"].append(self.coverage_record(iteration))
-            for place in self.places():
-                record = self.rank_record(step, place, clock_s)
-                logs[f"ranks/rank-{place.world_rank:05d}.jsonl"].append(record)
-            clock_s += 1.2e-3 * step.planned.plan.expectation.makespan_ms
-        for name, records in logs.items():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_bytes(b"".join(map(encode, records)))
+            own = [self.rank_record(step, place) for step in steps]
+            _write(directory / f"ranks/rank-{place.world_rank:05d}.jsonl", [header, *own])
         return directory
 
     def places(self) -> list[RankPlace]:
@@ -174,7 +152,7 @@ class SampleRun:
         planned = PlannedStep(
             plan=plan,
             samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
-            scales=StageScales.ones(self.stages, self.virtual_stages),
+            scales=StageScales.ones(self.stages, 1),
             plan_ms=3.0,
             wait_ms=0.5,
         )
@@ -185,21 +163,21 @@ class SampleRun:
             iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
         )
 
-    def rank_record(self, step: FinishedStep, place: RankPlace, clock_s: float) -> RankStep:
+    def rank_record(self, step: FinishedStep, place: RankPlace) -> RankStep:
         rank, stage = place.data_parallel_rank, place.pipeline_rank
-        layers = [layer for chunk in self.job.stage_layers[stage] for layer in chunk]
+        (layers,) = self.job.stage_layers[stage]
         pieces, covered = [], []
         for position, micro_batch in enumerate(step.planned.plan.for_rank(rank).micro_batches):
             blocks_S = -(-np.array(micro_batch.lengths_tokens) // BLOCK_SIZE)
             coverage_LS = self.coverage().coverage_LS(blocks_S, micro_batch.budgets_LS)
             pieces += [Piece(position, layer, len(blocks_S)) for layer in layers]
-            covered += [coverage_LS[layers].reshape(-1)]
+            covered += [coverage_LS[list(layers)].reshape(-1)]
         ran = simulate(flat(step.measured.times_2RPVM))[rank]
         finished = replace(
             step,
             times=StepTimes(
                 schedule_ms=max(event.end_ms for event in ran),
-                start_unix_s=clock_s + 1e-3 * (0.3 * rank + 0.1 * stage),
+                start_unix_s=1.7e9 + step.iteration + 1e-3 * (0.3 * rank + 0.1 * stage),
                 spans=tuple(
                     Span(each.direction, each.chunk, each.micro_batch, each.start_ms, each.end_ms)
                     for each in ran
@@ -211,11 +189,10 @@ class SampleRun:
         )
         return rank_step(finished, place, self.job)
 
-    def coverage_record(self, iteration: int) -> CoverageRecord:
-        """Nothing was seen of documents of one block."""
-        curves = self.coverage()
-        curves.observed_LU = np.arange(curves.buckets) > np.zeros((self.layers, 1))
-        return coverage_record(iteration, curves)
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(map(encode, records)))
 
 
 def write_lines(path: Path, records: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from record_cases import rank_micro_batch, rank_step
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.view.report import pictures
 from sparsebalance_megatron.view.report.pictures import (
     COLOURS,
     step_picture,
@@ -25,16 +24,13 @@ from sparsebalance_megatron.view.report.timeline import Timeline
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are drawn."""
     drawn: list[Figure] = []
-    render = pictures._drawn
+    save = Figure.savefig
 
-    def keep(draw: Callable[[Figure], None], *size: float) -> str:
-        def draw_and_keep(figure: Figure) -> None:
-            draw(figure)
-            drawn.append(figure)
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
 
-        return render(draw_and_keep, *size)
-
-    monkeypatch.setattr(pictures, "_drawn", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return drawn
 
 

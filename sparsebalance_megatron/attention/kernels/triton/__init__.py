@@ -38,20 +38,22 @@ def forward(
         query_block_kernel,
         token_kernels,
     )
+    from sparsebalance_megatron.attention.kernels.triton.index import readers_of
 
-    kernels = token_kernels if selection.by_token else query_block_kernel
     q_THD, k_TGD, v_TGF = map(device_functions.with_dense_rows, (q_THD, k_TGD, v_TGF))
     out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    tensors = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None
     with torch.cuda.device_of(q_THD):
-        kernels.launch_forward(
-            (q_THD, k_TGD, v_TGF, None, out_THF, lse_TH), selection, softmax_scale
-        )
+        if selection.by_token:
+            readers = readers_of(selection, k_TGD.shape[1])
+            token_kernels.launch(selection, readers, tensors, softmax_scale)
+        else:
+            query_block_kernel.launch(selection, (*tensors, None), softmax_scale)
     return out_THF, lse_TH
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`..contract.Kernel`."""
     from sparsebalance_megatron.attention.kernels.triton import (
         device_functions,
         key_block_kernel,
@@ -80,7 +82,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     block_size = selection.kv_layout.block_size
     head_dim = max(q_THD.shape[2], v_TGF.shape[2])
     other = "tokens" if selection.by_token else "blocks"
-    if q_THD.device.type != "cuda" and not _interpreted():
+    if q_THD.device.type != "cuda" and not is_interpreted():
         return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'
     capability = capability_of(q_THD.device)
     if capability not in SHARED_BYTES:
@@ -90,7 +92,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
             f"{torch.cuda.get_device_name(q_THD.device)}, has {capability[0]}.{capability[1]}: "
             f'use "{other}"'
         )
-    if q_THD.dtype == torch.bfloat16 and _interpreted() and not interpreter_has_bfloat16:
+    if q_THD.dtype == torch.bfloat16 and is_interpreted() and not interpreter_has_bfloat16:
         return f'multiplies the bits of bfloat16 as integers in the interpreter: use "{other}"'
     if q_THD.dtype == torch.float64:
         return f'does not compute in float64: use "{other}"'
@@ -107,7 +109,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
     return None
 
 
-def _interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether kernels run on the CPU, in Triton's interpreter."""
     try:
         import triton

@@ -73,7 +73,7 @@ def load_rows(
 ):  # fmt: skip
     """[rows, BLOCK_D] of a matrix; zeros where invalid and past the head dim.
 
-    In a loop, let the pointer move and the rows stand still: then addresses cost one addition.
+    In a loop, let the pointer move and the rows stand still: addresses then cost one addition.
     """
     dim_D = tl.arange(0, BLOCK_D)
     address_YD = pointer_YD + row_Y[:, None] * row_stride + dim_D[None, :]
@@ -179,10 +179,13 @@ def lists_for(
     )
 
 
-def parts_of(lists: InverseLists, k_TGD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> Tensor:
-    """Uninitialised results of the items of cut lists, dk and dv side by side, parts_IBE."""
-    shape = lists.cut_items, layout.block_size, k_TGD.shape[2] + v_TGF.shape[2]
-    return torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
+def empty_gradients(
+    lists: InverseLists, k_TGD: Tensor, v_TGF: Tensor, dtype: torch.dtype, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dk_TGD, dv_TGF, and for items of cut lists both side by side, parts_IBE; uninitialised."""
+    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
+    shape = lists.cut_items, block_size, k_TGD.shape[2] + v_TGF.shape[2]
+    return dk_TGD, dv_TGF, torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
 
 
 def add_parts(
@@ -194,7 +197,7 @@ def add_parts(
     (_, kv_heads, head_dim), value_dim = dk_TGD.shape, dv_TGF.shape[2]
     rows = min(32, layout.block_size)
     _add_parts_kernel[kv_heads * layout.blocks, layout.block_size // rows](
-        *(parts_IBE, dk_TGD, dv_TGF, lists.parts_U, lists.first_slot_U, layout.start_N),
+        *(parts_IBE, dk_TGD, dv_TGF, *lists.list_2U, layout.start_N),
         *(layout.blocks, kv_heads),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),

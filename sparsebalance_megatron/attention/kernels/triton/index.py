@@ -9,22 +9,21 @@ on a value of the device, so the host never waits.
 A *reader* is one list: that of a query block, or of a token and a head that selects. Those of one
 KV head are numbered row by row, the lists of a row side by side.
 
-Shape legend: Q rows and C heads that select, U inverse lists (one per KV head and KV block, all KV
-blocks of a head side by side), E entries (Q * C * K), J bounds of tiles of readers, list by list, I
-capacity for items, O lists of a tile.
+Shape legend: U inverse lists (one per KV head and KV block, all KV blocks of a head side by side),
+E entries (Q * C * K), J bounds of tiles of readers, list by list, I capacity for items, O lists of
+a tile.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
 FEWEST_TILE_READERS = 128
@@ -43,8 +42,7 @@ class Readers:
     Attributes:
         readers_E: by rising number in each list; undefined past the last bound.
         bounds_J: the tiles' first entries, list by list, and the end of the last: U * tiles + 1.
-        readers: of a KV head.
-        tile_readers: readers of every tile but the last, which may have fewer.
+        readers: of a KV head; ``tile_readers`` of every tile but the last, which may have fewer.
         tiles: of a list.
     """
 
@@ -147,20 +145,15 @@ class InverseLists:
     are int32.
 
     Attributes:
-        item_list_I: an item's list; -1 past the last item.
-        item_part_I: an item's place in its list.
-        item_slot_I: where the result of an item of a cut list lies; -1 for a list of one item.
-        parts_U: items of each list; at least 1.
-        first_slot_U: where the results of a cut list begin.
+        item_3I: an item's list, -1 past the last item; its place in that; where its result lies if
+            the list is cut, else -1.
+        list_2U: items of each list, at least 1; where the results of a cut list begin.
         cut_items: how many items of cut lists there can be at most.
     """
 
     entries: Readers
-    item_list_I: Tensor
-    item_part_I: Tensor
-    item_slot_I: Tensor
-    parts_U: Tensor
-    first_slot_U: Tensor
+    item_3I: Tensor
+    list_2U: Tensor
     entries_per_item: int
     cut_items: int
 
@@ -198,11 +191,8 @@ def inverse_lists(
         )
     return InverseLists(
         entries=entries,
-        item_list_I=item_3I[0],
-        item_part_I=item_3I[1],
-        item_slot_I=item_3I[2],
-        parts_U=list_2U[0],
-        first_slot_U=list_2U[1],
+        item_3I=item_3I,
+        list_2U=list_2U,
         entries_per_item=entries_per_item,
         cut_items=cut_items,
     )
@@ -252,7 +242,7 @@ def _longest(selection: Selection) -> int:
     layout = selection.query_layout
     if layout is not selection.kv_layout:
         return selection.selecting_rows
-    return max(_document_tokens(layout)) if selection.by_token else layout.max_blocks
+    return int(layout.grid.tokens_S.max()) if selection.by_token else layout.max_blocks
 
 
 def _entries(selection: Selection) -> int:
@@ -260,15 +250,10 @@ def _entries(selection: Selection) -> int:
     width, layout = selection.indices_QCK.shape[2], selection.query_layout
     if layout is not selection.kv_layout:
         return selection.selecting_rows * min(width, selection.kv_layout.blocks)
-    size = layout.block_size if selection.by_token else 1
-    total = 0
-    for blocks, tokens in zip(layout.blocks_per_document, _document_tokens(layout), strict=True):
-        growing = min(blocks, width)
-        total += (growing * (growing + 1) // 2 + (blocks - growing) * width) * size
-        if selection.by_token:
-            total -= (blocks * size - tokens) * growing
-    return total
-
-
-def _document_tokens(layout: PackedLayout) -> list[int]:
-    return [end - begin for begin, end in itertools.pairwise(layout.cu_seqlens)]
+    blocks_S, size = layout.grid.blocks_S, layout.block_size
+    growing_S = np.minimum(blocks_S, width)
+    entries_S = growing_S * (growing_S + 1) // 2 + (blocks_S - growing_S) * width
+    if selection.by_token:
+        missing_S = blocks_S * size - layout.grid.tokens_S
+        entries_S = entries_S * size - missing_S * growing_S
+    return int(entries_S.sum())

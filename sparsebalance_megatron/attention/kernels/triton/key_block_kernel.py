@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward pass over lists of query blocks, and its kernel for dk and dv of blocks.
 
-Nothing is added from two programs to one place, so there are no atomics, and results repeat bit by
-bit. The gradient of a KV block sums over the heads of its group inside one program. A long list of
-readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
+Nothing is added from two programs to one place, so results repeat bit by bit. The gradient of a KV
+block sums over the heads of its group inside one program. A long list of readers is cut into items;
+their float32 parts are added in a second pass, in the order of the list.
 
 The columns of a query block lie scattered, and so do the readers of a token. A program gathers a
 tile of one query block's columns, keeps their keys and values, and streams the block's queries past
@@ -29,10 +29,10 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
     add_parts,
     block_extent,
+    empty_gradients,
     entry_at,
     lists_for,
     load_rows,
-    parts_of,
     query_block_step,
     row_strides,
     store_key_gradients,
@@ -73,12 +73,10 @@ def _key_gradient(
     constants = tile_constants(k_TGD, v_TGF, rows, min(tile.rows, rows), tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
     lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
-    parts_IBX = parts_of(lists, k_TGD, v_TGF, layout)
-    _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
+    dk_TGD, dv_TGF, parts_IBX = empty_gradients(lists, k_TGD, v_TGF, dtype, layout.block_size)
+    _key_block_kernel[(lists.item_3I.shape[1] * column_tiles,)](
         *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, dk_TGD, dv_TGF, parts_IBX),
-        *(lists.entries.bounds_J, lists.entries.readers_E),
-        *(lists.item_list_I, lists.item_part_I, lists.item_slot_I, selection.own_block_N),
+        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I, selection.own_block_N),
         *(query_layout.start_N, query_layout.document_end_N),
         *(layout.start_N, layout.document_end_N),
         *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
@@ -198,9 +196,8 @@ def add_column_gradients(
     chunk_blocks = min(
         query_layout.blocks, max(1, PARTIAL_BYTES // (4 * kv_heads * width * part_dim))
     )
-    parts_EX = torch.empty(
-        *(chunk_blocks * kv_heads * width, part_dim), dtype=torch.float32, device=k_TGD.device
-    )
+    shape = chunk_blocks * kv_heads * width, part_dim
+    parts_EX = torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
     for first_block in range(0, query_layout.blocks, chunk_blocks):
         chunk = slice(first_block, first_block + chunk_blocks)
         tokens_JGK, counts_JG = columns.tokens_NGK[chunk], columns.counts_NG[chunk]

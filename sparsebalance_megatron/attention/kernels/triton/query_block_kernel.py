@@ -5,8 +5,7 @@
 A query block's rows are ordered by head of the group, then token: a tile holds one head where a
 block is at least a tile long, else several heads, which share the block's lists anyway. Past blocks
 are full, hence need no mask; then come single columns, if the selection has any, whose keys are
-gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
-read by the kernel, so a changed budget compiles nothing and stops nothing.
+gathered a tile at a time; the own block comes last, under the causal mask.
 
 Shape legend: U of a result (F of out, D of dq), Z places of all query blocks, full or not, C
 columns (keys) of a tile; in kernels Y query rows of a tile.
@@ -33,16 +32,6 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
-def launch_forward(
-    tensors: tuple[Tensor | None, ...], selection: Selection, softmax_scale: float
-) -> None:
-    """Launch the forward pass; ``tensors`` are the kernel's first arguments."""
-    _, k_TGD, v_TGF, *_ = tensors
-    assert k_TGD is not None and v_TGF is not None
-    tile, scale = tiles_of(k_TGD, v_TGF).forward, float(LOG2_E.value) * softmax_scale
-    _launch(tile, selection, (*tensors, None, None), scale)
-
-
 def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     """dq_THD, and by query block what dk needs of every query row, statistics_2HZ: LSE in units of
     log2, and delta, the sum over F of dout * out. Places past a short block's end hold 0."""
@@ -51,18 +40,14 @@ def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
-    tile = tiles_of(saved.k_TGD, saved.v_TGF).query_gradient
     results = saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ
     inputs = q_THD, saved.k_TGD, saved.v_TGF, dout_THF, *results
-    _launch(tile, saved.selection, inputs, saved.softmax_scale)
+    launch(saved.selection, inputs, saved.softmax_scale)
     return dq_THD, statistics_2HZ
 
 
 def listed_columns(selection: Selection) -> ColumnLists | None:
-    """A selection's columns, contiguous; None where its lists have no places.
-
-    Kernels are compiled apart for selections with columns and without.
-    """
+    """A selection's columns, contiguous; None where its lists have no places."""
     columns = selection.columns
     if columns is None or columns.tokens_NGK.shape[2] == 0:
         return None
@@ -79,12 +64,13 @@ def packed_rows(tile: Tile, group: int, block_size: int) -> int:
     return rows
 
 
-def _launch(
-    tile: Tile, selection: Selection, tensors: tuple[Tensor | None, ...], scale: float
-) -> None:
+def launch(selection: Selection, tensors: tuple[Tensor | None, ...], softmax_scale: float) -> None:
     """Launch the kernel with ``tensors``, its first arguments."""
     q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
     assert q_THD is not None and k_TGD is not None and v_TGF is not None
+    tiles = tiles_of(k_TGD, v_TGF)
+    tile = tiles.forward if dout_THF is None else tiles.query_gradient
+    scale = softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     rows = packed_rows(tile, group, layout.block_size)
@@ -94,11 +80,8 @@ def _launch(
         *(selection.indices_QCK.contiguous(), selection.counts_QC.contiguous()),
         *(selection.own_block_N, layout.start_N, layout.document_end_N),
         selection.kv_layout.start_N,
-        *(
-            (columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2])
-            if columns
-            else (None, None, None)
-        ),
+        *((columns.tokens_NGK, columns.counts_NG) if columns else (None, None)),
+        columns.tokens_NGK.shape[2] if columns else None,
         *row_strides(q_THD, k_TGD, v_TGF),
         *((None, None) if dout_THF is None else row_strides(dout_THF)),
         *(scale, layout.blocks, selection.indices_QCK.shape[2]),
@@ -106,12 +89,6 @@ def _launch(
         GROUP=group,
         **tile_constants(k_TGD, v_TGF, layout.block_size, rows, tile),
     )
-
-
-@triton.jit
-def _column_tokens(entries, place_C, count):
-    """Tokens of the keys' sequence that a list of columns names; see ``entry_at``."""
-    return entry_at(entries, place_C, count).to(tl.int64)
 
 
 @triton.jit
@@ -222,11 +199,12 @@ def _query_block_kernel(
     if columns is not None:
         tokens = columns + row * column_width
         column_count = tl.load(column_counts + row)
-        next_token_C = _column_tokens(tokens, column_C, column_count)
+        next_token_C = entry_at(tokens, column_C, column_count).to(tl.int64)
         for first_column in range(0, column_count, TILE_COLUMNS):
             token_C = next_token_C
             place_C = first_column + column_C
-            next_token_C = _column_tokens(tokens, place_C + TILE_COLUMNS, column_count)
+            next_place_C = place_C + TILE_COLUMNS
+            next_token_C = entry_at(tokens, next_place_C, column_count).to(tl.int64)
             valid_C = place_C < column_count
             k_CD = load_rows(k, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
             v_CF = load_rows(v, v_stride_T, token_C, valid_C, True, VALUE_DIM, BLOCK_F)

@@ -20,8 +20,6 @@ reader, the query heads of its list side by side).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -33,18 +31,18 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
     add_parts,
     block_extent,
+    empty_gradients,
     entry_at,
     key_step,
     lists_for,
     load_rows,
-    parts_of,
     row_strides,
     store_key_gradients,
     tile_constants,
 )
-from sparsebalance_megatron.attention.kernels.triton.index import Readers, readers_of
+from sparsebalance_megatron.attention.kernels.triton.index import Readers
 from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import take_in
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 from sparsebalance_megatron.attention.selection import Selection
 
 PARTIAL_BYTES = 512 << 20
@@ -58,88 +56,49 @@ _RUN_TIME_NUMBERS = [
 ]  # fmt: skip
 
 
-def launch_forward(
-    tensors: tuple[Tensor | None, ...], selection: Selection, softmax_scale: float
-) -> None:
-    """Launch the forward pass; ``tensors`` are the kernel's first arguments."""
-    _, k_TGD, v_TGF, *_ = tensors
-    assert k_TGD is not None and v_TGF is not None
-    tile, scale = tiles_of(k_TGD, v_TGF).forward, softmax_scale * float(LOG2_E.value)
-    launch(tile, selection, readers_of(selection, k_TGD.shape[1]), (*tensors, None), scale)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """Readers that a program takes, and programs that a launch takes.
-
-    Attributes:
-        tiles: of readers, of every program but a KV head's last, which may have fewer.
-        rows: of a program: its readers with the query heads of their lists.
-        programs: of all launches; those of a chunk are its KV heads'.
-        at_once: of a launch.
-    """
-
-    tiles: int
-    rows: int
-    programs: int
-    at_once: int
-
-    @classmethod
-    def of(
-        cls, selection: Selection, entries: Readers, *, kv_heads: int, group: int, row_dim: int,
-        tile_rows: int,
-    ) -> Chunks:  # fmt: skip
-        """Chunks that fill a tile with what they read of a block, and the device with programs."""
-        _, heads, width = selection.indices_QCK.shape
-        query_heads = group * kv_heads // heads
-        filling = -(-tile_rows * -(-selection.kv_layout.max_blocks // width) // query_heads)
-        wanted = max(filling, entries.readers * kv_heads // WANTED_PROGRAMS)
-        tiles = min(entries.tiles, -(-wanted // entries.tile_readers))
-        rows = tiles * entries.tile_readers * query_heads
-        programs = kv_heads * -(-entries.tiles // tiles)
-        at_once = min(programs, max(1, PARTIAL_BYTES // (4 * rows * (row_dim + 2))))
-        return cls(tiles=tiles, rows=rows, programs=programs, at_once=at_once)
-
-
 def launch(
-    tile: Tile,
     selection: Selection,
     entries: Readers,
     tensors: tuple[Tensor | None, ...],
-    scale: float,
+    softmax_scale: float,
 ) -> None:
-    """Launch the kernel with ``tensors``, its first arguments, for all readers."""
+    """Launch the kernel with ``tensors``, its first arguments, for all readers.
+
+    A program's chunk of readers fills a tile with what they read of a block; chunks are so many
+    that their programs fill the device, and a launch takes as many as its rows' memory allows.
+    """
     q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
     assert q_THD is not None and k_TGD is not None and v_TGF is not None
+    tiles = tiles_of(k_TGD, v_TGF)
+    tile = tiles.forward if dout_THF is None else tiles.query_gradient
+    scale = softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
     result_dim = v_TGF.shape[2] if dout_THF is None else q_THD.shape[2]
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
-    group, shared = query_heads // kv_heads, selection.counts_QC.shape[1] // kv_heads
-    chunks = Chunks.of(
-        *(selection, entries),
-        kv_heads=kv_heads,
-        group=group,
-        row_dim=result_dim,
-        tile_rows=tile.rows,
-    )
-    rows_OU = torch.empty(
-        chunks.at_once * chunks.rows, result_dim, dtype=torch.float32, device=q_THD.device
-    )
+    _, lists, width = selection.indices_QCK.shape
+    group, shared, heads = query_heads // kv_heads, lists // kv_heads, query_heads // lists
+    filling = -(-tile.rows * -(-kv_layout.max_blocks // width) // heads)
+    wanted_readers = max(filling, entries.readers * kv_heads // WANTED_PROGRAMS)
+    chunk_tiles = min(entries.tiles, -(-wanted_readers // entries.tile_readers))
+    rows = chunk_tiles * entries.tile_readers * heads
+    programs = kv_heads * -(-entries.tiles // chunk_tiles)
+    at_once = min(programs, max(1, PARTIAL_BYTES // (4 * rows * (result_dim + 2))))
+    rows_OU = torch.empty(at_once * rows, result_dim, dtype=torch.float32, device=q_THD.device)
     state_2O = torch.empty(2, len(rows_OU), dtype=torch.float32, device=q_THD.device)
-    for first in range(0, chunks.programs, chunks.at_once):
-        _reader_kernel[(min(chunks.at_once, chunks.programs - first),)](
+    for first in range(0, programs, at_once):
+        _reader_kernel[(min(at_once, programs - first),)](
             *tensors,
             *(rows_OU, *state_2O, entries.readers_E, entries.bounds_J),
             *(selection.own_block_N, query_layout.block_T, query_layout.start_N),
             *(kv_layout.start_N, kv_layout.document_end_N, kv_layout.document_first_N),
             *row_strides(q_THD, k_TGD, v_TGF),
             *((None, None) if dout_THF is None else row_strides(dout_THF)),
-            *(scale, kv_layout.blocks, entries.readers, shared, entries.tiles, chunks.tiles),
-            *(entries.tile_readers, first, chunks.programs),
+            *(scale, kv_layout.blocks, entries.readers, shared, entries.tiles, chunk_tiles),
+            *(entries.tile_readers, first, programs),
             WITHIN=query_layout is kv_layout,
             KV_HEADS=kv_heads,
             GROUP=group,
-            HEADS=group // shared,
+            HEADS=heads,
             **tile_constants(k_TGD, v_TGF, kv_layout.block_size, tile.rows, tile),
         )
 
@@ -303,25 +262,20 @@ def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """dq_THD, dk_TGD and dv_TGF in the inputs' dtype."""
     inputs = q_THD, k_TGD, v_TGF, _ = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF
     selection, layout = saved.selection, saved.selection.kv_layout
-    query_heads, kv_heads, tiles = q_THD.shape[1], k_TGD.shape[1], tiles_of(k_TGD, v_TGF)
-    tile = tiles.key_gradient
+    query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
+    tile = tiles_of(k_TGD, v_TGF).key_gradient
     constants = tile_constants(k_TGD, v_TGF, layout.block_size, tile.rows, tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    dq_THD, dk_TGD, dv_TGF = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, v_TGF)
-    )
+    dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    parts_IBE = parts_of(lists, k_TGD, v_TGF, layout)
+    gradients = empty_gradients(lists, k_TGD, v_TGF, k_TGD.dtype, layout.block_size)
+    dk_TGD, dv_TGF, parts_IBE = gradients
     lse_TH, delta_TH = saved.lse_TH, _delta(dout_THF, saved.out_THF)
-    launch(
-        *(tiles.query_gradient, selection, lists.entries),
-        (*inputs, dq_THD, lse_TH, delta_TH),
-        saved.softmax_scale,
-    )
-    _token_key_kernel[(len(lists.item_list_I) * column_tiles,)](
+    results = dq_THD, lse_TH, delta_TH
+    launch(selection, lists.entries, (*inputs, *results), saved.softmax_scale)
+    _token_key_kernel[(lists.item_3I.shape[1] * column_tiles,)](
         *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGF, parts_IBE),
-        *(lists.entries.bounds_J, lists.entries.readers_E),
-        *(lists.item_list_I, lists.item_part_I, lists.item_slot_I),
+        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I),
         *(selection.own_block_N, selection.query_layout.block_T),
         *(selection.query_layout.start_N, layout.start_N, layout.document_end_N),
         *row_strides(*inputs),
@@ -341,11 +295,7 @@ def _delta(dout_THF: Tensor, out_THF: Tensor) -> Tensor:
     tokens, query_heads, value_dim = out_THF.shape
     delta_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=out_THF.device)
     _delta_kernel[(triton.cdiv(delta_TH.numel(), _DELTA_ROWS),)](
-        dout_THF,
-        out_THF,
-        delta_TH,
-        *row_strides(dout_THF),
-        tokens,
+        *(dout_THF, out_THF, delta_TH, *row_strides(dout_THF), tokens),
         HEADS=query_heads,
         VALUE_DIM=value_dim,
         BLOCK_F=triton.next_power_of_2(value_dim),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of a step on one rank: of forwards and backwards, by Megatron's timers, and of the plugin.
+"""Times of the forwards and backwards of a step on one rank, by Megatron's timers.
 
-Marks are CUDA events or host times, so that recording never waits for the device.
+Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
+forward and likewise around every backward. A proxy sees all of them without a patch. Marks are CUDA
+events or host times, so that recording never waits for the device.
 """
 
 from __future__ import annotations
@@ -9,17 +11,51 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from sparsebalance_megatron.learn.measurement import CollectiveTime, Span, StepTimes
-from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, SCHEDULE_TIMER
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.profile.cells import Clock
+
+FORWARD_TIMER = "forward-compute"
+BACKWARD_TIMER = "backward-compute"
+SCHEDULE_TIMER = "forward-backward"
 
 Place = tuple[int, int, int]
 """Chunk, micro-batch and segment."""
+
+
+class Clock(Protocol):
+    """Takes marks without waiting; resolves differences when the step is over."""
+
+    def mark(self) -> Any: ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Waits until the device has come to ``end``."""
+
+
+class HostClock:
+    """Host time; for a model on the CPU."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+
+class CudaEventClock:
+    """CUDA events on the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
 
 
 class MicroBatchRecorder:
@@ -28,25 +64,13 @@ class MicroBatchRecorder:
     Forwards name themselves (:meth:`bind_forward`). Backwards do not, so the k-th backward is the
     k-th backward of the schedule's order.
 
-    Args:
-        clock: takes the marks.
-        backward_order: of a step whose segments run in a schedule, (chunk, micro-batch, segment)
-            of every backward of this pipeline stage, in order.
-        unix_clock: seconds since 1970, to set the ranks' steps side by side.
+    ``unix_clock``: seconds since 1970, to set the ranks' steps side by side.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        backward_order: Callable[[SegmentedSchedule], Sequence[Place]],
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, clock: Clock, *, unix_clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
-        self._order_of = backward_order
-        self._expected: SegmentedSchedule | None = None
-        self._backward_order: tuple[Place, ...] = ()
+        self._backward_order: Sequence[Place] = ()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -61,11 +85,10 @@ class MicroBatchRecorder:
         self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
 
-    def expect(self, schedule: SegmentedSchedule) -> None:
-        """Say what segments the step's micro-batches have, before its first forward is bound."""
-        if schedule != self._expected:
-            self._expected = schedule
-            self._backward_order = tuple(self._order_of(schedule))
+    def expect(self, backward_order: Sequence[Place]) -> None:
+        """Name the step's backwards on this stage in their order, before its first forward is
+        bound."""
+        self._backward_order = backward_order
 
     def bind_forward(self, chunk: int, micro_batch: int, segment: int = 0) -> None:
         """Name the forward that is running."""
@@ -126,11 +149,8 @@ class MicroBatchRecorder:
         return bool(self._spans)
 
     def times(self, *, collectives: bool = False) -> StepTimes:
-        """The times measured since :meth:`begin_step`; call it after :meth:`wait`.
-
-        Args:
-            collectives: whether all those in which ranks wait for one another were recorded.
-        """
+        """The times since :meth:`begin_step`, once :meth:`wait` has returned; ``collectives``:
+        whether all those in which ranks wait for one another were recorded."""
         elapsed_ms = self._clock.elapsed_ms
         origin, start_unix_s = self._origin or (None, None)
         spans = []
@@ -149,58 +169,48 @@ class MicroBatchRecorder:
         )
 
 
-PARTS = ("plan", "hooks", "reduce", "log")
+class NoTimers:
+    """Timers that do nothing, for a config that has none."""
+
+    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        return None
+
+    stop = start
 
 
-class HostTime:
-    """ms of the current step that this rank spent in the plugin, where training waited for it.
+class RecordingTimers:
+    """Stands in for Megatron's ``Timers`` in ``config.timers`` and hands everything on to it."""
 
-    - ``plan``: waiting for the step's plan.
-    - ``hooks``: everything else between the start of a forward step and the model, and around the
-      loss: reading, packing, layout, bookkeeping.
-    - ``reduce``: gathering measurements at the step's end and learning from them, without the time
-      that the device or other ranks take to get there.
-    - ``log``: what Megatron's log line gets, and handing over to the logs, that of the step before
-      included.
+    def __init__(self, inner: Any, recorder: MicroBatchRecorder) -> None:
+        self.inner = inner
+        self.recorder = recorder
 
-    ``clock`` gives seconds.
-    """
+    def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        timer = self.inner(name, *arguments, **keywords)
+        if name in (FORWARD_TIMER, BACKWARD_TIMER, SCHEDULE_TIMER):
+            return _RecordingTimer(timer, name, self.recorder)
+        return timer
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self._ms = dict.fromkeys(PARTS, 0.0)
-        self._forward_step_began_s: float | None = None
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.inner, attribute)
 
-    def add_ms(self, part: str, ms: float) -> None:
-        """Count so much for a part."""
-        self._ms[part] += ms
 
-    @contextmanager
-    def counted(self, part: str) -> Iterator[None]:
-        """Count what passes within, for a part."""
-        began_s = self.clock()
-        yield
-        self.add_ms(part, (self.clock() - began_s) * 1e3)
+class _RecordingTimer:
+    def __init__(self, inner: Any, name: str, recorder: MicroBatchRecorder) -> None:
+        self._inner = inner
+        self._name = name
+        self._recorder = recorder
 
-    def begin_forward_step(self) -> None:
-        """Begin to count for the plugin, until :meth:`end_forward_step`."""
-        self._forward_step_began_s = self.clock()
+    def start(self, *arguments: Any, **keywords: Any) -> None:
+        self._inner.start(*arguments, **keywords)
+        self._recorder.start(self._name)
 
-    def end_forward_step(self, *, plan_wait_ms: float) -> None:
-        """Count the time since the forward step began; nothing where that was not seen.
+    def stop(self, *arguments: Any, **keywords: Any) -> None:
+        self._recorder.stop(self._name)
+        self._inner.stop(*arguments, **keywords)
 
-        Args:
-            plan_wait_ms: how much of it was spent waiting for the plan.
-        """
-        began_s, self._forward_step_began_s = self._forward_step_began_s, None
-        if began_s is None:
-            return
-        passed_ms = (self.clock() - began_s) * 1e3
-        plan_ms = min(plan_wait_ms, passed_ms)
-        self.add_ms("plan", plan_ms)
-        self.add_ms("hooks", passed_ms - plan_ms)
-
-    def take_ms(self) -> dict[str, float]:
-        """Sums by part since the last call."""
-        taken, self._ms = self._ms, dict.fromkeys(PARTS, 0.0)
-        return taken
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._inner, attribute)
