@@ -57,6 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/search/balance": (
         *("tests/plan/search/test_balance.py", "tests/plan/test_golden_plans.py"),
     ),
+    "plan/search/segments": ("tests/plan/segments/test_segments.py",),
     "plan/search/": ("tests/plan/search/test_annealing.py", "tests/plan/search/test_state.py"),
     "plan/step_costs": (CP_SIZES,),
     "plan/arrangement": (CP_SIZES,),
@@ -67,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
-    "plan/segments/": (
+    "plan/segments": (
         *("tests/plan/segments/test_segments.py", "tests/plan/segments/test_lockstep.py"),
     ),
     "plan/": (

@@ -9,6 +9,8 @@ from itertools import batched
 
 import numpy as np
 
+from sparsebalance_megatron.plan.context_groups import first_places
+
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 """``placement[rank][position]``: the samples of a micro-batch."""
 
@@ -57,6 +59,13 @@ class Arrangement:
         micro_batch_of_S = np.empty(len(sample_I), dtype=np.int64)
         micro_batch_of_S[sample_I] = np.repeat(np.arange(len(flat)), list(map(len, flat)))
         return micro_batch_of_S
+
+    @property
+    def by_rank(self) -> Placement:
+        """The micro-batches that each rank takes part in."""
+        flat = [micro_batch for rank in self.samples for micro_batch in rank]
+        held = [flat[place] for place in first_places(self.cp_sizes_RM).tolist()]
+        return tuple(batched(held, self.cp_sizes_RM.shape[1]))
 
     @property
     def is_cut(self) -> bool:

@@ -41,12 +41,12 @@ from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
+from sparsebalance_megatron.plan.search.segments import SegmentSearch
 from sparsebalance_megatron.plan.search_effort import (
     SHARE_OF_STEP,
     SHARE_OF_STEP_FOR_CP_SIZES,
     SHARE_OF_STEP_FOR_PACKED,
 )
-from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEAST_GAIN = 0.99
@@ -385,7 +385,7 @@ def _cut(problem: StepProblem, starts: Iterable[Arrangement], most_tokens: int) 
     few enough tokens."""
     found = []
     for start in starts:
-        where, ms = SegmentSearch(problem, problem.expected_LS).best(start, most_tokens)
+        where, ms = SegmentSearch(problem, start, most_tokens).best()
         if where.is_cut and np.isfinite(ms):
             found.append(Candidate.of(problem, where))
     return found

@@ -16,7 +16,7 @@ from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.lockstep_times import own_times
 from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 

@@ -45,6 +45,11 @@ class SearchEffort:
     def __init__(self, plan_ms: float) -> None:
         self.bought = self.operations = plan_ms * OPERATIONS_PER_MS
 
+    def limit(self, operations: int) -> None:
+        """Give up what is left beyond so many operations."""
+        self.operations = min(self.operations, operations)
+        self.bought = min(self.bought, operations)
+
     @property
     def left(self) -> float:
         """Share of the operations that may still be spent."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +17,9 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import operations_through_ms
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.segments import joined_2UP
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import SEQUENCES, TOKENS, step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -161,6 +163,13 @@ def flat(times_2RPVM, schedule=megatron_order, cp_sizes_RM=None):
     _, ranks, _, _, positions = times_2RPVM.shape
     cp_sizes_RM = unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM
     return OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule)
+
+
+def makespans_of_cuts(pipelines):
+    """[R] ms until each pipeline ends, of micro-batches or rows in segments, in order."""
+    segments_RM = [[len(cut.tokens_U) for cut in cuts] for cuts in pipelines]
+    ms_2UP = joined_2UP(itertools.chain.from_iterable(pipelines))
+    return makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP))
 
 
 def longest_through(times):

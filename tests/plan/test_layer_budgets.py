@@ -29,7 +29,7 @@ from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
-from sparsebalance_megatron.plan.segments.cuts import cut_at
+from sparsebalance_megatron.plan.segments import micro_batch_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -173,8 +173,11 @@ def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_rank
             )
             assert np.allclose(ours, theirs, rtol=1e-12) == (cp_size > 1)
     for starts in ((0,), (0, 20)):
-        ours, theirs = (cut_at(each, blocks_LS, [(1,)], [starts])[0] for each in (dense, lists))
-        same = np.allclose(ours.forward_UP, theirs.forward_UP, rtol=1e-12)
+        ours, theirs = (
+            micro_batch_cuts(each, blocks_LS, [(1,)], [starts], [0], [1])[0].ms_2UP
+            for each in (dense, lists)
+        )
+        same = np.allclose(ours, theirs, rtol=1e-12)
         assert same == (len(starts) > 1)
 
 

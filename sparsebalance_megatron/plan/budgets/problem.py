@@ -15,7 +15,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
 

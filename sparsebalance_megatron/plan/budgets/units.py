@@ -36,7 +36,7 @@ from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST
-from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.segments import segmented_times
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""

@@ -20,9 +20,9 @@ Every round:
    pair is its largest makespan, and a little of its mean one; what counts as hardly more falls from
    ``_FIRST_TOLERANCE`` to ``_LAST_TOLERANCE``.
 
-It *stops* where the effort is spent, where no round of many has found a shorter step, or where the
-step is short enough. The shortest step of all rounds is returned, so none is ever longer than the
-first.
+It *stops* where the effort is spent, where it has drawn enough moves, where no round of many has
+found a shorter step, or where the step is short enough. The shortest step of all rounds is
+returned, so none is ever longer than the first.
 
 Shape legend: F forward, then backward of every chunk, B rank groups, E pairs of them, I moves or
 orders, W ranks of a group or pair, Y micro-batches that a move makes.
@@ -44,7 +44,7 @@ from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_DRAWN = 64
+_DRAWN = 96
 """Moves per round and pair of ranks that no others wait for."""
 _ROUND_OPERATIONS = 100_000
 """Cost of a round beside its simulation: many calls of numpy on short arrays."""
@@ -55,6 +55,11 @@ _WEIGHT_OF_MEAN = 0.3
 _ALL_ORDERS_UNTIL = 4
 """Positions of which all orders are tried first."""
 _GAIN = 1e-9
+_EXCHANGES = 8
+"""Moves drawn at most for every exchange of two samples between two ranks, where none share or
+wait."""
+_LEAST_ROUNDS = 32
+"""Rounds that a search of few samples may take all the same."""
 _IDLE_ROUNDS = 400
 """Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
@@ -115,6 +120,9 @@ class _Annealing:
         each = (
             self.drawn * pipelines * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
         )
+        if self.rules.group_ranks == 1:
+            tried = _EXCHANGES * self.samples**2 // (self.groups * self.drawn)
+            self.effort.limit(max(_LEAST_ROUNDS, tried) * each)
         while idle < most and best[0] > enough_ms and self.effort.affordable(each):
             self._round()
             found, idle = (self.ms_R.max(), self.ms_R.sum()), idle + 1

@@ -24,7 +24,14 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, Numbers, State
+from sparsebalance_megatron.plan.search.state import (
+    BLOCKS,
+    SEQUENCES,
+    TOKENS,
+    Numbers,
+    State,
+    below,
+)
 
 
 class Kind(IntEnum):
@@ -37,8 +44,6 @@ class Kind(IntEnum):
     HALVE = 4
 
 
-_OVERDRAWN = 2
-"""Moves drawn per wanted move: many are not allowed."""
 _SHARES_ALONE = (0.5, 0.3, 0.2, 0.0, 0.0)
 _SHARES = (0.36, 0.18, 0.14, 0.14, 0.18)
 """Shares of the kinds among the moves drawn, where every rank runs its micro-batches alone, and
@@ -115,98 +120,93 @@ class Drawing:
         self._until = np.cumsum(_SHARES if rules.max_cp_size > 1 else _SHARES_ALONE)[:-1]
 
     def draw(self, groups_E2: np.ndarray, each: int) -> Moves:
-        """At most so many allowed moves in each pair of rank groups."""
-        state, numbers = self._state, self._numbers
-        members, positions = self._rules.group_ranks, state.positions
-        pair_E = np.full(state.ranks // members, -1)
+        """So many moves in each pair of rank groups, less those that are not allowed."""
+        state, positions = self._state, self._state.positions
+        pair_E = np.full(state.ranks // self._rules.group_ranks, -1)
         pair_E[groups_E2] = np.arange(len(groups_E2))[:, None]
         size_J = state.size_J
         begins_A = np.flatnonzero(size_J)
-        pair_A = pair_E[begins_A // (positions * members)]
-        begins_A = begins_A[np.argsort(pair_A, kind="stable")]
-        edges = np.searchsorted(np.sort(pair_A), np.arange(len(groups_E2) + 1))
+        pair_A = pair_E[begins_A // (positions * self._rules.group_ranks)]
+        order_A = np.argsort(pair_A, kind="stable")
+        begins_A = begins_A[order_A]
+        edges = np.searchsorted(pair_A[order_A], np.arange(len(groups_E2) + 1))
 
-        pair_I = np.repeat(np.arange(len(groups_E2)), _OVERDRAWN * each)
-        draws = len(pair_I)
-        kind_I = np.searchsorted(
-            self._until, numbers.below(1 << 20, draws) / (1 << 20), side="right"
-        )
-        count_I = np.diff(edges)[pair_I]
-        a_I, b_I = (begins_A[edges[pair_I] + numbers.below(count_I, draws)] for _ in range(2))
+        pair_I = np.repeat(np.arange(len(groups_E2)), each)
+        kind_I, *numbers_4I = self._numbers.draw(5 * len(pair_I)).reshape(5, -1)
+        kind_I = np.searchsorted(self._until, below(1 << 20, kind_I) / (1 << 20), side="right")
+        first_I, count_I = edges[pair_I], np.diff(edges)[pair_I]
+        a_I, b_I = (begins_A[first_I + below(count_I, numbers_I)] for numbers_I in numbers_4I[:2])
         # Samples by micro-batch, the heaviest first.
         order_S = self._by_weight_S[np.argsort(state.place_S[self._by_weight_S], kind="stable")]
         start_J = np.cumsum(size_J) - size_J
         x_I, y_I = (
-            order_S[start_J[of_I] + numbers.below(size_J[of_I], draws)] for of_I in (a_I, b_I)
+            order_S[start_J[of_I] + below(size_J[of_I], numbers_I)]
+            for of_I, numbers_I in zip((a_I, b_I), numbers_4I[2:], strict=True)
         )
         cp_size_J = state.cp_size_J
         beside_I = (a_I // positions ^ cp_size_J[a_I]) * positions + a_I % positions
         merges_I = kind_I == Kind.MERGE
         inside_I = beside_I < len(cp_size_J)
         b_I = np.where(merges_I, np.where(inside_I, beside_I, a_I), b_I)
+        possible_I = np.flatnonzero(self._possible_I(kind_I, a_I, b_I, size_J))
+        pair_I, kind_I, a_I, b_I, x_I, y_I = (
+            of_I[possible_I] for of_I in (pair_I, kind_I, a_I, b_I, x_I, y_I)
+        )
+        place_IY = np.stack([a_I, b_I], axis=1)
         moves = Moves(
             pair_I=pair_I,
             kind_I=kind_I,
             **{"a_I": a_I, "b_I": b_I, "x_I": x_I, "y_I": y_I},
-            place_IY=np.stack([a_I, b_I], axis=1),
-            cp_size_IY=np.stack([cp_size_J[a_I], cp_size_J[b_I]], axis=1),
-            has_IYX=np.empty((draws, 0, 0)),
+            place_IY=place_IY,
+            cp_size_IY=cp_size_J[place_IY],
+            has_IYX=state.has_JX[place_IY],
         )
-        moves = moves.subset(self._possible_I(moves, size_J))
-        return _first_of_each_pair(self._made(moves, order_S, start_J), each)
+        self._make(moves, order_S, start_J)
+        return moves.subset(self._rules.allow_I(moves.cp_size_IY, moves.has_IYX))
 
-    def _possible_I(self, moves: Moves, size_J: np.ndarray) -> np.ndarray:
+    def _possible_I(
+        self, kind_I: np.ndarray, a_I: np.ndarray, b_I: np.ndarray, size_J: np.ndarray
+    ) -> np.ndarray:
         """Mask of the kinds of moves that their micro-batches can make."""
-        a_I, b_I, one_I, other_I = moves.a_I, moves.b_I, *moves.cp_size_IY.T
         positions = self._state.positions
+        one_I, other_I = (self._state.cp_size_J[of_I] for of_I in (a_I, b_I))
         group_a_I, group_b_I = (
             of_I // (positions * self._rules.group_ranks) for of_I in (a_I, b_I)
         )
-        exchange_I = np.where(
-            group_a_I == group_b_I, a_I % positions != b_I % positions, one_I == other_I
-        )
-        merge_I = (a_I != b_I) & (one_I == other_I) & (size_J[b_I] > 0)
-        halve_I = (one_I > 1) & (size_J[a_I] > 1)
-        choices = [a_I != b_I, (a_I != b_I) & (size_J[a_I] > 1), exchange_I, merge_I, halve_I]
-        return np.choose(moves.kind_I, choices).astype(bool)
+        differ_I, several_I, alike_I = a_I != b_I, size_J[a_I] > 1, one_I == other_I
+        exchange_I = np.where(group_a_I == group_b_I, a_I % positions != b_I % positions, alike_I)
+        merge_I = differ_I & alike_I & (size_J[b_I] > 0)
+        choices = [differ_I, differ_I & several_I, exchange_I, merge_I, (one_I > 1) & several_I]
+        return np.choose(kind_I, choices).astype(bool)
 
-    def _made(self, moves: Moves, order_S: np.ndarray, start_J: np.ndarray) -> Moves:
-        """The moves that the rules allow, with the micro-batches that they make."""
+    def _make(self, moves: Moves, order_S: np.ndarray, start_J: np.ndarray) -> None:
+        """Change the micro-batches that moves hold, a and b, to those that they make."""
         state, sample_SX = self._state, self._state.contents.of_sample_SX
-        kind_I, a_I, b_I = moves.kind_I, moves.a_I, moves.b_I
-        place_IY, cp_size_IY = moves.place_IY.copy(), moves.cp_size_IY.copy()
-        has_a_IX, has_b_IX = state.has_JX[a_I], state.has_JX[b_I]
-        gained_IX = np.zeros_like(has_a_IX)
-        for kind, gained in (
-            (Kind.SWAP, lambda of: sample_SX[moves.y_I[of]] - sample_SX[moves.x_I[of]]),
-            (Kind.JOIN, lambda of: -sample_SX[moves.x_I[of]]),
-            (Kind.POSITIONS, lambda of: has_b_IX[of] - has_a_IX[of]),
-            (Kind.MERGE, lambda of: has_b_IX[of]),
+        swap, join, positions, merge, halve = (
+            np.flatnonzero(moves.kind_I == kind) for kind in Kind
+        )
+        has_IYX, cp_size_IY = moves.has_IYX, moves.cp_size_IY
+        for some, gained_IX in (
+            (swap, sample_SX[moves.y_I[swap]] - sample_SX[moves.x_I[swap]]),
+            (join, -sample_SX[moves.x_I[join]]),
         ):
-            chosen = np.flatnonzero(kind_I == kind)
-            gained_IX[chosen] = gained(chosen)
-        merge = np.flatnonzero(kind_I == Kind.MERGE)
-        place_IY[merge, 0] = np.minimum(a_I[merge], b_I[merge])
-        cp_size_IY[merge] = np.stack([2 * cp_size_IY[merge, 0], 0 * merge], axis=1)
-        halve = np.flatnonzero(kind_I == Kind.HALVE)
+            has_IYX[some, 0] += gained_IX
+            has_IYX[some, 1] -= gained_IX
+        has_IYX[positions] = has_IYX[positions, ::-1]
+        if len(merge):
+            has_IYX[merge, 0] += has_IYX[merge, 1]
+            moves.place_IY[merge, 0] = np.minimum(moves.a_I[merge], moves.b_I[merge])
+            cp_size_IY[merge] *= (2, 0)
         if len(halve):
             # Contents of the second of every two samples of a micro-batch.
             number_S = np.arange(len(order_S)) - start_J[state.place_S[order_S]]
             second_S = order_S[number_S % 2 == 1]
             second_JX = np.zeros_like(state.has_JX)
             np.add.at(second_JX, state.place_S[second_S], sample_SX[second_S])
-            gained_IX[halve] = -second_JX[a_I[halve]]
-            half = cp_size_IY[halve, 0] // 2
-            cp_size_IY[halve] = half[:, None]
-            place_IY[halve, 1] = a_I[halve] + half * state.positions
-            has_b_IX[halve] = 0.0
-        made = replace(
-            moves,
-            place_IY=place_IY,
-            cp_size_IY=cp_size_IY,
-            has_IYX=np.stack([has_a_IX + gained_IX, has_b_IX - gained_IX], axis=1),
-        )
-        return made.subset(self._rules.allow_I(cp_size_IY, made.has_IYX))
+            has_IYX[halve, 1] = second_JX[moves.a_I[halve]]
+            has_IYX[halve, 0] -= has_IYX[halve, 1]
+            cp_size_IY[halve] = cp_size_IY[halve, :1] // 2
+            moves.place_IY[halve, 1] = moves.a_I[halve] + cp_size_IY[halve, 0] * state.positions
 
     def apply(self, moves: Moves, move: int, ms_IYF: np.ndarray) -> None:
         """Make a move.
@@ -239,12 +239,6 @@ class Drawing:
             if cp_size := int(moves.cp_size_IY[move, made]):
                 place = int(moves.place_IY[move, made])
                 state.put(place, cp_size, moves.has_IYX[move, made], ms_IYF[move, made])
-
-
-def _first_of_each_pair(moves: Moves, most: int) -> Moves:
-    """At most so many moves of each pair; they are sorted by pair."""
-    number_I = np.arange(len(moves.pair_I)) - np.searchsorted(moves.pair_I, moves.pair_I)
-    return moves.subset(number_I < most)
 
 
 def same_group(state: State, a: int, b: int, members: int) -> bool:

@@ -194,7 +194,7 @@ class Numbers:
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
-    def below(self, limit: np.ndarray | int, count: int) -> np.ndarray:
-        """So many from 0 to below the limit, int64."""
-        drawn = self.draw(count) >> np.uint64(33)
-        return np.asarray(drawn.astype(np.int64) % limit)
+
+def below(limit: np.ndarray | int, drawn: np.ndarray) -> np.ndarray:
+    """Drawn numbers as those from 0 to below the limit, int64."""
+    return np.asarray((drawn >> np.uint64(33)).astype(np.int64) % limit)

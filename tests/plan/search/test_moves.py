@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from plan.search.search_cases import SEEDS, SHAPES, Walk, random_case
 
 from sparsebalance_megatron.plan.search.moves import Kind
-from sparsebalance_megatron.plan.search.state import Numbers, State
+from sparsebalance_megatron.plan.search.state import Numbers, State, below
 
 
 @settings(max_examples=15)
@@ -63,7 +63,8 @@ def test_every_pair_gets_its_moves():
     """Four pairs of ranks, each with many samples and room for more."""
     walk = Walk(random_case((8, 2, 1, 1), 1, 0, size=4, cap_over_start=4.0))
     moves, _ = walk.draw()
-    assert np.bincount(moves.pair_I).tolist() == [walk.each] * 4
+    counts_E = np.bincount(moves.pair_I)
+    assert len(counts_E) == 4 and walk.each / 2 < counts_E.min() <= counts_E.max() <= walk.each
 
 
 def kinds(max_cp_size):
@@ -154,8 +155,8 @@ def test_numbers_are_splitmix64():
 
 
 def test_numbers_below_a_limit_are_even():
-    numbers, limits = Numbers(), np.array([1, 2, 3, 10] * 3000)
-    found = numbers.below(limits, len(limits)).reshape(-1, 4)
+    limits = np.array([1, 2, 3, 10] * 3000)
+    found = below(limits, Numbers().draw(len(limits))).reshape(-1, 4)
     for column, limit in zip(found.T, (1, 2, 3, 10), strict=True):
         counts = np.bincount(column, minlength=limit)
         assert len(counts) == limit

@@ -15,6 +15,7 @@ from plan.plan_cases import (
     changed,
     cost_model,
     job_shape,
+    makespans_of_cuts,
     planned,
     random_lengths,
     step_inputs,
@@ -26,11 +27,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.segments.segmented_times import (
-    makespans_ms,
-    row_cuts,
-    segmented_times,
-)
+from sparsebalance_megatron.plan.segments import row_cuts, segmented_times
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -160,7 +157,7 @@ def test_segments_of_a_group_add_up_and_wait_for_the_slowest(seed, segments):
     blocks = [tuple(where.segment_starts_blocks[rank][0] for rank in (0, 1))]
     (row,) = row_cuts(without, budgets_LS, rows, blocks, [0])
     (both,) = row_cuts(costs, budgets_LS, rows, blocks, [0])
-    assert (both.forward_UP > row.forward_UP).all()
+    assert (both.ms_2UP > row.ms_2UP).all()
     assert own_2RPVM.shape == (2, 4, STAGES, 1, 3)
 
 
@@ -181,7 +178,7 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
                 for row, many in zip(rows, numbers, strict=True)
             ]
             cuts = row_cuts(problem.costs, base_LS, rows, blocks, [0, 0])
-            least = min(least, makespans_ms([cuts]).max())
+            least = min(least, makespans_of_cuts([cuts]).max())
     assert 0.4 * least < segmented_bound_ms(problem) <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least
 

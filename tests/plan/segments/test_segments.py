@@ -15,6 +15,7 @@ from plan.plan_cases import (
     changed,
     cost_model,
     job_shape,
+    makespans_of_cuts,
     planned,
     random_lengths,
     step_inputs,
@@ -29,48 +30,25 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
-from sparsebalance_megatron.plan.segments.cuts import Cut, Places, cut_at
-from sparsebalance_megatron.plan.segments.search import SegmentSearch
-from sparsebalance_megatron.plan.segments.segmented_times import makespans_ms, segmented_times
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.search.segments import SegmentSearch
+from sparsebalance_megatron.plan.segments import Places, micro_batch_cuts, segmented_times
 from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
 FREE = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
 
 
-def random_cuts(segments_M, stages, seed):
-    generator = np.random.default_rng(seed)
-    return [
-        Cut(
-            segment_starts_blocks=tuple(range(segments)),
-            forward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
-            backward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
-            tokens_U=generator.integers(1, 50, segments),
-        )
-        for segments in segments_M
-    ]
-
-
-SEGMENTS_M = st.lists(st.integers(1, 6), min_size=1, max_size=7)
-
-
-@given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=7), st.integers(1, 5), st.integers(0, 99))
 def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, seed):
-    cuts = random_cuts(segments_M, stages, seed)
+    ms_2UP = np.random.default_rng(seed).uniform(0.1, 3.0, (2, 3 + sum(segments_M), stages))
     graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
-    ms_2UP = np.array(
-        [
-            np.concatenate([cut.forward_UP for cut in cuts]),
-            np.concatenate([cut.backward_UP for cut in cuts]),
-        ]
-    )
-    ms_OR = ms_2UP.swapaxes(1, 2).reshape(-1, 1)
-    times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
-    other = random_cuts([1, 2], stages, seed)
-    found = makespans_ms([other, cuts])
-    assert found[1] == pytest.approx(simulated_ms(times)[0], rel=1e-12)
+    ms_OR = ms_2UP[:, 3:].swapaxes(1, 2).reshape(-1, 1)
+    alone = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
+    both = OperationTimes.of_segments([[1, 2], segments_M], ms_2UP)
+    assert makespans_ms(both)[1] == pytest.approx(makespans_ms(alone)[0], rel=1e-12)
 
 
 @given(
@@ -87,29 +65,63 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1), dense_LS)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
     samples = tuple(range(len(lengths)))
+    (starts,) = Places(costs, budgets_LS, 9).starts((samples,), segments, 1)
     # Cut together with another micro-batch, as plans cut them.
     both = [samples[:1], samples]
-    segment_starts_blocks = Places.at(costs, budgets_LS, 9).segment_starts_blocks(
-        both, [2, segments]
-    )
-    _, cut = cut_at(costs, budgets_LS, both, segment_starts_blocks)
+    _, cut = micro_batch_cuts(costs, budgets_LS, both, [(0,), starts], [0, 0], [1, 1])
     blocks = int(costs.blocks_S.sum())
-    assert len(cut.segment_starts_blocks) <= min(segments, blocks)
-    bounds = [*cut.segment_starts_blocks, blocks]
+    assert len(starts) == min(segments, blocks)
+    bounds = [*starts, blocks]
     assert bounds[0] == 0 and all(first < end for first, end in itertools.pairwise(bounds))
     assert cut.tokens_U.sum() == sum(lengths)
-    pieces = len(cut.segment_starts_blocks)
+    pieces = len(starts)
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
     if pieces > 1:
         whole_2P = whole_2P + costs.by_chunk.lists_2SX.sum(axis=1)
     ends_S = np.cumsum(costs.blocks_S)
-    crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in cut.segment_starts_blocks)
+    crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in starts)
     expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.by_chunk.sequence_2X
-    found_2P = [cut.forward_UP.sum(axis=0), cut.backward_UP.sum(axis=0)]
-    np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
-    (at,) = cut_at(costs, budgets_LS, [samples], [cut.segment_starts_blocks])
-    np.testing.assert_allclose(at.forward_UP, cut.forward_UP, rtol=1e-9)
-    np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
+    np.testing.assert_allclose(cut.ms_2UP.sum(axis=1), expected_2P, rtol=1e-9)
+
+
+@given(
+    lengths=st.lists(
+        st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_size=1, max_size=3
+    ),
+    segments=st.integers(1, 9),
+    least_tokens=st.integers(1, 700),
+    least_blocks=st.sampled_from([1, 2, 4]),
+)
+def test_segments_are_no_shorter_than_the_least(lengths, segments, least_tokens, least_blocks):
+    """A segment has the least tokens in one of the members that are cut alike."""
+    flat = list(itertools.chain.from_iterable(lengths))
+    ends = itertools.accumulate(map(len, lengths), initial=0)
+    row = tuple(tuple(range(*part)) for part in itertools.pairwise(ends))
+    job = job_shape(1, 1, stages=STAGES)
+    costs = step_costs(flat, job, cost_model(), StageScales.ones(STAGES, 1))
+    places = Places(costs, np.full((job.layers, len(flat)), 8), 9)
+    found = places.starts(row, segments, least_tokens, least_blocks)
+    (number,) = {len(starts) for starts in found}
+    assert number <= segments
+    if number > 1:
+        plans = [
+            MicroBatchPlan(
+                samples=samples,
+                lengths_tokens=tuple(flat[sample] for sample in samples),
+                budgets_LS=np.ones((1, len(samples))),
+                rank=0,
+                position=0,
+                segment_starts_blocks=starts,
+            )
+            for samples, starts in zip(row, found, strict=True)
+        ]
+        tokens_WU = np.array([plan.segment_tokens(64) for plan in plans])
+        assert tokens_WU.max(axis=0).min() >= least_tokens
+        blocks = [int(costs.blocks_S[list(samples)].sum()) for samples in row]
+        assert all(
+            np.diff(starts, append=end).min() >= least_blocks
+            for starts, end in zip(found, blocks, strict=True)
+        )
 
 
 def inputs(lengths, *, micro_batches=4, **changes):
@@ -138,12 +150,8 @@ def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     assert expected.makespan_ms <= whole.expectation.makespan_ms * (1 + 1e-9)
     for micro_batch in plan.micro_batches:
-        bounds = [
-            *micro_batch.segment_starts_blocks,
-            sum(-(-n // 64) for n in micro_batch.lengths_tokens),
-        ]
         if micro_batch.segments > 1:
-            assert min(end - first for first, end in itertools.pairwise(bounds)) * 64 >= 256
+            assert micro_batch.segment_tokens(64).min() >= 256
     is_cut = any(micro_batch.segments > 1 for micro_batch in plan.micro_batches)
     assert len(expected.segment_ms) == (2 if is_cut else 0)
     for rank, ms_2PU in enumerate(expected.segment_ms):
@@ -201,18 +209,19 @@ def test_the_bound_holds_for_every_placement_and_cut():
     given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
     problem = StepProblem.of(PlanInputs(**given_))
     base_LS = problem.budgets.allowed.base_LS
-    alone = [(sample,) for sample in range(4)]
-    places = Places.at(problem.costs, base_LS, 3)
+    places = Places(problem.costs, base_LS, 3)
     cut_of = {
-        many: cut_at(problem.costs, base_LS, alone, places.segment_starts_blocks(alone, [many] * 4))
+        (sample, many): micro_batch_cuts(
+            *(problem.costs, base_LS, [(sample,)]), places.starts(((sample,),), many, 64), [0], [1]
+        )[0]
+        for sample in range(4)
         for many in (1, 2, 3)
     }
     least = np.inf
     for order in itertools.permutations(range(4)):
         for segments in itertools.product((1, 2, 3), repeat=4):
-            chosen = [cut_of[segments[sample]][sample] for sample in order]
-            ranks = [chosen[:2], chosen[2:]]
-            least = min(least, makespans_ms(ranks).max())
+            chosen = [cut_of[sample, segments[sample]] for sample in order]
+            least = min(least, makespans_of_cuts([chosen[:2], chosen[2:]]).max())
     bound_ms = segmented_bound_ms(problem)
     assert 0.6 * least < bound_ms <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least
@@ -225,8 +234,7 @@ MOST_TOKENS = 200_000
 
 def searched(most_tokens: int = MOST_TOKENS, **changes):
     problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
-    base_LS = problem.budgets.allowed.base_LS
-    where, ms = SegmentSearch(problem, base_LS).best(Arrangement.of_groups(LOPSIDED), most_tokens)
+    where, ms = SegmentSearch(problem, Arrangement.of_groups(LOPSIDED), most_tokens).best()
     return problem, where, ms
 
 

@@ -27,8 +27,7 @@ from sparsebalance_megatron.plan.context_groups import first_places, most_segmen
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
-from sparsebalance_megatron.plan.segments.cuts import Places, cut_at
-from sparsebalance_megatron.plan.segments.segmented_times import segmented_times
+from sparsebalance_megatron.plan.segments import Places, micro_batch_cuts, segmented_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -173,19 +172,15 @@ def test_every_segment_receives_the_keys_so_far(segments, cp_size):
     given_ = inputs(lengths, ranks=4, positions=1)
     costs = step_costs(lengths, given_["job"], given_["cost"], given_["scales"])
     budgets_LS = np.full((given_["job"].layers, 1), 5)
-    segment_starts_blocks = Places.at(costs, budgets_LS, 9).segment_starts_blocks(
-        [(0,)], [segments]
+    (starts,) = Places(costs, budgets_LS, 9).starts(((0,),), segments, 1)
+    cut, alone = (
+        micro_batch_cuts(costs, budgets_LS, [(0,)], [starts], [0], [size])[0]
+        for size in (cp_size, 1)
     )
-    (cut,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks, [cp_size])
-    (alone,) = cut_at(costs, budgets_LS, [(0,)], segment_starts_blocks)
-    pieces = len(segment_starts_blocks[0])
-    beside_2P = pieces * (costs.constant_2C + costs.by_chunk.sequence_2X)
-    so_far = np.cumsum(cut.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
+    beside_2P = segments * (costs.constant_2C + costs.by_chunk.sequence_2X)
+    so_far = np.cumsum(alone.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
     exchanged_2P = costs.by_chunk.exchange_2SX[:, 0] * so_far
-    alone_2P, found_2P = (
-        np.stack([each.forward_UP.sum(axis=0), each.backward_UP.sum(axis=0)])
-        for each in (alone, cut)
-    )
+    alone_2P, found_2P = (each.ms_2UP.sum(axis=1) for each in (alone, cut))
     expected_2P = beside_2P + (alone_2P - beside_2P) * costs.share_W[cp_size] + exchanged_2P
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
 

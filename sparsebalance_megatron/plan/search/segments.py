@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches orders, cuts and places, so that pipelines of segments end early.
+
+A group are the ranks that begin every layer together, or that meet in micro-batches which they
+share, or one rank where none waits for another. Its rows are the micro-batches of its members at
+one position. The step ends with the last group.
+
+1. *State.* For every group an order of its rows, and a number of segments for each row. The number
+   decides the cuts: pieces of nearly equal ms (:mod:`..segments`). Ranks that begin every layer
+   together are one pipeline, and all members of a row have the number. Ranks that meet are a
+   pipeline each: the member with most work has the number, the others in proportion to their work.
+2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
+   group up to five orders, in which rows have numbers in proportion to their work. Every group
+   takes the start that ends first.
+3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
+   Where no ranks wait or meet, a sample is exchanged for a shorter one of a faster rank.
+4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
+   the limit.
+5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
+   operations as it may (:mod:`..search_effort`), so that all ranks find the same.
+
+These moves are not those of :mod:`.annealing`: a candidate has operations of its own, so that it
+costs many times as much, and all moves of the group that ends the step are tried, not drawn.
+
+Shape legend: U segments, X candidates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import meeting_groups
+from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.search.annealing import shaped_orders
+from sparsebalance_megatron.plan.search_effort import (
+    SEGMENT_COST,
+    SHARE_OF_STEP_FOR_SEGMENTS,
+    SearchEffort,
+)
+from sparsebalance_megatron.plan.segments import (
+    Cut,
+    MicroBatch,
+    Places,
+    Row,
+    Starts,
+    joined_2UP,
+    micro_batch_cuts,
+    row_cuts,
+)
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+_SEGMENTS_PER_GROUP = (8, 12, 20, 32, 48)
+"""Numbers of segments of a group that are tried first."""
+_MAX_SWAPS = 64
+"""Pairs of rows of the slowest group that change places in a round."""
+_PARTNERS = 3
+"""Other ranks, the fastest first, with which the slowest one trades samples."""
+_TRADES = 6
+"""Trades with each of them, those first that come nearest to equal work."""
+
+_Order = tuple[tuple[Row, int], ...]
+"""Rows of a group in order, and the segments of each."""
+
+
+class _Candidate(NamedTuple):
+    """An order of a group, and the ms until its pipelines end: infinite where they hold too many
+    tokens."""
+
+    ms: float
+    group: int
+    order: _Order
+
+
+class SegmentSearch:
+    """Searches placements, orders and cuts at the expected budgets.
+
+    Args:
+        problem: of a pipeline of several stages with one chunk each.
+        whole: where samples are placed first, in one piece.
+        most_tokens: that may be in flight on the first stage of a group.
+    """
+
+    def __init__(self, problem: StepProblem, whole: Arrangement, most_tokens: int) -> None:
+        self._problem, self._most_tokens = problem, most_tokens
+        self._settings, self._lockstep = problem.plan_settings, problem.job.lockstep_ranks > 1
+        self._places = Places(problem.costs, problem.expected_LS, self._settings.max_segments)
+        self._work_of: list[float] = self._places.work_S.tolist()
+        self._share_W = problem.costs.share_W.tolist()
+        self._limits: dict[Row, tuple[float, int]] = {}
+        self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
+        step_ms = rounded_ms(problem.budgets.makespans_ms(problem.expected_LS, whole).max())
+        self._effort = SearchEffort(problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS))
+        if self._lockstep:
+            size = problem.job.lockstep_ranks
+            firsts = range(0, problem.job.data_parallel_size, size)
+            self._groups = [range(first, first + size) for first in firsts]
+        else:
+            # Each begins at a multiple of its ranks among those simulated.
+            self._groups = sorted(meeting_groups(whole.cp_sizes_RM), key=len, reverse=True)
+        held = whole.by_rank
+        self._rows: list[list[Row]] = [
+            list(zip(*held[group.start : group.stop], strict=True)) for group in self._groups
+        ]
+        self._trades_samples = max(map(len, self._groups)) == 1
+
+    def best(self) -> tuple[Arrangement, float]:
+        """The shortest step that is found, and its ms: infinite where all hold too many tokens."""
+        found = self._shortest(list(map(self._starts, range(len(self._groups)))))
+        while self._effort.left:
+            slowest = _slowest(found)
+            found[slowest.group] = self._shortest([self._moved(slowest)])[0]
+            if self._trades_samples:
+                self._trade(found)
+            if not rounded_ms(_slowest(found).ms) < rounded_ms(slowest.ms):
+                break
+        return self._arranged(found), _slowest(found).ms
+
+    def _work_and_limit(self, row: Row) -> tuple[float, int]:
+        """Ms of the member that has most work, and segments that any member has enough tokens
+        for."""
+        if row not in self._limits:
+            tokens_of, least = self._problem.lengths_tokens, self._settings.segment_tokens
+            most = max(sum(tokens_of[sample] for sample in samples) for samples in row) // least
+            self._limits[row] = (
+                max(self._work_ms(row, samples) for samples in row),
+                max(1, min(self._settings.max_segments, most)),
+            )
+        return self._limits[row]
+
+    def _work_ms(self, row: Row, samples: MicroBatch) -> float:
+        """Ms of a member's share."""
+        work_ms = sum(self._work_of[sample] for sample in samples)
+        return self._share_W[row.count(samples)] * work_ms
+
+    def _starts(self, group: int) -> list[_Candidate]:
+        """The rows of a group as they are in one piece, and with least work at both ends in each
+        number of segments. Half the effort may go to further orders: most work at both ends, as
+        they are, work falling, work rising."""
+        rows = self._rows[group]
+        by_row = sorted(rows)
+        ms_1M = np.array([[self._work_and_limit(row)[0] for row in by_row]])
+        up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
+        starts = dict.fromkeys(
+            self._in_segments(order, segments)
+            for order in (*ends, rows, down, up)
+            for segments in _SEGMENTS_PER_GROUP
+        )
+        pipelines = len(self._groups) if self._lockstep else sum(map(len, self._groups))
+        segments = pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
+        affordable = self._effort.affordable(2 * self._operations(segments))
+        most = max(len(_SEGMENTS_PER_GROUP), affordable - 1)
+        orders = [tuple((row, 1) for row in rows), *itertools.islice(starts, most)]
+        return [_Candidate(np.inf, group, order) for order in orders]
+
+    def _in_segments(self, order: Sequence[Row], segments: int) -> _Order:
+        """Rows with their shares of the segments of a group, by work."""
+        work_and_limit = list(map(self._work_and_limit, order))
+        each = segments / sum(work_ms for work_ms, _ in work_and_limit)
+        return tuple(
+            (row, max(1, min(round(each * work_ms), limit)))
+            for row, (work_ms, limit) in zip(order, work_and_limit, strict=True)
+        )
+
+    def _moved(self, candidate: _Candidate) -> list[_Candidate]:
+        """The candidate itself, and what one move makes of it."""
+        order = candidate.order
+        moved = [order]
+        for place, (row, segments) in enumerate(order):
+            moved += [
+                (*order[:place], (row, number), *order[place + 1 :])
+                for number in (segments - 1, segments + 1)
+                if 1 <= number <= self._work_and_limit(row)[1]
+            ]
+        pairs = itertools.combinations(range(len(order)), 2)
+        for one, other in itertools.islice(pairs, _MAX_SWAPS):
+            swapped = list(order)
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            moved.append(tuple(swapped))
+        return [candidate._replace(order=each) for each in moved]
+
+    def _shortest(self, candidates: Sequence[Sequence[_Candidate]]) -> list[_Candidate]:
+        """The candidate of every group that ends first within the limit of tokens; where there is
+        none, the first one, in infinite time."""
+        flat = list(itertools.chain.from_iterable(candidates))
+        cuts = self._cut(flat)
+        ms = iter(self._simulated_ms(flat, cuts))
+        cuts_of = iter(cuts)
+        found = []
+        for of_group in candidates:
+            ended = [(next(ms), next(cuts_of), candidate) for candidate in of_group]
+            ended.sort(key=lambda each: each[0])
+            fitting = (
+                candidate._replace(ms=ms_until)
+                for ms_until, rows, candidate in ended
+                if self._tokens_in_flight(rows) <= self._most_tokens
+            )
+            found.append(next(fitting, of_group[0]._replace(ms=np.inf)))
+        return found
+
+    def _simulated_ms(
+        self, candidates: Sequence[_Candidate], cuts: Sequence[Sequence[tuple[Cut, ...]]]
+    ) -> list[float]:
+        """Ms until the last pipeline of each candidate ends."""
+        pipelines = [pipeline for rows in cuts for pipeline in zip(*rows, strict=True)]
+        segments_RM = [[len(cut.tokens_U) for cut in pipeline] for pipeline in pipelines]
+        self._effort.spend(self._operations(sum(map(sum, segments_RM))))
+        cp_sizes_RM = None
+        if len(pipelines) > len(cuts):
+            cp_sizes = [
+                [[row.count(samples) for samples in row] for row, _ in candidate.order]
+                for candidate in candidates
+            ]
+            cp_sizes_RM = np.concatenate([np.array(rows).T for rows in cp_sizes])
+        ms_2UP = joined_2UP(itertools.chain.from_iterable(pipelines))
+        ms_R = makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM))
+        firsts = [0, *itertools.accumulate(len(rows[0]) for rows in cuts[:-1])]
+        return np.maximum.reduceat(ms_R, firsts).tolist()
+
+    def _operations(self, segments: int) -> int:
+        """Operations of so many segments, in those that effort is counted in."""
+        return SEGMENT_COST * 2 * self._problem.job.pipeline_stages * segments
+
+    def _tokens_in_flight(self, rows: Sequence[tuple[Cut, ...]]) -> int:
+        """On the first stage of the fullest pipeline. Those that meet keep one order, in which
+        a micro-batch of fewer segments leaves out the first."""
+        most = [max(len(cut.tokens_U) for cut in row) for row in rows]
+        return max(
+            most_tokens_in_flight(
+                [
+                    np.pad(cut.tokens_U, (segments - len(cut.tokens_U), 0))
+                    for cut, segments in zip(pipeline, most, strict=True)
+                ],
+                self._problem.job.pipeline_stages,
+            )
+            for pipeline in zip(*rows, strict=True)
+        )
+
+    def _cut(self, candidates: Sequence[_Candidate]) -> list[list[tuple[Cut, ...]]]:
+        """What the rows of candidates take in each pipeline of their group."""
+        wanted = [[(group, *each) for each in order] for _, group, order in candidates]
+        keys = dict.fromkeys(itertools.chain.from_iterable(wanted))
+        new = [key for key in keys if key not in self._cuts]
+        if new:
+            cut = self._cut_groups if self._lockstep else self._cut_members
+            starts = [self._segment_starts(row, segments) for _, row, segments in new]
+            self._cuts.update(zip(new, cut(new, starts), strict=True))
+        return [[self._cuts[key] for key in of_order] for of_order in wanted]
+
+    def _cut_groups(
+        self, keys: Sequence[tuple[int, Row, int]], starts: Sequence[tuple[Starts, ...]]
+    ) -> Iterable[tuple[Cut, ...]]:
+        groups, rows, _ = zip(*keys, strict=True)
+        costs, budgets_LS = self._problem.costs, self._problem.expected_LS
+        return ((cut,) for cut in row_cuts(costs, budgets_LS, rows, starts, groups))
+
+    def _cut_members(
+        self, keys: Sequence[tuple[int, Row, int]], starts: Sequence[tuple[Starts, ...]]
+    ) -> Iterable[tuple[Cut, ...]]:
+        held = [
+            (samples, of_row[member], self._groups[group].start + member, row.count(samples))
+            for (group, row, _), of_row in zip(keys, starts, strict=True)
+            for member, samples in enumerate(row)
+            if row.index(samples) == member
+        ]
+        costs, budgets_LS = self._problem.costs, self._problem.expected_LS
+        cuts = iter(micro_batch_cuts(costs, budgets_LS, *zip(*held, strict=True)))
+        for _, row, _ in keys:
+            cut_of = {samples: next(cuts) for samples in dict.fromkeys(row)}
+            yield tuple(cut_of[samples] for samples in row)
+
+    def _segment_starts(self, row: Row, segments: int) -> tuple[Starts, ...]:
+        """Where segments begin, by member; in lockstep all have as many."""
+        least = self._settings.segment_tokens
+        if self._lockstep:
+            return self._places.starts(row, segments, least)
+        most_ms, _ = self._work_and_limit(row)
+        return tuple(
+            self._places.starts(
+                (samples,),
+                max(1, round(segments * self._work_ms(row, samples) / most_ms)),
+                least,
+                row.count(samples),
+            )[0]
+            for samples in row
+        )
+
+    def _trade(self, found: list[_Candidate]) -> None:
+        """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
+        *others, slowest = sorted(found, key=lambda each: (each.ms, each.group))
+        for partner in others[:_PARTNERS]:
+            trades = self._trades(slowest, partner)
+            if not trades:
+                continue
+            after = self._shortest([[each] for trade in trades for each in trade])
+            pairs = itertools.batched(after, 2)
+            best = min(pairs, key=lambda pair: max(each.ms for each in pair))
+            if rounded_ms(max(each.ms for each in best)) < rounded_ms(slowest.ms):
+                for each in best:
+                    found[each.group] = each
+                return
+
+    def _trades(self, slowest: _Candidate, partner: _Candidate) -> list[list[_Candidate]]:
+        """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
+        work_of, tokens_of = self._work_of, self._problem.lengths_tokens
+        own, others = ([samples for (samples,), _ in each.order] for each in (slowest, partner))
+        work_ms, others_ms = (
+            sum(work_of[sample] for samples in micro_batches for sample in samples)
+            for micro_batches in (own, others)
+        )
+        wanted_ms = (work_ms - others_ms) / 2
+        pairs = [
+            (abs(work_of[give] - work_of[take] - wanted_ms), i, give, j, take)
+            for i, mine in enumerate(own)
+            for give in mine
+            for j, theirs in enumerate(others)
+            for take in theirs
+            if work_of[give] > work_of[take]
+        ]
+        found = []
+        for _, i, give, j, take in sorted(pairs)[:_TRADES]:
+            trade = []
+            for candidate, micro_batches, place, old, new in (
+                (slowest, own, i, give, take),
+                (partner, others, j, take, give),
+            ):
+                after = list(micro_batches)
+                after[place] = tuple(sorted({*after[place]} - {old} | {new}))
+                if sum(tokens_of[sample] for sample in after[place]) <= self._problem.cap_tokens:
+                    segments = sum(number for _, number in candidate.order)
+                    order = self._in_segments([(samples,) for samples in after], segments)
+                    trade.append(candidate._replace(order=order))
+            if len(trade) == 2:
+                found.append(trade)
+        return found
+
+    def _arranged(self, found: Sequence[_Candidate]) -> Arrangement:
+        """Groups in the order of their ranks."""
+        samples: list[tuple[MicroBatch, ...]] = []
+        starts: list[tuple[Starts, ...]] = []
+        cp_sizes: list[list[int]] = []
+        for candidate in sorted(found, key=lambda each: self._groups[each.group].start):
+            rows = [row for row, _ in candidate.order]
+            of_rows = [self._segment_starts(*each) for each in candidate.order]
+            starts += zip(*of_rows, strict=True)
+            for member in range(len(rows[0])):
+                first_here = [row.index(row[member]) == member for row in rows]
+                samples.append(
+                    tuple(
+                        row[member] if here else ()
+                        for row, here in zip(rows, first_here, strict=True)
+                    )
+                )
+                cp_sizes.append([row.count(row[member]) for row in rows])
+        return Arrangement(
+            samples=tuple(samples),
+            cp_sizes_RM=np.array(cp_sizes),
+            segment_starts_blocks=tuple(starts),
+        )
+
+
+def _slowest(found: Sequence[_Candidate]) -> _Candidate:
+    """The group that ends last, the first of several."""
+    return max(found, key=lambda each: (each.ms, -each.group))

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts micro-batches into segments of nearly equal predicted cost, and says what each takes.
+
+A query reads the blocks before it, up to its budget, so a piece of a sample costs the difference
+of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are those of b blocks less
+those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
+in numpy.
+
+A row is the micro-batches of neighbouring ranks at one position. The ranks of a lockstep group
+begin every layer of a segment together. So the segment takes the sum over layers of its slowest
+member, and the group is one pipeline. Ranks that share micro-batches and do not wait in layers are
+pipelines that begin shared operations together.
+
+Shape legend: R data-parallel ranks, C = P chunks, W members of a row, U segments of a member or of
+all, I samples of all micro-batches, E pieces (parts of samples), Y prefixes, X places or columns: L
+layers, then C embeddings and heads, then C experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, batched, chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.lockstep_times import slowness_of_members_EWX
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import (
+    SEQUENCES,
+    TOKENS,
+    VISIBLE,
+    Columns,
+    StepCosts,
+    as_lists,
+    dense_layers,
+    of_lockstep_groups,
+)
+
+_PLACES_PER_SEGMENT = 4
+"""Places of a sample where it may be cut, for each segment that it may have."""
+_LEAST_PLACES = 32
+
+MicroBatch = tuple[int, ...]
+"""The samples of a micro-batch, in order."""
+Row = tuple[MicroBatch, ...]
+"""Micro-batches by member; one that members share is with each."""
+Starts = tuple[int, ...]
+"""Where the segments of a micro-batch begin, in blocks; the first is 0."""
+
+
+class Cut(NamedTuple):
+    """What the segments of a micro-batch, or of a lockstep group's row, take on every stage, and
+    their tokens on a rank."""
+
+    ms_2UP: np.ndarray
+    tokens_U: np.ndarray
+
+
+def rows_of(placement: Placement, members: int) -> list[list[Row]]:
+    """The rows of every group in order."""
+    return [list(zip(*ranks, strict=True)) for ranks in batched(placement, members)]
+
+
+def segmented_times(
+    costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[2, R, P, 1, M] ms of every micro-batch, all its segments together, [R] makespans, and
+    [2, U, P] ms of the segments of all ranks, one after another, on all ranks that share them.
+
+    In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
+    rank's by itself.
+    """
+    cp_sizes_RM, holder_J = where.cp_sizes_RM, first_places(where.cp_sizes_RM).tolist()
+    held = sorted(set(holder_J))
+    micro_batches, starts = (
+        list(chain.from_iterable(of)) for of in (where.samples, where.segment_starts_blocks)
+    )
+    cuts = micro_batch_cuts(
+        costs,
+        budgets_LS,
+        [micro_batches[place] for place in held],
+        [starts[place] for place in held],
+        [place // cp_sizes_RM.shape[1] for place in held],
+        cp_sizes_RM.reshape(-1)[held].tolist(),
+    )
+    cut_of = dict(zip(held, cuts, strict=True))
+    ms_2UP = joined_2UP(cut_of[place] for place in holder_J)
+    first_J = [0, *accumulate(map(len, starts[:-1]))]
+    ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
+    times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
+    if costs.job.lockstep_ranks > 1:
+        ms_2UP = _lockstep_2UP(costs, where, budgets_LS)
+    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
+    times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
+    return times_2RPM[:, :, :, None], makespans_ms(times), ms_2UP
+
+
+def micro_batch_cuts(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    micro_batches: Sequence[MicroBatch],
+    starts: Sequence[Starts],
+    first_ranks: Sequence[int],
+    cp_sizes: Sequence[int],
+) -> list[Cut]:
+    """Micro-batches in segments, on the devices of their ranks.
+
+    Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
+    others' part of the keys and values so far.
+    """
+    ms_2UP, tokens_U = _pieces(
+        *(costs, costs.by_chunk, budgets_LS, micro_batches, starts),
+        costs.share_W[np.array(cp_sizes)],
+    )
+    ms_2UP += _whatever_it_holds_2C(costs)[:, None]
+    ends = accumulate(map(len, starts), initial=0)
+    cuts = []
+    for rank, cp_size, part in zip(first_ranks, cp_sizes, pairwise(ends), strict=True):
+        own_2UP, own_U = ms_2UP[:, slice(*part)], tokens_U[slice(*part)]
+        if cp_size > 1:
+            so_far_U1 = np.cumsum(own_U)[:, None] * costs.received_W[cp_size]
+            own_2UP += so_far_U1 * costs.by_chunk.exchange_2X[:, None]
+        slowest_P = costs.slowness_RP[rank : rank + cp_size].max(axis=0)
+        cuts.append(Cut(own_2UP * slowest_P, -(-own_U // cp_size)))
+    return cuts
+
+
+def row_cuts(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    rows: Sequence[Row],
+    starts: Sequence[tuple[Starts, ...]],
+    groups: Sequence[int],
+) -> list[Cut]:
+    """Rows of lockstep groups in segments: what the group takes for each on its devices, and the
+    most tokens of a member.
+
+    Args:
+        starts: of the segments of every member of every row.
+        groups: whose devices run each row.
+    """
+    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
+    members = costs.job.lockstep_ranks
+    ms_2UX, tokens_U = _pieces(
+        costs,
+        costs.layers,
+        budgets_LS,
+        list(chain.from_iterable(rows)),
+        list(chain.from_iterable(starts)),
+    )
+    slowness_EWX = slowness_of_members_EWX(costs)
+    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
+    cuts = []
+    ends = accumulate((members * len(of_row[0]) for of_row in starts), initial=0)
+    for group, part in zip(groups, pairwise(ends), strict=True):
+        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(costs.chunk_of_X))
+        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], costs.chunk_of_X)
+        ms_2UP += (_whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
+        cuts.append(Cut(ms_2UP, tokens_U[slice(*part)].reshape(members, -1).max(axis=0)))
+    return cuts
+
+
+def _lockstep_2UP(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> np.ndarray:
+    """[2, U, P] ms of the segments of all ranks, one after another: on each those of its group."""
+    members, positions = costs.job.lockstep_ranks, len(where.samples[0])
+    rows, starts = (
+        list(chain.from_iterable(rows_of(of, members)))
+        for of in (where.samples, where.segment_starts_blocks)
+    )
+    groups = [number // positions for number in range(len(rows))]
+    of_groups = batched(row_cuts(costs, budgets_LS, rows, starts, groups), positions)
+    return np.concatenate([joined_2UP(cuts) for cuts in of_groups for _ in range(members)], axis=1)
+
+
+def joined_2UP(cuts: Iterable[Cut]) -> np.ndarray:
+    """[2, U, P] ms of the segments of all cuts, one after another."""
+    return np.concatenate([cut.ms_2UP for cut in cuts], axis=1)
+
+
+def _whatever_it_holds_2C(costs: StepCosts) -> np.ndarray:
+    """[2, C] ms that a segment takes whatever it holds."""
+    return costs.constant_2C + np.array(costs.segments.operation_ms)[:, None]
+
+
+def _pieces(
+    costs: StepCosts,
+    columns: Columns,
+    budgets_LS: np.ndarray,
+    micro_batches: Sequence[MicroBatch],
+    starts: Sequence[Starts],
+    share_M: np.ndarray | float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U].
+
+    Args:
+        share_M: of the work of each micro-batch that a rank does.
+    """
+    sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
+    blocks_I = costs.blocks_S[sample_I]
+    # All micro-batches end to end, in blocks.
+    start_I = np.cumsum(blocks_I) - blocks_I
+    first_I = np.fromiter(accumulate(map(len, micro_batches[:-1]), initial=0), dtype=np.int64)
+    segments_M = np.fromiter(map(len, starts), dtype=np.int64)
+    start_U = np.fromiter(chain.from_iterable(starts), dtype=np.int64)
+    start_U += np.repeat(start_I[first_I], segments_M)
+    start_E = np.union1d(start_I, start_U)
+    place_E = np.searchsorted(start_I, start_E, side="right") - 1
+    bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
+    # Where dense attention needs a whole micro-batch on one rank.
+    lists_M = (segments_M > 1) | (np.asarray(share_M) < 1.0)
+    lists_I = np.repeat(lists_M, np.fromiter(map(len, micro_batches), dtype=np.int64))
+    tokens_2E, ms_22EX = _prefix(
+        *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]),
+        lists_E=lists_I[place_E],
+    )
+    piece_U = np.searchsorted(start_E, start_U)
+    work_2UX = np.add.reduceat(ms_22EX[:, 1] - ms_22EX[:, 0], piece_U, axis=1)
+    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * share_M
+    ms_2UX = (
+        work_2UX * np.repeat(slowness_M, segments_M)[:, None]
+        + np.diff(piece_U, append=len(start_E))[:, None] * columns.sparse_2XF[:, None, :, SEQUENCES]
+    )
+    return ms_2UX, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
+
+
+def _prefix(
+    costs: StepCosts,
+    columns: Columns,
+    budgets_LS: np.ndarray,
+    sample_E: np.ndarray,
+    blocks_YE: np.ndarray,
+    *,
+    lists_E: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [Y, E] and ms [2, Y, E, X] of the first blocks of samples, in one piece.
+
+    What a micro-batch and a sequence cost whatever their length is not in it. ``lists_E``: lists of
+    all blocks stand for dense attention.
+    """
+    tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
+    length_YE = tokens_YE / costs.block_size
+    in_column_XL = columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None]
+    pairs_XYE = np.stack(
+        [
+            np.where(
+                costs.dense_LS[layers_L][:, None, sample_E],
+                0.0,
+                costs.work.attended_pairs(length_YE, budgets_LS[layers_L][:, None, sample_E]),
+            ).sum(0)
+            for layers_L in in_column_XL
+        ]
+    )
+    visible_YE = costs.work.visible_pairs(length_YE)
+    dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
+
+    lists_2XF = as_lists(columns.denser_2XF, costs.covered_pair_share * columns.pair_2X)
+
+    def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
+        sparse_21X, denser_21X, lists_21X = (
+            x[:, None, :, feature] for x in (columns.sparse_2XF, columns.denser_2XF, lists_2XF)
+        )
+        denser_2EX = np.where(lists_E[:, None], lists_21X, denser_21X)
+        return np.asarray(sparse * sparse_21X + dense_EX * denser_2EX)
+
+    return tokens_YE, (
+        tokens_YE[..., None] * ms_2EX(TOKENS)[:, None]
+        + visible_YE[..., None] * ms_2EX(VISIBLE)[:, None]
+        # What a piece costs whatever its length is added for each.
+        + (tokens_YE > 0)[..., None] * ms_2EX(SEQUENCES, sparse=0.0)[:, None]
+        + pairs_XYE.transpose(1, 2, 0) * columns.pair_2X[:, None, None]
+    )
+
+
+class Places:
+    """Places at equal distances where samples may be cut.
+
+    Args:
+        max_segments: that a sample may have.
+
+    Attributes:
+        work_S: ms of every sample on all stages, forward and backward.
+    """
+
+    def __init__(self, costs: StepCosts, budgets_LS: np.ndarray, max_segments: int) -> None:
+        places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
+        blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
+        blocks_XS = blocks_XS.astype(np.int64)
+        samples = len(costs.blocks_S)
+        _, ms_2XSP = _prefix(
+            *(costs, costs.by_chunk, budgets_LS, np.arange(samples), blocks_XS),
+            lists_E=np.ones(samples, dtype=bool),
+        )
+        self._costs = costs
+        self._work_SX, self._blocks_SX = ms_2XSP.sum(axis=(0, 3)).T, blocks_XS.T
+        self.work_S = self._work_SX[:, -1]
+
+    def starts(
+        self, row: Row, segments: int, least_tokens: int, least_blocks: int = 1
+    ) -> tuple[Starts, ...]:
+        """Where the segments of members begin that are cut alike: near equal shares of the work of
+        each.
+
+        They are fewer where a segment would have too few tokens in every member, or a member too
+        few blocks.
+        """
+        blocks = min(int(self._costs.blocks_S[list(samples)].sum()) for samples in row)
+        for number in range(min(segments, blocks // least_blocks), 1, -1):
+            ends = [self._ends(samples, number, least_blocks) for samples in row]
+            if np.diff([tokens_U for _, tokens_U in ends]).max(axis=0).min() >= least_tokens:
+                return tuple(tuple(blocks_U[:-1].tolist()) for blocks_U, _ in ends)
+        return ((0,),) * len(row)
+
+    def _ends(
+        self, samples: MicroBatch, segments: int, least_blocks: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and tokens before each segment of a micro-batch and at its end: at the places
+        nearest to equal work, moved as far as the least blocks ask for."""
+        samples_I = list(samples)
+        blocks_I, tokens_I = (
+            of_S[samples_I] for of_S in (self._costs.blocks_S, self._costs.lengths_tokens_S)
+        )
+        first_block_I, first_token_I = (np.cumsum(of_I) - of_I for of_I in (blocks_I, tokens_I))
+        work_I = self.work_S[samples_I]
+        before_I = np.cumsum(work_I) - work_I
+        work_X = (self._work_SX[samples_I] + before_I[:, None]).reshape(-1)
+        blocks_X = (self._blocks_SX[samples_I] + first_block_I[:, None]).reshape(-1)
+        number_U = np.arange(segments + 1)
+        wanted_U = work_X[-1] * number_U / segments
+        after_U = np.searchsorted(work_X, wanted_U).clip(1, len(work_X) - 1)
+        before_is_nearer_U = wanted_U - work_X[after_U - 1] <= work_X[after_U] - wanted_U
+        blocks_U = blocks_X[after_U - before_is_nearer_U]
+        least_U = least_blocks * number_U
+        blocks_U = np.maximum.accumulate(blocks_U - least_U) + least_U
+        blocks_U = np.minimum(blocks_U, blocks_X[-1] - least_U[::-1])
+        place_U = np.searchsorted(first_block_I, blocks_U, side="right") - 1
+        in_sample_U = (blocks_U - first_block_I[place_U]) * self._costs.block_size
+        return blocks_U, first_token_I[place_U] + np.minimum(in_sample_U, tokens_I[place_U])
