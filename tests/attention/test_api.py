@@ -64,18 +64,20 @@ def _case(
     return make_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
-@pytest.mark.parametrize(
-    ("packing", "serving", "kv_heads"),
-    [
-        (packing, pair, (1, 2, 4)[(i + j) % 3])
-        for i, packing in enumerate(PACKINGS.values())
-        for j, pair in enumerate(SERVING)
-    ],
-)
+@st.composite
+def _random_packings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Boundaries and budgets."""
+    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
+
+
+@serving
+@given(packing=_random_packings(), kv_heads=st.sampled_from([1, 2, 4]))
+@settings(max_examples=12)
 def test_float64_is_exact(
-    packing: tuple[list[int], list[int]], serving: tuple[str, str], kv_heads: int
+    granularity: str, implementation: str, packing: tuple[list[int], list[int]], kv_heads: int
 ) -> None:
-    granularity, implementation = serving
     case = _case(*packing, granularity, kv_heads=kv_heads)
     assert_exact(case.ours(implementation, torch.float64), case.exact())
 
@@ -122,21 +124,6 @@ def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: s
 
     assert_exact(*(case.run(function, torch.float64) for function in (ours, plain)))
     torch.testing.assert_close(sinks[0].grad, sinks[1].grad, rtol=1e-12, atol=1e-12)
-
-
-@st.composite
-def _random_cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=3))
-    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
-
-
-@pytest.mark.parametrize("granularity", ["previous-block", "token-query-head", "vertical-slash"])
-@given(_random_cases())
-@settings(max_examples=12)
-def test_all_equal_reference(granularity: str, case_inputs: tuple[list[int], list[int]]) -> None:
-    case = _case(*case_inputs, granularity)
-    assert_exact(*(case.ours(name, torch.float64) for name in ("auto", "reference")))
 
 
 @pytest.mark.parametrize("granularity", BUILT_IN)

@@ -27,13 +27,13 @@ from attention.cases import (
     example_selector,
     make_case,
     reselected,
+    with_columns,
     with_lists,
 )
 from attention.sequence.slices import in_parts, local_selection, random_owners, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
-from sparsebalance_megatron.attention.kernels.contract import merge_partials
 from sparsebalance_megatron.attention.layout import packed_layout
 
 TRITON: list[Any] = []
@@ -85,6 +85,20 @@ def _assert_right(case: Case, implementation: str, found: tuple[Tensor, ...]) ->
         assert_exact(found, case.plain(torch.float64))
 
 
+def _spoilt_past_ends(case: Case) -> Case:
+    """Past the ends of lists, and of columns, the largest number."""
+
+    def spoilt(lists: Tensor, counts: Tensor) -> Tensor:
+        past_end = torch.arange(lists.shape[2]) >= counts[..., None]
+        return lists.masked_fill(past_end, torch.iinfo(lists.dtype).max)
+
+    columns = case.selection.columns
+    if columns is not None:
+        case = with_columns(case, spoilt(columns.tokens_NGK, columns.counts_NG), columns.counts_NG)
+    counts_QC = case.selection.counts_QC
+    return with_lists(case, spoilt(case.selection.indices_QCK, counts_QC), counts_QC)
+
+
 OWNERS = {
     "short blocks": [0, 0, 1, 1, 2, 1, 2, 2, 1, 1],
     "two in turn": [0, 1] * 5,
@@ -99,8 +113,9 @@ OWNERS = {
 def test_parts_of_members_add_up_to_the_whole(
     granularity: str, implementation: str, owners: list[int]
 ) -> None:
-    """Queries of one member, and keys and values of one after the other, in rows of their own."""
-    case, members = _case(granularity, implementation), 1 + max(owners)
+    """Queries of one member, and keys and values of one after the other, in rows of their own;
+    past a list's end no block's number."""
+    case, members = _spoilt_past_ends(_case(granularity, implementation)), 1 + max(owners)
     slices = slices_of(CU_SEQLENS, np.array(owners), members, block=16)
     assert slices[0].whole_layout.blocks == BLOCKS
     found = in_parts(case, implementation, _dtype(implementation), slices, 0)
@@ -202,19 +217,8 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients(
 @every_kind
 def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str) -> None:
     case = _case(granularity, implementation, [0, 1, 30, 190], [1, 2, 8])
-    selection, columns = case.selection, case.selection.columns
-
-    def spoilt(lists: Tensor, counts: Tensor) -> Tensor:
-        past_end = torch.arange(lists.shape[2]) >= counts[..., None]
-        return lists.masked_fill(past_end, torch.iinfo(lists.dtype).max)
-
-    lists_QCK = spoilt(selection.indices_QCK, selection.counts_QC)
-    assert not lists_QCK.equal(selection.indices_QCK)
-    if columns is not None:
-        tokens_NGK = spoilt(columns.tokens_NGK, columns.counts_NG)
-        columns = dataclasses.replace(columns, tokens_NGK=tokens_NGK)
-    selection = dataclasses.replace(selection, indices_QCK=lists_QCK, columns=columns)
-    changed = dataclasses.replace(case, selection=selection)
+    changed = _spoilt_past_ends(case)
+    assert not changed.selection.indices_QCK.equal(case.selection.indices_QCK)
     assert_identical(*(one.ours(implementation, torch.float32) for one in (case, changed)))
 
 
@@ -223,33 +227,11 @@ def test_large_scores_stay_finite(granularity: str, implementation: str) -> None
     case = _case(granularity, implementation, [0, 50], [3])
     case = dataclasses.replace(case, q_THD=case.q_THD * 100)
     ours = case.ours(implementation, torch.float32)
-    assert all(x.isfinite().all() for x in ours)
-    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
-
-
-def _attend_whole(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-    logits_HTT = torch.einsum("qhd,khd->hqk", q_THD, k_THD)
-    out_THD = torch.einsum("hqk,khd->qhd", logits_HTT.softmax(-1), v_THD)
-    return out_THD, logits_HTT.logsumexp(-1).t()
-
-
-@pytest.mark.parametrize("split", [0, 1, 4, 9])
-@pytest.mark.parametrize("magnitude", [1.0, 1e3])
-def test_merge_is_the_union(split: int, magnitude: float) -> None:
-    """One list may be empty, or both."""
-    generator = torch.Generator().manual_seed(0)
-    q_THD, k_THD, v_THD = (
-        torch.randn(tokens, 2, 4, generator=generator, dtype=torch.float64) for tokens in (6, 9, 9)
-    )
-    query = q_THD * magnitude
-    merged = merge_partials(
-        *_attend_whole(query, k_THD[:split], v_THD[:split]),
-        *_attend_whole(query, k_THD[split:], v_THD[split:]),
-    )
-    for a, b in zip(merged, _attend_whole(query, k_THD, v_THD), strict=True):
-        torch.testing.assert_close(a, b)
-    nothing = torch.zeros_like(query), torch.full_like(query[..., 0], -torch.inf)
-    assert all(map(torch.equal, merge_partials(*nothing, *nothing), nothing))
+    slices = slices_of([0, 50], np.array([0, 1, 0, 1]), 2, block=16)
+    parts = in_parts(case, implementation, torch.float32, slices, 0)
+    for found in (ours, parts):
+        assert all(x.isfinite().all() for x in found)
+        assert_as_good_as_plain(case, found, torch.float32, case.plain(torch.float64))
 
 
 BLOCK = 32

@@ -92,7 +92,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block", "vertical-slash"])
 def test_a_kernel_that_reads_other_keys_or_scales_otherwise_is_found(
     selection: str, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

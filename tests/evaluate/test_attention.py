@@ -72,9 +72,16 @@ def test_every_layer_attends_as_training_does(selection):
     assert not out[1, 70:].any()
 
 
-@pytest.mark.parametrize("selection", [*BY_TOKEN, "quest"])
-def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection, other_selectors):
-    model, tokens = make_model(selection=selection), make_tokens(2, TOKENS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"selection": name} for name in (*BY_TOKEN, "quest")),
+        {"sparse_layer_topk_blocks": (2, None)},
+    ],
+    ids=[*BY_TOKEN, "quest", "a-dense-layer"],
+)
+def test_tokens_after_a_cache_read_what_they_read_in_one_pass(settings, other_selectors):
+    model, tokens = make_model(**settings), make_tokens(2, TOKENS)
     whole = model(tokens).logits
     cuts = [0, 37, 38, 39, 64, 65, *range(66, TOKENS + 1)]
     cache, logits = None, []
@@ -134,15 +141,6 @@ def test_packed_documents_that_the_mask_joins_are_refused(family):
     refused(match, model, tokens, position_ids=positions, attention_mask=ones, use_cache=False)
     cache = model(tokens[:, :60], use_cache=True).past_key_values
     refused(match, model, tokens[:, 60:], position_ids=positions[:, 60:], past_key_values=cache)
-
-
-def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass():
-    model = make_model(sparse_layer_topk_blocks=(2, None))
-    tokens = make_tokens(2, TOKENS)
-    whole = model(tokens).logits
-    first = model(tokens[:, :40], use_cache=True)
-    rest = model(tokens[:, 40:], past_key_values=first.past_key_values)
-    same(torch.cat([first.logits, rest.logits], 1), whole)
 
 
 def test_a_layer_may_be_dense_and_short_documents_too():

@@ -226,25 +226,6 @@ def test_masks_and_biases_that_are_not_causal_attention_are_refused() -> None:
         attention()(*rows, None, attention_bias=torch.zeros(1))
 
 
-@pytest.mark.gpu
-def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
-    cuda = torch.device("cuda")
-    module = attention()
-    qkv = [x.to(cuda, torch.bfloat16) for x in packed_qkv(sum(LENGTHS))]
-
-    def micro_batch() -> torch.Tensor:
-        return module(*qkv, None, packed_seq_params=params_of(2, device=cuda))
-
-    expected = micro_batch()  # compiles kernels, copies the grid
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        again = micro_batch()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(again, expected)
-
-
 COVERED_FIRST = (2 * BLOCK, 3 * BLOCK - 5, 7 * BLOCK + 3)
 
 
@@ -303,16 +284,6 @@ def test_documents_up_to_a_length_are_dense_as_if_the_base_budget_covered_them(
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a[:first], b[:first], atol=0.0, rtol=0.0)
     assert lists.query_layout.documents == others.query_layout.documents == 1
-
-
-def test_where_budgets_cover_everything_nothing_is_selected() -> None:
-    params = params_with(COVERED_FIRST[:2], np.full((2, 2), 3, dtype=np.int32))
-    leaves = packed_qkv(sum(COVERED_FIRST[:2]))
-    layer = attention()
-    layer.select = None
-    out = layer(*leaves, None, packed_seq_params=params)
-    assert_dense(out, leaves, (0, COVERED_FIRST[0], sum(COVERED_FIRST[:2])))
-    assert params.micro_batch.observations[0].executed_S.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

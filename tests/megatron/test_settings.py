@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.table import ExpertShape
 from sparsebalance_megatron.megatron import training_arguments
-from sparsebalance_megatron.megatron.compat import quantized_token_multiple
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks
 from sparsebalance_megatron.megatron.settings import (
     expert_group_ranks,
@@ -106,7 +105,10 @@ def test_experts_that_cannot_be_are_refused(differs: dict[str, Any], complaint: 
 def config(**fields: Any) -> SimpleNamespace:
     """What Megatron's rule reads of a ``TransformerConfig``."""
     plain = {"fp8": None, "fp8_recipe": "delayed", "fp4": None, "fp4_recipe": "nvfp4"}
-    return SimpleNamespace(**plain | {"use_transformer_engine_op_fuser": False} | fields)
+    plain |= {"use_transformer_engine_op_fuser": False}
+    return SimpleNamespace(
+        **plain | {"tensor_model_parallel_size": 1, "sequence_parallel": False} | fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,17 +121,21 @@ def config(**fields: Any) -> SimpleNamespace:
         ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
         ({"fp4": "e2m1"}, 128),
+        ({"tensor_model_parallel_size": 2}, 1),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+        (
+            {
+                **{"tensor_model_parallel_size": 2, "sequence_parallel": True},
+                **{"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+            },
+            64,
+        ),
     ],
 )
-def test_the_multiple_is_megatrons(fields: dict[str, Any], multiple: int) -> None:
-    assert quantized_token_multiple(config(**fields)) == multiple
-
-
-def test_every_sequence_parallel_part_divides() -> None:
-    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    assert token_multiple(config(**parallel | {"sequence_parallel": False})) == 1
-    assert token_multiple(config(**parallel)) == 2
-    assert token_multiple(config(**parallel, fp8="e4m3", fp8_recipe="mxfp8")) == 64
+def test_the_multiple_is_megatrons_in_every_sequence_parallel_part(
+    fields: dict[str, Any], multiple: int
+) -> None:
+    assert token_multiple(config(**fields)) == multiple
 
 
 def _arguments(dense_up_to: str, **others: Any) -> Namespace:

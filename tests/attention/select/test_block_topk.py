@@ -23,7 +23,6 @@ from sparsebalance_megatron.attention.select.ranking import Ranking
 GRANULARITIES = tuple(
     name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
 )
-PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
 
@@ -38,26 +37,6 @@ def _ranking(
     selector = selector_named(granularity, first_blocks=first_blocks)
     layout = packed_layout(cu_seqlens, BLOCK, "cpu")
     return ranked(selector, inputs, layout, softmax_scale=0.3, **options)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("cu_seqlens", PACKINGS)
-@pytest.mark.parametrize(("budget", "first_blocks"), [(1, 1), (2, 0), (3, 0), (3, 1), (16, 3)])
-def test_selection_is_mobas_besides_first_blocks(
-    granularity: str, cu_seqlens: list[int], budget: int, first_blocks: int
-) -> None:
-    inputs = drawn(cu_seqlens[-1], 4, 2)
-    ranking = _ranking(
-        granularity, inputs, cu_seqlens, max_budget=max(2, budget), first_blocks=first_blocks
-    )
-    budgets_S = torch.full((len(cu_seqlens) - 1,), budget, dtype=torch.int32)
-    budgets_S[-1] = 2
-    selection = selector_named(granularity).select(ranking, budgets_S)
-    expected = oracle.moba_lists(
-        *inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity, first_blocks
-    )
-    assert listed(selection.indices_QCK, selection.counts_QC) == expected
-    assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
 
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -103,6 +82,7 @@ def test_chunks_give_what_the_definition_gives(
         )
     selector = selector_named(granularity)
     selection = selector.select(ranking, torch.full((len(lengths),), places))
+    assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
     found = listed(selection.indices_QCK, selection.counts_QC)
     expected = oracle.moba_lists(
         *inputs, cu_seqlens, BLOCK, [places] * len(lengths), granularity, first_blocks
@@ -127,19 +107,6 @@ def test_chunks_give_what_the_definition_gives(
         torch.testing.assert_close(
             curves_SK[:, budget - 1], torch.tensor(covered), atol=COVERAGE_ROUNDING, rtol=0
         )
-
-
-def test_narrow_lists_are_the_wide_ones_cut() -> None:
-    selector, inputs, cu_seqlens = selector_named("token-kv-head"), drawn(90, 4, 2), [0, 50, 90]
-    wide = _ranking("token-kv-head", inputs, cu_seqlens)
-    narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
-    assert narrow.indices_QCK.shape[2] == 3
-    assert torch.equal(narrow.indices_QCK, wide.indices_QCK[..., :3])
-    budgets_S = torch.tensor([3, 2])
-    counts = [selector.select(ranking, budgets_S).counts_QC for ranking in (wide, narrow)]
-    assert torch.equal(*counts)
-    capped = selector.select(narrow, torch.tensor([9, 9]))
-    assert capped.counts_QC.max() == 3
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0, -0.0])

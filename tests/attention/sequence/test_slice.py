@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, assert_identical, listed, make_case
+from attention.cases import SCALE, assert_identical, make_case
 from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.attention import tokens_of_members
 
@@ -24,11 +24,6 @@ def dealt(
 ) -> SequenceSlice:
     group = SequenceGroup(member=member, members=members)
     return SequenceSlice.dealt(cu_seqlens, group, block_size=block)
-
-
-def _lists(selection: Selection) -> list[list[int]]:
-    """Lists of all rows, the heads of a row side by side."""
-    return list(listed(selection.indices_QCK, selection.counts_QC).values())
 
 
 def test_blocks_are_dealt_on_over_documents() -> None:
@@ -96,44 +91,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     for member in (-1, 2):
         with pytest.raises(ValueError, match=f"member {member}: the group has 0 to 1"):
             SequenceGroup(member=member, members=2)
-
-
-@settings(max_examples=25)
-@given(sliced_sequences(), st.sampled_from(["previous-block", "token-kv-head", "token-query-head"]))
-def test_parts_of_lists_hold_what_members_hold(
-    slices: list[SequenceSlice], granularity: str
-) -> None:
-    """In order, nothing lost, nothing twice, the own block known where it is."""
-    cu_seqlens = list(slices[0].cu_seqlens)
-    case = make_case(
-        cu_seqlens,
-        [1 + s % 4 for s in range(len(cu_seqlens) - 1)],
-        block=BLOCK,
-        head_dim=4,
-        granularity=granularity,
-    )
-    # Past a list's end anything may lie.
-    past = torch.arange(case.selection.indices_QCK.shape[2]) >= case.selection.counts_QC[..., None]
-    case.selection.indices_QCK[past] = torch.iinfo(case.selection.indices_QCK.dtype).min
-    for member, held in enumerate(slices):
-        local = local_selection(case.selection, held)
-        rows = held.tokens_T if local.by_token else held.layouts.own_block_N
-        heads, everything = local.counts_QC.shape[1], _lists(case.selection)
-        whole = [
-            each for row in rows.tolist() for each in everything[row * heads : (row + 1) * heads]
-        ]
-        assert _lists(local) == whole
-        for holder in range(len(slices)):
-            blocks = held.blocks_W[holder].tolist()
-            part = held_by(holder, local, held)
-            expected = [[blocks.index(n) for n in one if n in blocks] for one in whole]
-            assert _lists(part) == expected
-            assert part.kv_layout is held.layout_of(holder)
-            assert part.own_block_N.tolist() == (
-                list(range(len(blocks)))
-                if holder == member
-                else [-1] * len(held.layouts.own_block_N)
-            )
 
 
 def test_parts_are_cut_without_reading_the_device() -> None:

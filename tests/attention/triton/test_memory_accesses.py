@@ -10,7 +10,6 @@ store to the same place, which the data decide.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,27 +159,15 @@ def _layer(selection: str, lengths: list[int], head_dim: int) -> None:
     ("lengths", "head_dim"), [([0, 83], 16), ([0, 1, 20, 36, 90], 20)], ids=["one", "several"]
 )
 @pytest.mark.parametrize("selection", sorted(SELECTORS))
+@pytest.mark.usefixtures("accesses")
 def test_programs_stay_in_their_tensors_and_meet_nowhere(
-    selection: str, lengths: list[int], head_dim: int, accesses: _Accesses
+    selection: str, lengths: list[int], head_dim: int
 ) -> None:
     _layer(selection, lengths, head_dim)
 
 
-@pytest.mark.parametrize(
-    "module", [token_kernels, index, router_kernels], ids=["rows", "index", "router"]
-)
-def test_a_missing_barrier_is_found(
-    module: Any, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Changes one module; the others keep theirs."""
-    files = {module.__file__}
-
-    def missing(self: Any) -> None:
-        frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_filename not in files:
-            frame = frame.f_back
-        accesses.barriers += frame is None
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", missing)
+@pytest.mark.usefixtures("accesses")
+def test_missing_barriers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", lambda _: None)
     with pytest.raises(Exception, match="since the last barrier"):
         _layer("token-query-head", [0, 83], 16)
