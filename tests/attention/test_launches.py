@@ -39,6 +39,12 @@ MOST_PARTIAL_BYTES = 528 << 20
 """512 MiB, and what a row knows beside its sums."""
 
 
+def _drawn(tokens: int, *heads: int) -> list[Tensor]:
+    """Tensors of fake CUDA, for each number of heads."""
+    how = {"dtype": torch.bfloat16, "device": CUDA}
+    return [torch.empty(tokens, each, 128, **how) for each in heads]
+
+
 def _attention(selection: str) -> BudgetedCoreAttention:
     chosen = SparseBalanceConfig(
         block_size=256, base_budget=32, selection=selection, coverage_threshold=0.1
@@ -62,10 +68,7 @@ def _layer(
             max_budgets=(32,),
             observe=True,
         )
-        q, k, v, dout = (
-            torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=CUDA)
-            for heads in (query_heads, 8, 8, query_heads)
-        )
+        q, k, v, dout = _drawn(tokens, query_heads, 8, 8, query_heads)
         # The grid of budgets is copied once in a layer's life.
         attention._grid_and_base_on(q)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
@@ -104,9 +107,7 @@ def test_columns_are_chosen_and_observed_in_few_launches() -> None:
     tokens, launches, peak = 65536, Launches(), PeakMemory()
     with fake_cuda(), peak, launches:
         layout = packed_layout([0, tokens], 256, CUDA)
-        q, k = (
-            torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (16, 2)
-        )
+        q, k = _drawn(tokens, 16, 2)
         VERTICAL_SLASH.rank(
             q,
             VERTICAL_SLASH.summaries(q, k, layout),
@@ -131,10 +132,7 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
             observe=True,
             budgets_on_host_LS=np.full((1, len(tokens)), 32),
         )
-        q, k, v, dout = (
-            torch.empty(sum(tokens), heads, 128, dtype=torch.bfloat16, device=CUDA)
-            for heads in (32, 8, 8, 32)
-        )
+        q, k, v, dout = _drawn(sum(tokens), 32, 8, 8, 32)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
             attention._attend(q, k, v, context, None)
             lists = Selection.of_documents(context.layout)

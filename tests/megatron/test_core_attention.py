@@ -100,17 +100,21 @@ def assert_dense(out: torch.Tensor, qkv: tuple[torch.Tensor, ...], boundaries) -
     assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
 
 
+def lists_of(layer: BudgetedCoreAttention) -> list[Any]:
+    """Grows by what the layer selects."""
+    lists, select = [], layer.select
+    layer.select = lambda *given: lists.append(select(*given)) or lists[-1]
+    return lists
+
+
 def test_each_layer_executes_its_own_planned_budgets() -> None:
     """Far below, and above, the base budget; coverage is that of the lists that were made."""
     q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
     budgets_LS = np.array([[3, 3, 3], [1, 2, 9]])
     params = params_of(budgets_LS)
     for layer, budgets_S in enumerate(budgets_LS.tolist()):
-        module, lists = attention(layer=layer + 1), []
-        select = module.select
-        module.select = lambda *how, select=select, lists=lists: (
-            lists.append(select(*how)) or lists[-1]
-        )
+        module = attention(layer=layer + 1)
+        lists = lists_of(module)
         module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
         layout = params.micro_batch.layout
         most_S = [
@@ -233,9 +237,8 @@ def _output_and_gradients(
     params: BudgetedPackedSeqParams, **how: Any
 ) -> tuple[list[torch.Tensor], list[Any]]:
     leaves = [x.clone().requires_grad_() for x in packed_qkv(sum(COVERED_FIRST))]
-    layer, lists = attention(**how), []
-    select = layer.select
-    layer.select = lambda *given: lists.append(select(*given)) or lists[-1]
+    layer = attention(**how)
+    lists = lists_of(layer)
     out = layer(*leaves, None, packed_seq_params=params)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)], lists

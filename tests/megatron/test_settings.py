@@ -72,20 +72,24 @@ def test_an_expert_group_is_neighbouring_data_parallel_ranks(
     assert expert_group_ranks(transformer_config) == ranks
 
 
+EXPERTS = {
+    **{"num_layers": 4, "ffn_hidden_size": 256, "moe_ffn_hidden_size": 64},
+    **{"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None},
+    **{"num_moe_experts": 8, "moe_layer_freq": 1},
+}
+
+
 def test_experts_are_those_of_the_layers_that_have_them() -> None:
-    sizes = {"num_layers": 4, "ffn_hidden_size": 256, "moe_ffn_hidden_size": 64}
-    routing = {"moe_router_topk": 2, "moe_shared_expert_intermediate_size": None}
-    plain = SimpleNamespace(num_moe_experts=8, moe_layer_freq=1, **sizes, **routing)
     shape = ExpertShape(experts=8, top_k=2, ffn_hidden_size=64)
-    assert expert_shape(plain) == shape
+    assert expert_shape(SimpleNamespace(**EXPERTS)) == shape
     for pattern, share in ((2, 0.5), (3, 0.5), ([0, 1, 1, 1], 0.75)):
-        some = SimpleNamespace(**vars(plain) | {"moe_layer_freq": pattern})
+        some = SimpleNamespace(**EXPERTS | {"moe_layer_freq": pattern})
         assert expert_shape(some) == replace(shape, layers_share=share)
     shared = {"moe_shared_expert_intermediate_size": 96, "moe_ffn_hidden_size": None}
-    found = expert_shape(SimpleNamespace(**vars(plain) | shared))
+    found = expert_shape(SimpleNamespace(**EXPERTS | shared))
     assert found == replace(shape, ffn_hidden_size=256, shared_ffn_hidden_size=96)
     assert expert_shape(SimpleNamespace(num_moe_experts=None)) is None
-    assert expert_shape(SimpleNamespace(**vars(plain) | {"moe_layer_freq": [0] * 4})) is None
+    assert expert_shape(SimpleNamespace(**EXPERTS | {"moe_layer_freq": [0] * 4})) is None
 
 
 @pytest.mark.parametrize(
@@ -96,10 +100,8 @@ def test_experts_are_those_of_the_layers_that_have_them() -> None:
     ],
 )
 def test_experts_that_cannot_be_are_refused(differs: dict[str, Any], complaint: str) -> None:
-    model = {"num_layers": 4, "num_moe_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2}
-    model |= {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": None}
     with pytest.raises(ConfigError, match=complaint):
-        expert_shape(SimpleNamespace(**model | differs))
+        expert_shape(SimpleNamespace(**EXPERTS | differs))
 
 
 def config(**fields: Any) -> SimpleNamespace:

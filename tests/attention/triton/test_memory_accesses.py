@@ -94,22 +94,17 @@ class _Accesses:
 def accesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Accesses]:
     """Watches every launch."""
     found, builder = _Accesses(), interpreter.InterpreterBuilder
-    load, store, atomic = (
-        getattr(builder, f"create_{name}") for name in ("masked_load", "masked_store", "atomic_rmw")
-    )
     set_grid, copied = builder.set_grid_idx, interpreter.GridExecutor._init_args_hst
 
-    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        found.touch(pointers.data, mask.data, kind="load")
-        return load(self, pointers, mask, *rest)
+    def watch(name: str, kind: str, pointers_at: int, mask_at: int) -> None:
+        """Note what an operation touches by its arguments at two places."""
+        operation = getattr(builder, name)
 
-    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        found.touch(pointers.data, mask.data, kind="store")
-        return store(self, pointers, value, mask, *rest)
+        def watched(self: Any, *given: Any) -> Any:
+            found.touch(given[pointers_at].data, given[mask_at].data, kind=kind)
+            return operation(self, *given)
 
-    def watched_atomic(self: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any):
-        found.touch(pointers.data, mask.data, kind="atomic")
-        return atomic(self, kind, pointers, value, mask, *rest)
+        monkeypatch.setattr(builder, name, watched)
 
     def next_program(self: Any, *place: int) -> None:
         found.program += 1
@@ -124,14 +119,11 @@ def accesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Accesses]:
     def barrier(self: Any) -> None:
         found.barriers += 1
 
-    for name, watched in {
-        "create_masked_load": watched_load,
-        "create_masked_store": watched_store,
-        "create_atomic_rmw": watched_atomic,
-        "set_grid_idx": next_program,
-        "create_barrier": barrier,
-    }.items():
-        monkeypatch.setattr(builder, name, watched)
+    watch("create_masked_load", "load", 0, 1)
+    watch("create_masked_store", "store", 0, 2)
+    watch("create_atomic_rmw", "atomic", 1, 3)
+    monkeypatch.setattr(builder, "set_grid_idx", next_program)
+    monkeypatch.setattr(builder, "create_barrier", barrier)
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
     # Several programs, launches and tiles of everything, at sizes that the interpreter can take.
     monkeypatch.setattr(index, "FEWEST_TILE_READERS", 16)
