@@ -284,9 +284,10 @@ RESULTS = [
 
 EIGHT_HEADS = {"heads": 8, "kv_heads": 2}
 FULL_TILES = [
-    (
+    pytest.param(
         *(kind, [0, 700, 701, 1500], [3, 1, 2]),
         {"block": block, "head_dim": dim, "value_dim": dim, "dtype": dtype, **EIGHT_HEADS},
+        id=f"full_tiles-{kind}-{block}-{dim}-{dtype}",
     )
     for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
     for block in (64, 128, 256)
