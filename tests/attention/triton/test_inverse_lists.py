@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of every KV block against loops, and how far their lists are cut."""
+"""Readers of every KV block, and the items their lists are cut into, against loops."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import listed
+from attention.cases import drawn, listed, on_device, ranked
+from attention.sequence.slices import local_selection, slices_of
 from attention.triton.where import DEVICE, pytestmark  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.kernels.triton import index
 from sparsebalance_megatron.attention.kernels.triton.index import (
@@ -16,9 +20,24 @@ from sparsebalance_megatron.attention.kernels.triton.index import (
     readers_of,
 )
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.exchange import held_by
 
 PLENTY = 1 << 20
+
+
+@st.composite
+def _selections(draw: st.DrawFn) -> Selection:
+    """Random lists; where drawn, every query block also reads its document's first block."""
+    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
+    layout = packed_layout([0, *itertools.accumulate(lengths)], 4, "cpu")
+    kv_heads, seed = draw(st.integers(1, 3)), draw(st.integers(0, 1000))
+    selector = selector_named("previous-block", first_blocks=draw(st.integers(0, 1)))
+    qk = drawn(layout.tokens, kv_heads, kv_heads, seed=seed)
+    ranking = ranked(selector, qk, layout, max_budget=max(budgets))
+    return selector.select(ranking, torch.tensor(budgets))
 
 
 def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
@@ -29,6 +48,46 @@ def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
         for number in numbers:
             readers[head // shared * blocks + number].append(row * shared + head % shared)
     return readers
+
+
+@given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
+@settings(max_examples=8)
+def test_lists_and_items_are_as_defined(
+    selection: Selection, wanted_items: int, member: int
+) -> None:
+    """Where drawn, a member of a context group asks, and its own or another one's keys are read."""
+    blocks, layout = selection.kv_layout.blocks, selection.kv_layout
+    if member and blocks > 1:
+        slices = slices_of(layout.cu_seqlens, np.arange(blocks) % 2, 2, layout.block_size)
+        held = slices[member % 2]
+        selection = held_by(member // 2, local_selection(selection, held), held)
+    kv_heads = selection.counts_QC.shape[1]
+    lists = inverse_lists(
+        on_device(selection, DEVICE), kv_heads, wanted_items=wanted_items, most_cut_items=PLENTY
+    )
+    expected = _expected(selection, kv_heads)
+    bounds = lists.entries.bounds_J[:: lists.entries.tiles].tolist()
+    assert [
+        lists.entries.readers_E[a:b].tolist() for a, b in itertools.pairwise(bounds)
+    ] == expected
+
+    most = lists.entries_per_item
+    assert 1 <= most <= 4 * selection.indices_QCK.shape[2]
+    parts = [max(1, -(-len(readers) // most)) for readers in expected]
+    counts, first_slots = lists.list_2U.tolist()
+    assert counts[: len(parts)] == parts
+    assert sum(count for count in parts if count > 1) <= lists.cut_items
+    item_lists, item_parts, item_slots = lists.item_3I.tolist()
+    items = list(zip(item_lists, item_parts, strict=True))
+    existing = [item for item in items if item[0] >= 0]
+    assert items[: len(existing)] == existing
+    assert sorted(existing) == [(u, part) for u, n in enumerate(parts) for part in range(n)]
+    # The second pass finds a cut list's results side by side.
+    slots = item_slots[: len(existing)]
+    cut = [slot for slot in slots if slot >= 0]
+    assert sorted(cut) == list(range(len(cut)))
+    for (number, part), slot in zip(existing, slots, strict=True):
+        assert slot == (first_slots[number] + part if parts[number] > 1 else -1)
 
 
 def test_a_block_that_all_read_is_cut_as_memory_allows() -> None:
