@@ -55,7 +55,10 @@ def test_every_kernel_on_the_cpu() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "file",
-    sorted({"test_memory_accesses.py", *(test.partition("::")[0] for test in PER_PUSH)}),
+    sorted(
+        {"test_memory_accesses.py", "test_self_check_mutants.py"}
+        | {test.partition("::")[0] for test in PER_PUSH}
+    ),
 )
 def test_kernels_on_the_cpu(file: str) -> None:
     run_interpreted(file)

@@ -36,8 +36,8 @@ BLOCK = 8
 SELECTIONS = ["token-query-head", "token-kv-head", "previous-block"]
 ROUTERS: tuple[Router, Router] = ("triton", "torch")
 LONG = [
-    ([0, 100, 2000, 2001, 8000], 20, 1, torch.bfloat16, 0.02),
-    ([0, 1024 * BLOCK], 20, 1, torch.bfloat16, 0.02),
+    ([0, 100, 2000, 2001, 8000], 20, 1, torch.bfloat16),
+    ([0, 1024 * BLOCK], 20, 1, torch.bfloat16),
 ]
 """Up to 1,024 blocks, of which four warps sort a row."""
 
@@ -102,12 +102,12 @@ def test_means_are_the_same(cu_seqlens: list[int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.parametrize(
-    ("cu_seqlens", "max_budget", "first_blocks", "dtype", "softmax_scale"),
+    ("cu_seqlens", "max_budget", "first_blocks", "dtype"),
     [
-        ([0, 53], 3, 0, torch.float32, 0.02),
-        ([0, 53], 3, 1, torch.float32, 3.0),
-        ([0, 21, 29, 70, 71], 17, 3, torch.bfloat16, 0.02),
-        ([0, 1], 1, 1, torch.float16, 0.02),
+        ([0, 53], 3, 0, torch.float32),
+        ([0, 53], 3, 1, torch.float32),
+        ([0, 21, 29, 70, 71], 17, 3, torch.bfloat16),
+        ([0, 1], 1, 1, torch.float16),
         *(LONG if DEVICE == "cuda" else ()),
     ],
 )
@@ -118,14 +118,12 @@ def test_lists_and_mass_are_those_of_torch(
     max_budget: int,
     first_blocks: int,
     dtype: torch.dtype,
-    softmax_scale: float,
     observe: bool,
 ) -> None:
-    """A large scale tells from a softmax that takes its peak out of one that does not."""
     layout = packed_layout(cu_seqlens, BLOCK, DEVICE)
     q_THD, k_TGD = (x.to(dtype) for x in _inputs(layout.tokens))
-    how = {"max_budget": max_budget, "first_blocks": first_blocks, "softmax_scale": softmax_scale}
-    _as_by_torch(selection, (q_THD, k_TGD), layout, observe=observe, **how)
+    how = {"max_budget": max_budget, "observe": observe, "first_blocks": first_blocks}
+    _as_by_torch(selection, (q_THD, k_TGD), layout, **how)
 
 
 @pytest.mark.parametrize("observe", [False, True])
@@ -148,6 +146,31 @@ def test_long_rows_are_cut_into_runs(max_budget: int, monkeypatch: pytest.Monkey
     layout = packed_layout([0, 20 * BLOCK], BLOCK, DEVICE)
     inputs = _inputs(layout.tokens, 1, 1)
     _as_by_torch("previous-block", inputs, layout, max_budget=max_budget, observe=False)
+
+
+def test_mass_of_real_numbers_is_as_exact_as_torchs() -> None:
+    """Against a softmax in float64 that is sorted whole."""
+    blocks = 20
+    layout = packed_layout([0, blocks * BLOCK], BLOCK, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    q_THD, k_TGD = (
+        torch.randn(layout.tokens, 1, 16, generator=generator).to(DEVICE) for _ in range(2)
+    )
+    keys_NGD = k_TGD.double().unflatten(0, (blocks, BLOCK)).mean(1)
+    scores_GNN = torch.einsum("ngd,mgd->gnm", q_THD[::BLOCK].double(), keys_NGD) * 3.0
+    own_NN = torch.eye(blocks, device=DEVICE).bool()
+    mass_GNN = scores_GNN.masked_fill(own_NN.cumsum(0) == 0, -torch.inf).softmax(-1)
+    others_GNN = mass_GNN.masked_fill(own_NN, 0.0).sort(-1, descending=True).values
+    own_GN1 = mass_GNN.diagonal(dim1=1, dim2=2)[:, :, None]
+    expected_K = BLOCK * torch.cat([own_GN1, others_GNN[:, :, :-1]], -1).sum((0, 1))
+    errors = []
+    for router in ROUTERS:
+        options = {"max_budget": 4, "observe": True, "softmax_scale": 3.0}
+        mass_SK = _ranked("previous-block", router, (q_THD, k_TGD), layout, **options).mass_SK
+        assert mass_SK is not None
+        errors.append(float((mass_SK[0] - expected_K).abs().max()))
+    few_roundings = 8 * torch.finfo(torch.float32).eps * float(expected_K.max())
+    assert errors[0] <= 2 * errors[1] + few_roundings
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -197,6 +220,14 @@ def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) 
         for selector in (_selector(selection, router) for router in ROUTERS)
     )
     _assert_same(kernel, plain)
+
+
+def test_programs_take_as_many_keys_as_their_threads_hold() -> None:
+    for columns, places, observe in itertools.product((1, 16, 17, 1024), (1, 64, 1000), (0, 1)):
+        shape = router_kernels.launch_shape(columns, places, observe=bool(observe))
+        assert shape["TAKEN"] <= shape["COLUMNS"] < 2 * max(columns, 16)
+        assert shape["TAKEN"] >= (columns if observe else min(columns, places))
+        assert shape["TILE_ROWS"] * shape["COLUMNS"] <= 8 * 32 * shape["num_warps"]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="kernels are interpreted")
