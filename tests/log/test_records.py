@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import PREDICTED, step_line
 from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, planned_step
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
@@ -18,7 +17,6 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
-    DamagedLineError,
     RankStep,
     Record,
     StepRecord,
@@ -114,54 +112,6 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
     assert step.figures.busiest_rank_ms_measured is None
     np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
-
-
-@pytest.mark.parametrize(
-    ("cp_sizes", "possible"),
-    [
-        ([[2], [2], [1], [1], [1]], True),
-        ([[1], [2], [2], [1]], False),
-        ([[3], [3], [3]], False),
-        ([[0], [1]], False),
-        ([[1.5], [1]], False),
-        ([[1, 1], [1, 1]], False),
-        ("two", False),
-    ],
-)
-def test_groups_are_powers_of_two_at_multiples_of_their_size(cp_sizes: Any, possible: bool) -> None:
-    ranks = len(cp_sizes)
-    times_2RPVM = np.ones((2, ranks, 1, 1, 1)).tolist()
-    line = step_line(
-        2,
-        cp_sizes_RM=cp_sizes,
-        segments_RM=[[1]] * ranks,
-        device_slowness_RP=[[1.0]] * ranks,
-        predicted=PREDICTED | {"times_2RPVM": times_2RPVM},
-        measured={"times_2RPVM": times_2RPVM, "schedule_ms": [[1.0]] * ranks},
-    )
-    if possible:
-        assert step_from(line).cp_sizes_RM.max() == 2
-    else:
-        with pytest.raises(DamagedLineError, match="cp_sizes"):
-            step_from(line)
-
-
-@pytest.mark.parametrize(
-    ("segments", "possible"),
-    [
-        ([[2, 1], [1, 3]], True),
-        ([[2, 1]], False),
-        ([[2, 1], [1]], False),
-        ([[2, 1], [1, 0]], False),
-    ],
-)
-def test_segments_are_of_every_micro_batch(segments: Any, possible: bool) -> None:
-    line = step_line(2, segments_RM=segments)
-    if possible:
-        assert step_from(line).segments_RM.tolist() == segments
-    else:
-        with pytest.raises(DamagedLineError, match="segments_RM"):
-            step_from(line)
 
 
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
