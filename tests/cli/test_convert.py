@@ -244,19 +244,6 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(
     assert (exact - dense).abs().max() > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("variant", TRAINED)
-def test_conversion_reports_what_it_did(variant: str, work: Work) -> None:
-    printed = succeeded(work.before[f"convert {variant}"])
-    weights = dict(tiny_model(variant).named_parameters())
-    numbers = sum(weight.numel() for weight in weights.values())
-    assert f": {len(weights)} tensors of Hugging Face, " in printed
-    assert f"{numbers:,} numbers of float32\n" in printed
-    assert f"{VOCABULARY} rows, {PADDING_ROWS[variant]} more of zeros" in printed
-    assert (work.checkpoint(variant) / "model_args.sh").read_text() in printed
-    tracker = work.checkpoint(variant) / "latest_checkpointed_iteration.txt"
-    assert tracker.read_text() == "release"
-
-
 def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
     """Transformer Engine fuses norms into linear layers; Megatron's names in files say so."""
     metadata = FileSystemReader(work.checkpoint("llama-llama3") / "release").read_metadata()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts add up to steps, changes to the difference, and what differs between runs is named."""
+"""Numbers by hand; parts add up to steps, changes to the difference; what differs is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from record_cases import header_of, step_record
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.log.reader import RunLog
-from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.view.report.numbers import compare, explain, split_time, summarize
 from sparsebalance_megatron.view.report.words import settings_that_differ
 
@@ -37,13 +37,6 @@ def step(
     return step_record(iteration, **(values | changes))
 
 
-def test_the_split_of_a_mean_step() -> None:
-    split = split_time([step(1, 80, 15, 5), step(2, 60, 35, 5)])
-    assert split is not None
-    assert (split.compute_ms, split.waiting_ms, split.rest_ms) == (70.0, 25.0, 5.0)
-    assert split.step_ms == 100.0
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -53,11 +46,13 @@ def test_the_split_of_a_mean_step() -> None:
     ],
 )
 def test_steps_without_a_part_are_left_out(missing: dict[str, Any]) -> None:
-    unknown = step(2, 1, 1, 1, **missing)
-    split = split_time([step(1, 80, 15, 5), unknown])
-    assert split == split_time([step(1, 80, 15, 5)])
+    unknown = step(3, 1, 1, 1, **missing)
+    split = split_time([step(1, 80, 15, 5), step(2, 60, 35, 5), unknown])
+    assert split is not None
+    assert (split.compute_ms, split.waiting_ms, split.rest_ms) == (70.0, 25.0, 5.0)
+    assert split.step_ms == 100.0
     assert split_time([unknown]) is None
-    assert explain([(unknown, step(2, 1, 1, 1))]) is None
+    assert explain([(unknown, step(3, 1, 1, 1))]) is None
 
 
 def test_less_attention_less_waiting_and_the_machine_are_told_apart() -> None:
@@ -115,18 +110,75 @@ def test_coverage_gained_is_weighed_by_tokens() -> None:
     assert summarize([covered(5, None)]).figures["coverage_gained_by_token"] is None
 
 
-def log(name: str, **changes: Any) -> RunLog:
-    job = replace(job_shape(2, 2), **changes.pop("job", {}))
-    header = structs.replace(header_of(job), **changes)
-    return RunLog(directory=Path(name), header=header, steps=(), problems=())
+def log(name: str, *steps: StepRecord, header: RunHeader | None = None) -> RunLog:
+    return RunLog(directory=Path(name), header=header, steps=steps, problems=())
+
+
+def with_header(name: str, data_parallel_size: int = 2, **changes: Any) -> RunLog:
+    job = replace(job_shape(2, 2), data_parallel_size=data_parallel_size)
+    return log(name, header=structs.replace(header_of(job), **changes))
+
+
+@pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
+def test_warm_up(steps: int, skipped: int) -> None:
+    times_ms = [1000.0] * skipped + [10.0] * (steps - skipped)
+    run = summarize([step_record(i + 1, iteration_ms=ms) for i, ms in enumerate(times_ms)])
+    assert (run.iteration_ms_median, run.warm_up_steps) == (10.0, skipped)
+
+
+def test_numbers_of_a_run() -> None:
+    """What was not measured is None and not 0."""
+    run = summarize(
+        [
+            step_record(1, lm_loss=9.5, figures={"lower_bound_ms": 60.0, "work_ratio": None}),
+            step_record(2, figures={"coverage": 0.5, "work_ratio": None}, iteration_ms=110.0),
+            step_record(3, figures={"imbalance": 1.5, "work_ratio": None}),
+            step_record(4, lm_loss=8.25, figures={"imbalance": 1.25, "work_ratio": None}),
+        ]
+    )
+    assert run.iteration_ms_median == 100.0
+    assert (run.loss_first, run.loss_last) == (9.5, 8.25)
+    assert run.figures["imbalance"] == pytest.approx(1.125), "the median"
+    assert run.figures["coverage"] == pytest.approx(0.6875), "the mean"
+    assert run.figures["lower_bound_ms"] == 70.0
+    assert run.figures["work_ratio"] is None
+    unmeasured = summarize([step_record(1, iteration_ms=None, lm_loss=None)])
+    assert (unmeasured.iteration_ms_median, unmeasured.loss_first) == (None, None)
+    assert unmeasured.loss_last is None
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "speedup", "problem"),
+    [
+        ({1: None, 2: 100, 3: 200, 4: 300}, {1: None, 2: 50, 3: 160, 4: 100}, 600 / 310, ""),
+        # Pairs are of the same iteration.
+        ({1: 100, 2: 100, 3: 900}, {1: 100, 3: 300}, 1000 / 400, "3 steps in slow, 2 in fast"),
+        # 65 ms stands for a step of other samples, of which there is no speedup.
+        ({1: 100, 2: 100}, {1: 100, 2: 65}, None, "differ in 1 of 2 steps, first in iteration 2"),
+    ],
+)
+def test_speedup_of_all_steps(
+    slow: dict[int, float], fast: dict[int, float], speedup: float | None, problem: str
+) -> None:
+    logs = []
+    for name, times_ms in (("slow", slow), ("fast", fast)):
+        steps = [
+            step_record(i, iteration_ms=ms, tokens=64 + (ms == 65)) for i, ms in times_ms.items()
+        ]
+        logs.append(log(name, *steps))
+    found = compare(*logs)
+    assert found.speedup == (None if speedup is None else pytest.approx(speedup))
+    assert problem in "".join(found.problems) and bool(problem) == bool(found.problems)
 
 
 def test_what_differs_is_named() -> None:
     config = {"block_size": 128, "tuning": "off", "log_dir": "a"}
-    before, after = log("a", config=config), log("b", config=config | {"log_dir": "b"})
+    before = with_header("a", config=config)
+    after = with_header("b", config=config | {"log_dir": "b"})
     assert compare(before, after).differences == ()
     assert settings_that_differ(compare(before, after)) == []
-    other = log("b", config=config | {"block_size": 256}, job={"data_parallel_size": 7})
+    assert compare(log("a"), after).differences == (), "nothing is known of a"
+    other = with_header("b", 7, config=config | {"block_size": 256})
     (sentence,) = settings_that_differ(compare(before, other))
     assert "block size 128 in the baseline, 256 in the run" in sentence
     assert "data parallel size " in sentence and "7 in the run" in sentence
@@ -137,9 +189,4 @@ def test_other_models_or_data_are_refused(name: str, value: Any) -> None:
     with pytest.raises(
         ConfigError, match=f"a and b trained other models or data: {name.replace('_', ' ')} "
     ):
-        compare(log("a"), log("b", **{name: value}))
-
-
-def test_without_headers_nothing_is_known() -> None:
-    bare = RunLog(directory=Path("a"), header=None, steps=(), problems=())
-    assert compare(bare, log("b", seq_length=3)).differences == ()
+        compare(with_header("a"), with_header("b", **{name: value}))

@@ -111,26 +111,32 @@ def test_nothing_is_drawn_of_times_that_are_missing() -> None:
     assert measured_timeline(times(np.ones((1, 2, 1, 2))), {}) is None
 
 
-def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
-    found = measured_timeline(
-        times(np.ones((2, 1, 1, 1))),
-        {
-            (0, 0): rank_step(100.002, span("forward", 1.0, 2.0)),
-            (1, 0): rank_step(100.0, span("forward", 0.5, 3.0), span("backward", 3.0, 4.0)),
-        },
-    )
+CLOCKS_DISAGREE = "the wall clocks of ranks disagree: all are drawn from the step's start"
+
+
+@pytest.mark.parametrize(
+    ("later_s", "shift_ms", "remarks"),
+    [(0.002, 2.0, ()), (7200.0, 0.0, (CLOCKS_DISAGREE,)), (-7200.0, 0.0, (CLOCKS_DISAGREE,))],
+)
+def test_spans_are_set_side_by_side_by_wall_clocks_that_agree(
+    later_s: float, shift_ms: float, remarks: tuple[str, ...]
+) -> None:
+    """One that was set in the middle of a step moves no bar."""
+    logged = {
+        (0, 0): rank_step(100.0 + later_s, span("forward", 1.0, 2.0)),
+        (1, 0): rank_step(100.0, span("forward", 0.5, 3.0), span("backward", 3.0, 4.0)),
+    }
+    found = measured_timeline(times(np.ones((2, 1, 1, 1))), logged)
     assert found is not None
     starts = [
         (place, span.direction, span.start_ms, span.end_ms)
         for place, spans in found.spans.items()
         for span in spans
     ]
-    assert starts == [
-        ((0, 0), "forward", pytest.approx(3.0, abs=1e-3), pytest.approx(4.0, abs=1e-3)),
-        ((1, 0), "forward", 0.5, 3.0),
-        ((1, 0), "backward", 3.0, 4.0),
-    ]
-    assert found.remarks == ()
+    moved_ms = pytest.approx((1.0 + shift_ms, 2.0 + shift_ms), abs=1e-3)
+    assert starts[0][:2] == ((0, 0), "forward") and starts[0][2:] == moved_ms
+    assert starts[1:] == [((1, 0), "forward", 0.5, 3.0), ((1, 0), "backward", 3.0, 4.0)]
+    assert found.remarks == remarks
 
 
 def test_waiting_within_layers_is_no_computing() -> None:
@@ -150,20 +156,6 @@ def test_waiting_within_layers_is_no_computing() -> None:
     predicted = predicted_timeline(record)
     assert predicted is not None
     assert predicted.busy_share == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float) -> None:
-    steps = {
-        (0, 0): rank_step(100.0, span("forward", 1.0, 2.0)),
-        (1, 0): rank_step(100.0 + jump_s, span("forward", 0.5, 3.0)),
-    }
-    found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
-    assert found is not None
-    assert [spans[0][3:5] for spans in found.spans.values()] == [(1.0, 2.0), (0.5, 3.0)]
-    assert found.remarks == (
-        "the wall clocks of ranks disagree: all are drawn from the step's start",
-    )
 
 
 def test_ranks_that_shared_a_segment_begin_it_together() -> None:
