@@ -27,14 +27,14 @@ from sparsebalance_megatron.data.samples import (
 )
 from sparsebalance_megatron.errors import DataError
 
-NOTHING = {
-    **{"data_path": (), "data_args_path": None, "per_split_data_args_path": None},
-    **dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path"), ()),
-}
+NAMES_OF_FLAGS = (
+    *("data_path", "data_args_path", "per_split_data_args_path"),
+    *("train_data_path", "valid_data_path", "test_data_path"),
+)
 
 
 def flags(**given: object) -> Namespace:
-    return Namespace(**(NOTHING | given))
+    return Namespace(**(dict.fromkeys(NAMES_OF_FLAGS) | given))
 
 
 LISTS = [
@@ -89,8 +89,7 @@ def test_every_flag_gives_the_blends_that_megatron_gives(tmp_path: Path) -> None
         {"train_data_path": ["web", "books"], "valid_data_path": ["code"]},
         {"per_split_data_args_path": str(tmp_path / "splits.json")},
     ):
-        theirs = Namespace(**({name: None for name in NOTHING} | named))
-        shared, each = get_blend_and_blend_per_split(theirs)
+        shared, each = get_blend_and_blend_per_split(flags(**named))
         blends = read_blends(flags(**named))
         for number, blend in enumerate(blends.values()):
             expected = shared or each[number]

@@ -117,13 +117,11 @@ def test_bad_records_stop_or_are_counted(tokenizer: str, tmp_path: Path) -> None
         prepare(empty, prefix, tokenizer_name=tokenizer, skip_bad_records=True, overwrite=True)
 
 
-@pytest.mark.parametrize("there_before", [False, True])
-def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
-    there_before: bool, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interruption_keeps_the_old_data_set_and_leaves_nothing_else(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, prefix = texts_source(tmp_path), str(tmp_path / "out" / "data")
-    if there_before:
-        prepare(source, prefix, tokenizer_name=tokenizer)
+    prepare(source, prefix, tokenizer_name=tokenizer)
     folder = Path(prefix).parent
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
 
@@ -132,7 +130,7 @@ def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
 
     monkeypatch.setattr(DocumentTokenizer, "encode", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, prefix, tokenizer_name=tokenizer, overwrite=there_before)
+        prepare(source, prefix, tokenizer_name=tokenizer, overwrite=True)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 

@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.log.files import (
-    DEFAULT_MAX_BYTES,
     LogDirectory,
     LogDirectoryError,
     LogWriter,
@@ -49,9 +48,9 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write(path: Path, *lines: Line, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+def write(path: Path, *lines: Line) -> None:
     """All that one process writes."""
-    log = LogWriter(path, HEADER, max_bytes=max_bytes)
+    log = LogWriter(path, HEADER)
     for line in lines:
         log.append(lambda line=line: line)
         log.flush()
@@ -184,12 +183,6 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
     assert len(caplog.records) == 1
 
 
-def numbers(path: Path) -> list[int]:
-    text = path.read_text()
-    assert text.endswith("\n")
-    return [json.loads(line)["number"] for line in text.splitlines()[1:]]
-
-
 FORKING = """
 child = os.fork()
 if child == 0:
@@ -212,7 +205,7 @@ def test_what_is_queued_is_written_once_when_the_process_ends(
     process = start(f"for number in range(20): append(number)\n{end}", path)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
-    assert numbers(path) == list(range(written))
+    assert [record["number"] for record in records(path)[1:]] == list(range(written))
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
@@ -223,7 +216,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120)
-    found = numbers(path)
+    found = [record["number"] for record in records(path)[1:]]
     assert len(found) > 20
     assert found == sorted(found)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,40 +257,18 @@ def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The whole log, line by line; the first is its header."""
-    directory = RUN.write(tmp_path_factory.mktemp("run"))
-    return (directory / "steps.jsonl").read_bytes().splitlines(keepends=True)
-
-
-def iterations(directory: Path) -> list[int]:
-    """Those that a look at the end of a growing log finds."""
-    with suppress(RunLogError):
-        return [record.iteration for record in read_run_log(directory, last_bytes=1 << 20).steps]
-    return []
-
-
-def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
+def test_of_a_growing_log_the_last_whole_lines_are_read(tmp_path: Path) -> None:
     """A disk may show any part of what was written; no part of a line is ever a line."""
-    whole = b""
-    for line in lines:
-        (tmp_path / "steps.jsonl").write_bytes(whole)
-        before = iterations(tmp_path)
-        for cut in (len(line) // 3, len(line) - 1):
-            (tmp_path / "steps.jsonl").write_bytes(whole + line[:cut])
-            assert iterations(tmp_path) == before
-        whole += line
-    (tmp_path / "steps.jsonl").write_bytes(whole)
-    tail = read_run_log(tmp_path, last_bytes=1 << 20)
-    assert [*map(encode, tail.steps)] == [*map(encode, read_run_log(tmp_path).steps)]
-
-
-def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path: Path, lines: list[bytes]) -> None:
-    (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
-    tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1)
-    assert [each.iteration for each in tail.steps] == [4, 5, 6] and not tail.problems
-    assert tail.header == read_run_log(tmp_path).header
+    path = RUN.write(tmp_path) / "steps.jsonl"
+    content = path.read_bytes()
+    header = read_run_log(tmp_path).header
+    lines = content.splitlines(keepends=True)
+    for missing in (0, 1, len(lines[-1]) // 3):
+        path.write_bytes(content[: len(content) - missing])
+        tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1 - missing)
+        found = [step.iteration for step in tail.steps]
+        assert found == ([4, 5] if missing else [4, 5, 6])
+        assert tail.problems == () and tail.header == header
 
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")

@@ -58,9 +58,16 @@ def written(planned: PlannedStep | None = None, **changes: Any) -> dict[str, Any
 
 
 def test_a_record_holds_what_the_run_knew() -> None:
-    """Plan, measurement and figures come back as they were."""
+    """Plan, measurement and figures come back as they were; ranks waited within layers."""
     planned = planned_step()
-    measured = replace(measured_as_planned(planned), lm_loss=2.25)
+    measured = measured_as_planned(planned)
+    own_2RPVM = measured.times_2RPVM
+    measured = replace(
+        measured,
+        lm_loss=2.25,
+        times_2RPVM=own_2RPVM + 1.0,
+        waiting_2RPVM=np.ones_like(own_2RPVM),
+    )
     finished = finished_step(planned, measured)
     step = step_from(as_json(step_record(finished)))
     assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
@@ -75,31 +82,17 @@ def test_a_record_holds_what_the_run_knew() -> None:
             np.testing.assert_array_equal(
                 np.array(found, float), np.array(expected, float), err_msg=each.name
             )
-    assert step.figures.coverage == pytest.approx(0.45)
-    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
-    assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert step.measured.waiting_2RPVM is None and not step.in_segments
-
-
-def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
-    planned = planned_step()
-    measured = measured_as_planned(planned)
-    own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
-    measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
-    step = step_from(written(planned, measured=measured))
-    np.testing.assert_array_equal(step.measured.times_2RPVM, passed_2RPVM)
-    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
     figures = step.figures
+    assert figures.coverage == pytest.approx(0.45)
     assert figures.imbalance == pytest.approx(figures.imbalance_predicted)
     assert figures.imbalance_rank_sums_measured == pytest.approx(
         figures.imbalance_rank_sums_predicted
     )
     assert figures.computing_ms_measured == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
-
-    unknown = replace(measured, waiting_2RPVM=np.full_like(passed_2RPVM, np.nan))
-    step = step_from(written(planned, measured=unknown))
-    assert (step.figures.imbalance, step.complete) == (None, False)
-    assert step.figures.computing_ms_measured is None
+    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
+    assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
+    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
+    assert not step.in_segments
 
 
 def test_what_was_not_measured_comes_back_as_none() -> None:
