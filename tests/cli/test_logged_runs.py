@@ -39,11 +39,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return RUN.write(directory / "balanced"), baseline.write(directory / "baseline")
 
 
-@pytest.fixture(scope="module")
-def page(runs: tuple[Path, Path]) -> str:
-    return render_page(make_report(runs[0], runs[1], None))
-
-
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "megatron"]))
@@ -89,7 +84,8 @@ class _Reader(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_beside_itself(page: str) -> None:
+def test_the_page_needs_nothing_beside_itself(runs: tuple[Path, Path]) -> None:
+    page = render_page(make_report(*runs, None))
     reader = _Reader(page)
     outside = [
         (tag, name, value)

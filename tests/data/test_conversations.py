@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from data.tokenizers_of_tests import save_tokenizer
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
+from sparsebalance_megatron.data.records import Message
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -215,27 +214,32 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("template", "record", "named"), REFUSED)
-def test_what_cannot_be_rendered_is_named_with_its_line(
-    template: str | None, record: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [record], capsys)
-    assert done.status == 2 and "in.jsonl:1: " in done.err and named in done.err
+REFUSED_FLAGS: list[tuple[str | None, tuple[str, ...], str]] = [
+    (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
+    (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+    (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
+]
 
 
 @pytest.mark.parametrize(
-    ("template", "flags", "named"),
+    ("template", "record", "flags", "named"),
     [
-        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
-        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
-        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
+        *((template, record, (), named) for template, record, named in REFUSED),
+        *((template, {"messages": TALK}, *flags) for template, *flags in REFUSED_FLAGS),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(
-    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
+def test_what_cannot_be_rendered_is_named(
+    template: str | None,
+    record: dict[str, Any],
+    flags: tuple[str, ...],
+    named: str,
+    tmp_path: Path,
+    capsys: Capsys,
 ) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
+    """Records with their line."""
+    done = Prepared(tmp_path, template, [record], capsys, *flags)
     assert done.status == 2 and named in done.err
+    assert ("in.jsonl:1: " in done.err) == (not flags)
 
 
 @pytest.mark.parametrize(
@@ -276,23 +280,3 @@ def test_texts_begin_with_a_token_if_asked_for(
     assert done.documents[0] == f"[{begin}it is<|endoftext|>]"
     assert done.documents[1].startswith("<|im_start|>")
     assert ("would begin 1 texts with <s>; --prepend-bos" in done.out) == (not flags)
-
-
-def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:
-    """Its rows have the keys of all rows, and tools as text."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    calls = [TALK[0], CALL, {"role": "tool", "content": ""}, TALK[1]]
-    path = tmp_path / "in.parquet"
-    rows = [{"messages": calls, "tools": json.dumps([TOOL])}, {"messages": TALK, "tools": None}]
-    parquet.write_table(arrow.Table.from_pylist(rows), path)
-    found = list(RecordFiles([path]).records(BadRecords(skip=False)))
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({**row, "tools": row["tools"] or None}) + "\n" for row in rows)
-    )
-    expected = list(RecordFiles([tmp_path / "in.jsonl"]).records(BadRecords(skip=False)))
-    assert [record.messages for record in found] == [record.messages for record in expected]
-    assert [record.tools for record in found] == [[TOOL], None]
-    assert found[0].messages is not None
-    (call,) = found[0].messages[1]["tool_calls"]
-    assert call["function"]["arguments"] == {"zone": "UTC"}

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.json import Decoder
 from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, planned_step
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
-from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
-    RankStep,
     Record,
-    StepRecord,
     coverage_record,
     decode,
     encode,
@@ -39,22 +37,9 @@ def as_json(record: Record) -> dict[str, Any]:
     return json.loads(encode(record))
 
 
-def step_from(line: dict[str, Any]) -> StepRecord:
-    record = decode(json.dumps(line).encode(), STEP_LOG)
-    assert isinstance(record, StepRecord)
-    return record
-
-
-def of_rank(record: RankStep) -> RankStep:
+def back(record: Record, decoder: Decoder[Any]) -> Any:
     """What is read of what is written."""
-    read = decode(encode(record), RANK_LOG)
-    assert isinstance(read, RankStep)
-    return read
-
-
-def written(planned: PlannedStep | None = None, **changes: Any) -> dict[str, Any]:
-    """A step's record as it comes back from the file."""
-    return as_json(step_record(finished_step(planned or planned_step(), **changes)))
+    return decode(encode(record), decoder)
 
 
 def test_a_record_holds_what_the_run_knew() -> None:
@@ -69,7 +54,7 @@ def test_a_record_holds_what_the_run_knew() -> None:
         waiting_2RPVM=np.ones_like(own_2RPVM),
     )
     finished = finished_step(planned, measured)
-    step = step_from(as_json(step_record(finished)))
+    step = back(step_record(finished), STEP_LOG)
     assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
     assert (step.tokens, step.padded_tokens, step.complete) == (sum(LENGTHS_TOKENS), 3, True)
     for ours, theirs in (
@@ -101,7 +86,8 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     times_2RPVM = measured.times_2RPVM.copy()
     times_2RPVM[0] = math.nan
     measured = replace(measured, times_2RPVM=times_2RPVM, lm_loss=math.nan)
-    step = step_from(written(planned, measured=measured, iteration_ms=None))
+    finished = finished_step(planned, measured=measured, iteration_ms=None)
+    step = back(step_record(finished), STEP_LOG)
     assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
     assert step.figures.busiest_rank_ms_measured is None
     np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
@@ -136,11 +122,11 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         assert entry["budgets_LS"] == [[4] * samples] * len(LAYERS)
         expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
         assert entry["coverage"] == pytest.approx(expected)
-    assert encode(of_rank(record)) == encode(record)
+    assert encode(back(record, RANK_LOG)) == encode(record)
 
 
 def test_a_rank_without_layers_has_no_coverage() -> None:
-    step = of_rank(rank_step(finished_step(planned_step()), PLACE, JOB))
+    step = back(rank_step(finished_step(planned_step()), PLACE, JOB), RANK_LOG)
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
@@ -151,9 +137,10 @@ def test_who_shared_a_micro_batch_comes_back() -> None:
     micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
     shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
     finished = replace(finished_step(planned), planned=shared)
-    assert step_from(as_json(step_record(finished))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
-    read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
+    assert back(step_record(finished), STEP_LOG).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
+    alone = back(step_record(finished_step(planned)), STEP_LOG)
+    assert alone.cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
+    read = back(rank_step(finished, PLACE, JOB), RANK_LOG).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
 
