@@ -22,7 +22,7 @@ settings.load_profile("sparse-balance")
 PROCESS_PATHS = (
     "attention/select/test_memory.py",
     "cli/test_plan.py",
-    "cli/test_report.py",
+    "cli/test_logged_runs.py",
     "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cost.cost_cases import measured
-from harness import long_tailed_lengths, write_documents
+from harness import write_documents
 from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron import cli
@@ -143,30 +143,15 @@ def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path
     assert again == expected
 
 
-def test_stored_documents_are_planned_in_the_order_of_training(capsys: Captured) -> None:
-    """A blend without .bin files, as a file with the lengths of its order."""
-    from sparsebalance_megatron.data.samples import open_samples, parse_blend
-
+def test_a_blend_is_planned_from_idx_files_alone(capsys: Captured) -> None:
     words = []
-    for seed, (weight, name) in enumerate([("0.7", "web"), ("0.3", "books")]):
-        documents = long_tailed_lengths(25, longest=4000, seed=seed)
-        words += [weight, str(write_documents(Path(name), documents, seed=seed))]
-    common = {"max_tokens": 1024, "overlong": "split", "seed": 1234}
-    trained = open_samples(
-        parse_blend(words, "--data-path"), "train", split_weights="100,0,0", **common
-    )
-    in_order = trained.lengths_of(trained.global_batch(0, 16)).tolist()
-    for name in ("web", "books"):
+    for weight, name in (("0.7", "web"), ("0.3", "books")):
+        words += [weight, str(write_documents(Path(name), [300, 500, 900] * 8))]
         Path(f"{name}.bin").unlink()
-    Path("lengths.json").write_text(json.dumps(in_order))
-    flags = (*STEP, "--seq-length", "1024", "--split", "100,0,0")
-    own = ("--gpus", "4", "--model", "model", "--steps", "2", "--json", "--", *flags)
-    results = []
-    for given in (["--data-path", *words], []):
-        lengths = () if given else ("--lengths", "lengths.json")
-        assert cli.main(["plan", *lengths, *own, *given]) == 0
-        results.append(json.loads(capsys.readouterr().out)["rows"]["ours"]["step_ms"])
-    assert results[0] == results[1]
+    own = ("--gpus", "4", "--model", "model", "--steps", "2", "--json")
+    data = ("--seq-length", "1024", "--split", "100,0,0", "--data-path", *words)
+    assert cli.main(["plan", *own, "--", *STEP, *data]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
 
 
 def test_a_cost_table_brings_its_times_and_its_device(capsys: Captured, folder: Path) -> None:

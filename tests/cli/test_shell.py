@@ -7,13 +7,12 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from harness import REPOSITORY
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.cli import profile
 
 ALL_HELP = """
 import sys
@@ -61,39 +60,14 @@ def test_examples_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "examples" / "cpu_quickstart.sh").exists()
 
 
-def fake_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """Put a module of one command, ``profile``, in place of the real one."""
-    module = ModuleType("fake_command")
-
-    def add_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--quick", action="store_true")
-
-    module.add_flags = add_flags  # type: ignore[attr-defined]
-    module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sparsebalance_megatron.cli.profile", module)
-
-
 def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[argparse.Namespace] = []
-    fake_command(monkeypatch, lambda arguments: seen.append(arguments) or 0)
-    assert cli.main(["profile", "--quick", "--", "--num-layers", "4", "--", "--quick"]) == 0
-    assert seen[0].quick
-    assert seen[0].passed_on == ["--num-layers", "4", "--", "--quick"]
-    assert cli.main(["profile"]) == 0
-    assert seen[1].passed_on == []
-
-
-def test_bugs_keep_their_traceback_and_interruption_has_the_shells_status(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        raise errors.pop()
-
-    errors: list[BaseException] = [KeyboardInterrupt(), ValueError("a bug")]
-    fake_command(monkeypatch, run)
-    with pytest.raises(ValueError, match="a bug"):
-        cli.main(["profile"])
-    assert cli.main(["profile"]) == 130
+    monkeypatch.setattr(profile, "run", lambda arguments: seen.append(arguments) or 0)
+    own = ["profile", "-o", "table.json"]
+    assert cli.main([*own, "--", "--num-layers", "4", "--", "--quick"]) == 0
+    assert cli.main([*own, "--quick"]) == 0
+    assert [each.passed_on for each in seen] == [["--num-layers", "4", "--", "--quick"], []]
+    assert [each.quick for each in seen] == [False, True]
 
 
 def test_a_reader_that_has_read_enough_ends_the_command_quietly() -> None:

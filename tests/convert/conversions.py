@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from convert.tiny_models import VOCABULARY
+from convert.tiny_models import VOCABULARY, stored_tensors
 from harness import (
     BALANCE_FLAGS,
     PROGRAMS,
@@ -21,7 +21,9 @@ from harness import (
     run_training,
     write_documents,
 )
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 WORKER = PROGRAMS / "convert_worker.py"
 DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
@@ -83,6 +85,17 @@ def succeeded(result: Mapping[str, Any]) -> str:
     """What the command printed."""
     assert result["status"] == 0, result["stderr"][-4000:]
     return result["stdout"]
+
+
+def assert_came_back(exported: Path, model: torch.nn.Module) -> None:
+    """To the bit, in tensors named as `transformers` names them, which it reads."""
+    written, expected = load_file(exported / "model.safetensors"), stored_tensors(model)
+    assert written.keys() == expected.keys()
+    loaded = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    for came, went in ((written, expected), (loaded, model.state_dict())):
+        for name, weight in went.items():
+            assert came[name].dtype == weight.dtype
+            assert torch.equal(came[name], weight), name
 
 
 def model_args(checkpoint: Path) -> list[str]:

@@ -6,23 +6,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from convert.tiny_models import VARIANTS, VOCABULARY, save, stored_tensors, tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.convert import linear_fc1_rows, linear_qkv_rows
+from oracles.convert import linear_qkv_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
 from sparsebalance_megatron.convert.mapping import (
-    Parameter,
     pack_qkv,
     parameters,
-    to_hugging_face,
     to_megatron,
     unpack_qkv,
 )
@@ -87,15 +84,7 @@ def test_what_is_written_loads_in_transformers(
         assert torch.equal(parameter, source.get_parameter(name))
 
 
-def test_a_cast_is_counted(tmp_path: Path) -> None:
-    source = tiny_model("llama-plain")
-    _, targets, counts = transfer(save(source, tmp_path), torch.bfloat16)
-    assert counts.cast == counts.tensors == 21
-    embedding = source.get_parameter("model.embed_tokens.weight")
-    assert torch.equal(targets[EMBEDDING][:VOCABULARY], embedding.to(torch.bfloat16))
-
-
-def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> None:
+def test_a_cast_is_counted_and_an_error_where_numbers_exceed_the_range(tmp_path: Path) -> None:
     source = tiny_model("llama-plain")
     for number in (float("nan"), float("inf")):
         source.get_parameter("model.norm.weight").data[3:5] = number
@@ -106,7 +95,10 @@ def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> N
     source.get_parameter("model.norm.weight").data[3] = 1e6
     with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
         transfer(save(source, tmp_path), torch.float16)
-    model, targets, _ = transfer(tmp_path, torch.bfloat16)
+    model, targets, counts = transfer(tmp_path, torch.bfloat16)
+    assert counts.cast == counts.tensors == 21
+    embedding = source.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(targets[EMBEDDING][:VOCABULARY], embedding.to(torch.bfloat16))
     with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
         write_weights(tmp_path, targets, model, torch.float16)
 
@@ -216,19 +208,15 @@ def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     assert shapes == {name: tuple(tensor.shape) for name, tensor in written.items()}
 
 
-def numbered(rows: int, start: int, columns: int | None) -> torch.Tensor:
-    """Every row holds its own number; a vector where there are no columns."""
-    numbers = torch.arange(start, start + rows, dtype=torch.float32)
-    return numbers if columns is None else numbers[:, None].expand(-1, columns).contiguous()
-
-
 @pytest.mark.parametrize("columns", [None, 3])
 @given(groups=SIZES, heads_per_group=SIZES, head_dim=SIZES)
 def test_qkv(columns: int | None, groups: int, heads_per_group: int, head_dim: int) -> None:
-    q_rows, kv_rows = groups * heads_per_group * head_dim, groups * head_dim
-    q = numbered(q_rows, 0, columns)
-    k = numbered(kv_rows, 1000, columns)
-    v = numbered(kv_rows, 2000, columns)
+    """Every row holds its own number; biases have no columns."""
+    kv_rows = groups * head_dim
+    rows = [heads_per_group * kv_rows, kv_rows, kv_rows]
+    numbers = torch.arange(sum(rows), dtype=torch.float32)
+    matrix = numbers if columns is None else numbers[:, None].expand(-1, columns)
+    q, k, v = matrix.split(rows)
     packed = pack_qkv(q, k, v, query_groups=groups)
     expected = linear_qkv_rows(q.tolist(), k.tolist(), v.tolist(), groups=groups, head_dim=head_dim)
     assert packed.tolist() == expected
@@ -236,19 +224,3 @@ def test_qkv(columns: int | None, groups: int, heads_per_group: int, head_dim: i
         unpack_qkv(packed, query_groups=groups, head_dim=head_dim), (q, k, v), strict=True
     ):
         assert torch.equal(back, source)
-
-
-@given(rows=SIZES, columns=SIZES, padding=st.integers(0, 4))
-def test_gate_up_and_vocabulary(rows: int, columns: int, padding: int) -> None:
-    gate, up = numbered(rows, 0, columns), numbered(rows, 1000, columns)
-    model = SimpleNamespace(vocab_size=rows)
-    fused = Parameter(name="fc1", sources={"gate": gate.shape, "up": up.shape}, packing="gate_up")
-    packed = to_megatron(fused, [gate, up], model, padded_vocab_size=0)
-    assert packed.tolist() == linear_fc1_rows(gate.tolist(), up.tolist())
-    back = to_hugging_face(fused, packed, model)
-    assert torch.equal(back[0], gate) and torch.equal(back[1], up)
-    words = Parameter(name="words", sources={"words": up.shape}, packing="vocabulary")
-    padded = to_megatron(words, [up], model, padded_vocab_size=rows + padding)
-    assert torch.equal(padded[:rows], up)
-    assert padded[rows:].tolist() == [[0.0] * columns] * padding
-    assert torch.equal(to_hugging_face(words, padded, model)[0], up)

@@ -14,7 +14,10 @@ WriteDataset = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def write_dataset() -> WriteDataset:
-    """Writes documents, given as token lists, under a prefix and returns the prefix."""
+    """Writes documents, given as token lists, under a prefix and returns the prefix.
+
+    With 0 sequences per document, empty documents have none and others one.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     def write(
@@ -26,8 +29,10 @@ def write_dataset() -> WriteDataset:
     ) -> Path:
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
         for document in documents:
-            pieces = np.array_split(np.asarray(document, dtype=np.int64), sequences_per_document)
-            builder.add_document(np.concatenate(pieces), [len(piece) for piece in pieces])
+            tokens = np.asarray(document, dtype=np.int64)
+            pieces = np.array_split(tokens, max(1, sequences_per_document))
+            lengths = [len(piece) for piece in pieces if len(piece) or sequences_per_document]
+            builder.add_document(tokens, lengths)
         builder.finalize(f"{prefix}.idx")
         return prefix
 

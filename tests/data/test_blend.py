@@ -27,35 +27,25 @@ from sparsebalance_megatron.data.samples import (
 )
 from sparsebalance_megatron.errors import DataError
 
-NOTHING = {
-    **{"data_path": (), "data_args_path": None, "per_split_data_args_path": None},
-    **dict.fromkeys(("train_data_path", "valid_data_path", "test_data_path"), ()),
-}
+NAMES_OF_FLAGS = (
+    *("data_path", "data_args_path", "per_split_data_args_path"),
+    *("train_data_path", "valid_data_path", "test_data_path"),
+)
 
 
 def flags(**given: object) -> Namespace:
-    return Namespace(**(NOTHING | given))
+    return Namespace(**(dict.fromkeys(NAMES_OF_FLAGS) | given))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["web"],
-        ["web", "books"],
-        ["web", "books", "code"],
-        ["0.7", "web", "0.3", "books"],
-        ["7", "web"],
-        ["1e2", "web", "50", "books", ".5", "code"],
-        [" 7", "web "],
-    ],
-)
-def test_lists_are_read_as_megatron_reads_them(words: list[str]) -> None:
-    from megatron.core.datasets.utils import get_blend_from_list
-
-    prefixes, weights = get_blend_from_list(words)
-    blend = parse_blend(words, "--data-path")
-    assert list(blend.prefixes) == prefixes
-    assert blend.weights == (None if weights is None else tuple(weights))
+LISTS = [
+    ["web"],
+    ["web", "books"],
+    ["web", "books", "code"],
+    ["0.7", "web", "0.3", "books"],
+    ["7", "web"],
+    ["1e2", "web", "50", "books", ".5", "code"],
+    [" 7", "web "],
+]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +84,12 @@ def test_every_flag_gives_the_blends_that_megatron_gives(tmp_path: Path) -> None
     per_split = {"train": "2 web 1 books", "valid": ["web"], "test": None}
     (tmp_path / "splits.json").write_text(json.dumps(per_split))
     for named in (
-        {"data_path": ["0.7", "web", "0.3", "books"]},
+        *({"data_path": words} for words in LISTS),
         {"data_args_path": str(tmp_path / "blend.txt")},
         {"train_data_path": ["web", "books"], "valid_data_path": ["code"]},
         {"per_split_data_args_path": str(tmp_path / "splits.json")},
     ):
-        theirs = Namespace(**({name: None for name in NOTHING} | named))
-        shared, each = get_blend_and_blend_per_split(theirs)
+        shared, each = get_blend_and_blend_per_split(flags(**named))
         blends = read_blends(flags(**named))
         for number, blend in enumerate(blends.values()):
             expected = shared or each[number]
@@ -200,8 +189,28 @@ def test_the_order_is_that_of_megatrons_own_blend(
     folder: Path, weights: tuple[float, ...] | None
 ) -> None:
     """Megatron's builder, its blend and its data sets, of samples of one document each."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    class Tokenizer:
+        eod, pad, vocab_size, unique_identifiers = 0, 0, 1000, {}
+
+    prefixes = [str(folder / name) for name in NAMES]
+    config = GPTDatasetConfig(
+        random_seed=5,
+        sequence_length=4,
+        blend=(prefixes, None if weights is None else list(weights)),
+        split="100,0,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [30, 0, 0], lambda: True, config)
+    theirs = builder.build()[0]
     index = open_blend(blend_of(folder, *NAMES, weights=weights))
-    theirs = megatron_blend([str(folder / name) for name in NAMES], weights, samples=30)
     if weights is None:
         # There, sizes count samples of a fixed length; the rule is the same for any sizes.
         order = BlendingOrder([len(data_set) for data_set in theirs.datasets])
@@ -225,56 +234,25 @@ def test_lengths_and_order_are_known_without_reading_tokens(folder: Path) -> Non
     assert planned.lengths_of(samples).tolist() == opened.lengths_of(samples).tolist()
 
 
-def megatron_blend(
-    prefixes: list[str], weights: tuple[float, ...] | None, *, samples: int
-) -> object:
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
-    class Tokenizer:
-        eod, pad, vocab_size, unique_identifiers = 0, 0, 1000, {}
-
-    config = GPTDatasetConfig(
-        random_seed=5,
-        sequence_length=4,
-        blend=(prefixes, None if weights is None else list(weights)),
-        split="100,0,0",
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config)
-    return builder.build()[0]
-
-
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 2.0)])
-def test_every_source_goes_through_epochs_of_its_own(
+def test_every_place_has_the_next_sample_of_its_source_alone(
     folder: Path, weights: tuple[float, ...] | None
 ) -> None:
     index = open_blend(blend_of(folder, *NAMES, weights=weights))
+    alone = [open_blend(blend_of(folder, name)) for name in NAMES]
     samples = index.global_batch(0, 200)
-    sources = index.source_of(samples)
-    for source, documents in enumerate(DOCUMENTS):
-        mine = samples[sources == source]
-        assert abs(len(mine) - 200 * index.sources[source].weight) < len(DOCUMENTS)
-        whole = len(mine) // documents * documents
-        epochs = mine[:whole].reshape(-1, documents)
-        assert all(len(set(epoch)) == documents for epoch in epochs.tolist())
-        assert len(epochs) == 1 or epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_samples_are_those_of_their_source(folder: Path) -> None:
-    index = open_blend(blend_of(folder, *NAMES, weights=(0.5, 0.2, 0.3)))
-    samples = index.global_batch(0, 60)
-    lengths, sources = index.lengths_of(samples), index.source_of(samples)
-    for sample, length, source in zip(samples, lengths, sources, strict=True):
-        read = index.read(int(sample))
-        assert read.length_tokens == length
-        assert read.tokens[0] // 100 == source
-        assert (read.loss_mask is not None) == (source == 1)
+    taken = [0] * len(NAMES)
+    places = zip(samples, index.lengths_of(samples), index.source_of(samples), strict=True)
+    for sample, length, source in places:
+        found = index.read(int(sample))
+        expected = alone[source].read(int(alone[source].global_batch(taken[source], 1)[0]))
+        assert found.length_tokens == length
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.loss_mask, expected.loss_mask)
+        assert (found.loss_mask is not None) == (NAMES[source] == "books")
+        taken[source] += 1
+    shares = np.array(DOCUMENTS if weights is None else weights)
+    assert np.abs(taken - 200 * shares / shares.sum()).max() < len(NAMES)
 
 
 def test_a_blend_of_one_is_the_data_set_itself(folder: Path) -> None:

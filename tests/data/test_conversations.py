@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -14,28 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from data.tokenizers_of_tests import save_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.conversations import ConversationRenderer
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.records import BadRecords, Message, RecordFiles
+from sparsebalance_megatron.data.records import Message
 
 Capsys = pytest.CaptureFixture[str]
-words = st.text(alphabet="ab \n", min_size=1, max_size=5)
-turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)
-
-
-@given(pairs=turns)
-def test_plain_template_trains_what_assistants_say(pairs: list[tuple[str, str]]) -> None:
-    messages: list[Message] = [{"role": role, "content": content} for role, content in pairs]
-    document = ConversationRenderer().document(messages, None)
-    assert document.text == "".join(f"{role}: {content}\n" for role, content in pairs)
-    assert document.trained_spans is not None
-    trained = [document.text[start:end] for start, end in document.trained_spans]
-    assert trained == [f"{content}\n" for role, content in pairs if role == "assistant"]
-    assert document.ends_trained == (pairs[-1][0] == "assistant")
 
 
 CHATML = (
@@ -126,58 +109,60 @@ class Prepared:
 ASKED = "<|im_start|>user\nis it?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    ("template", "eos", "expected"),
-    [
-        (CHATML, "<|endoftext|>", ASKED + "[it is 2024<|im_end|>\n<|endoftext|>]"),
-        (CHATML, "<|im_end|>", ASKED + "[it is 2024<|im_end|>\n]"),
-        (ENDS_EXACTLY, "<|im_end|>", ASKED.replace(">\n<", "><") + "[it is 2024<|im_end|>]"),
-        (MARKS, "<|im_end|>", ASKED + "[it is 2024<|im_end|>]\n"),
-    ],
-)
-def test_the_end_token_is_trained_once(
-    template: str, eos: str, expected: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, eos=eos)
-    assert done.documents == [expected]
-    assert ("1 documents end with the end-of-sequence token" in done.out) == (eos == "<|im_end|>")
-
-
 THINKS = "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"
 NOT_THINKING = ("--chat-template-kwargs", '{"enable_thinking": false}')
 DATED = CHATML.replace("{% for", "{{ date or strftime_now('%Y') }}{% for", 1)
-IGNORES, KNOWS, WRITES = (
+IGNORES, KNOWS, WRITES, ENDS = (
     "ignores add_generation_prompt",
     "knows enable_thinking",
     "may write the time",
+    "1 documents end with the end-of-sequence token",
 )
 
 
 @pytest.mark.parametrize(
-    ("template", "flags", "expected", "noted"),
+    ("template", "eos", "flags", "expected", "noted"),
     [
-        (CHATML, (), ASKED + "[it is 2024<|im_end|>\n]", None),
-        (TURNS, (), "user: is it?\n[assistant: it is 2024\n]", IGNORES),
-        (QWEN, (), ASKED + THINKS, KNOWS),
-        (QWEN, NOT_THINKING, f"{ASKED}<think>\n\n</think>\n\n[it is 2024<|im_end|>\n]", None),
         (
-            *(DATED, ("--chat-template-kwargs", '{"date": "1999"}')),
-            *(f"1999{ASKED}[it is 2024<|im_end|>\n]", WRITES),
+            TURNS,
+            "<|endoftext|>",
+            (),
+            "user: is it?\n[assistant: it is 2024\n<|endoftext|>]",
+            IGNORES,
         ),
+        (QWEN, "<|endoftext|>", (), f"{ASKED}{THINKS[:-1]}<|endoftext|>]", KNOWS),
+        (
+            *(QWEN, "<|endoftext|>", NOT_THINKING),
+            *(f"{ASKED}<think>\n\n</think>\n\n[it is 2024<|im_end|>\n<|endoftext|>]", None),
+        ),
+        (
+            *(DATED, "<|endoftext|>", ("--chat-template-kwargs", '{"date": "1999"}')),
+            *(f"1999{ASKED}[it is 2024<|im_end|>\n<|endoftext|>]", WRITES),
+        ),
+        (CHATML, "<|im_end|>", (), ASKED + "[it is 2024<|im_end|>\n]", ENDS),
+        (
+            ENDS_EXACTLY,
+            "<|im_end|>",
+            (),
+            ASKED.replace(">\n<", "><") + "[it is 2024<|im_end|>]",
+            ENDS,
+        ),
+        (MARKS, "<|im_end|>", (), ASKED + "[it is 2024<|im_end|>]\n", ENDS),
     ],
 )
 def test_what_of_a_turn_is_trained_and_noted(
     template: str,
+    eos: str,
     flags: tuple[str, ...],
     expected: str,
     noted: str | None,
     tmp_path: Path,
     capsys: Capsys,
 ) -> None:
-    records = [{"messages": TALK}]
-    done = Prepared(tmp_path, template, records, capsys, "--no-append-eod", *flags)
+    """With the end-of-sequence token once."""
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags, eos=eos)
     assert done.documents == [expected]
-    notes = [note for note in (IGNORES, KNOWS, WRITES) if note in done.out]
+    notes = [note for note in (IGNORES, KNOWS, WRITES, ENDS) if note in done.out]
     assert notes == ([noted] if noted else [])
     assert done.summary["chat_template_kwargs"] == (json.loads(flags[1]) if flags else {})
 
@@ -229,27 +214,32 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("template", "record", "named"), REFUSED)
-def test_what_cannot_be_rendered_is_named_with_its_line(
-    template: str | None, record: dict[str, Any], named: str, tmp_path: Path, capsys: Capsys
-) -> None:
-    done = Prepared(tmp_path, template, [record], capsys)
-    assert done.status == 2 and "in.jsonl:1: " in done.err and named in done.err
+REFUSED_FLAGS: list[tuple[str | None, tuple[str, ...], str]] = [
+    (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
+    (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
+    (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
+]
 
 
 @pytest.mark.parametrize(
-    ("template", "flags", "named"),
+    ("template", "record", "flags", "named"),
     [
-        (CHATML, ("--prepend-bos",), "--prepend-bos: the tokenizer "),
-        (CHATML, ("--chat-template-kwargs", '{"tokenize": true}'), "tokenize is set for every"),
-        (None, ("--chat-template-kwargs", '{"a": 1}'), " has no chat template"),
+        *((template, record, (), named) for template, record, named in REFUSED),
+        *((template, {"messages": TALK}, *flags) for template, *flags in REFUSED_FLAGS),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(
-    template: str | None, flags: tuple[str, ...], named: str, tmp_path: Path, capsys: Capsys
+def test_what_cannot_be_rendered_is_named(
+    template: str | None,
+    record: dict[str, Any],
+    flags: tuple[str, ...],
+    named: str,
+    tmp_path: Path,
+    capsys: Capsys,
 ) -> None:
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags)
+    """Records with their line."""
+    done = Prepared(tmp_path, template, [record], capsys, *flags)
     assert done.status == 2 and named in done.err
+    assert ("in.jsonl:1: " in done.err) == (not flags)
 
 
 @pytest.mark.parametrize(
@@ -290,23 +280,3 @@ def test_texts_begin_with_a_token_if_asked_for(
     assert done.documents[0] == f"[{begin}it is<|endoftext|>]"
     assert done.documents[1].startswith("<|im_start|>")
     assert ("would begin 1 texts with <s>; --prepend-bos" in done.out) == (not flags)
-
-
-def test_tools_of_parquet_are_those_of_json_lines(tmp_path: Path) -> None:
-    """Its rows have the keys of all rows, and tools as text."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    calls = [TALK[0], CALL, {"role": "tool", "content": ""}, TALK[1]]
-    path = tmp_path / "in.parquet"
-    rows = [{"messages": calls, "tools": json.dumps([TOOL])}, {"messages": TALK, "tools": None}]
-    parquet.write_table(arrow.Table.from_pylist(rows), path)
-    found = list(RecordFiles([path]).records(BadRecords(skip=False)))
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({**row, "tools": row["tools"] or None}) + "\n" for row in rows)
-    )
-    expected = list(RecordFiles([tmp_path / "in.jsonl"]).records(BadRecords(skip=False)))
-    assert [record.messages for record in found] == [record.messages for record in expected]
-    assert [record.tools for record in found] == [[TOOL], None]
-    assert found[0].messages is not None
-    (call,) = found[0].messages[1]["tool_calls"]
-    assert call["function"]["arguments"] == {"zone": "UTC"}

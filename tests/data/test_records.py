@@ -15,9 +15,18 @@ from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.errors import DataError
 
+CLOCK = {"name": "clock", "arguments": '{"zone": "UTC"}'}
 ROWS: list[dict[str, Any]] = [
     {"text": "one"},
-    {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "é"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": CLOCK}]},
+            {"role": "tool", "content": ""},
+            {"role": "assistant", "content": "é"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "clock"}}],
+    },
     {"text": "three\nlines\n"},
 ]
 PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -28,22 +37,23 @@ def read(*paths: Path) -> list[records.Record]:
     return list(RecordFiles(paths).records(BadRecords(skip=False)))
 
 
-def zstd(content: bytes) -> bytes:
-    """One frame."""
-    compressed: bytes = pytest.importorskip("pyarrow").compress(content, "zstd", asbytes=True)
-    return compressed
-
-
 def write(path: Path) -> Path:
     """The rows, in the format that the name asks for."""
     match path.suffix:
         case ".gz":
             path.write_bytes(gzip.compress(PLAIN))
         case ".zst":
-            path.write_bytes(zstd(PLAIN))
+            # Two frames, one after the other.
+            arrow = pytest.importorskip("pyarrow")
+            halves = (PLAIN[:50], PLAIN[50:])
+            frames = [arrow.compress(half, "zstd", asbytes=True) for half in halves]
+            path.write_bytes(b"".join(frames))
         case ".parquet":
-            # Columns are those of the first row.
-            write_parquet(path, [{"id": 7, "text": None, "messages": None} | row for row in ROWS])
+            # Columns are those of the first row; tools are text.
+            absent = {"id": 7, "text": None, "messages": None, "tools": None}
+            rows = [absent | row for row in ROWS]
+            rows[1]["tools"] = json.dumps(ROWS[1]["tools"])
+            write_parquet(path, rows)
         case _:
             path.write_bytes(PLAIN)
     return path
@@ -59,7 +69,12 @@ def test_every_format_holds_the_same_records(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     found = read(path)
     assert [record.text for record in found] == ["one", None, "three\nlines\n"]
-    assert found[1].messages == tuple(ROWS[1]["messages"])
+    assert found[1].messages is not None
+    call = {"function": CLOCK | {"arguments": {"zone": "UTC"}}}
+    calling = ROWS[1]["messages"][1] | {"tool_calls": [call]}
+    expected = [calling if "tool_calls" in turn else turn for turn in ROWS[1]["messages"]]
+    assert list(found[1].messages) == expected
+    assert [record.tools for record in found] == [None, ROWS[1]["tools"], None]
     place = f"{path}, row 3" if name.endswith("parquet") else f"{path}:3"
     assert found[2].place == place
 
@@ -76,13 +91,6 @@ def test_parquet_without_a_known_column_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in.parquet", [{"content": "a"}])
     with pytest.raises(DataError, match="no column text or messages; its columns: content"):
         read(tmp_path / "in.parquet")
-
-
-def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl.zst"
-    half = len(PLAIN) // 2
-    path.write_bytes(zstd(PLAIN[:half]) + zstd(PLAIN[half:]))
-    assert len(read(path)) == len(ROWS)
 
 
 def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:

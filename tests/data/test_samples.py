@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,9 @@ def index(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset)
     lengths=document_lengths,
     max_tokens=st.integers(1, 9),
     overlong=st.sampled_from(OVERLONG),
-    sequences=st.integers(1, 3),
+    sequences=st.integers(0, 3),
+    weights=st.sampled_from(["100,0,0", "6,3,1"]),
+    split=st.sampled_from(["train", "valid", "test"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_samples_equal_naive_construction(
@@ -65,37 +68,31 @@ def test_samples_equal_naive_construction(
     max_tokens: int,
     overlong: str,
     sequences: int,
+    weights: str,
+    split: str,
     write_dataset: WriteDataset,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    documents = distinct_documents(lengths)
-    expected = [
-        sample
-        for document in documents
-        for sample in oracle.samples(document, max_tokens, overlong)
-    ]
+    everything_stored = distinct_documents(lengths)
     prefix = tmp_path_factory.mktemp("samples") / "data"
-    write_dataset(prefix, documents, sequences_per_document=sequences)
-    if not expected:
-        with pytest.raises(DataError, match=r"no sample left|holds no token"):
-            open_index(prefix, max_tokens=max_tokens, overlong=overlong)
+    write_dataset(prefix, everything_stored, sequences_per_document=sequences)
+    documents = everything_stored[slice(*split_range(len(lengths), weights, split))]
+    per_document = [oracle.samples(document, max_tokens, overlong) for document in documents]
+    expected = list(chain.from_iterable(per_document))
+    options = {"max_tokens": max_tokens, "overlong": overlong, "seed": 1}
+    try:
+        built = SampleIndex.open(prefix, split_weights=weights, split=split, **options)
+    except DataError as error:
+        assert not expected
+        assert re.search("no sample left|holds no token|the data set is empty", str(error))
         return
-    built = open_index(prefix, max_tokens=max_tokens, overlong=overlong)
+    if built is None:
+        assert not documents
+        return
     everything = np.arange(len(built))
     assert [pairs_of(built.read(i)) for i in everything] == expected
     assert built.lengths_of(everything).tolist() == [len(sample) for sample in expected]
-    check_counts(built, documents, expected, max_tokens, overlong)
-
-
-def check_counts(
-    built: SampleIndex,
-    documents: list[list[int]],
-    expected: list[list[oracle.Pair]],
-    max_tokens: int,
-    overlong: str,
-) -> None:
     counts = built.counts
-    per_document = [oracle.samples(document, max_tokens, overlong) for document in documents]
     kept = sum(bool(pieces) for pieces in per_document)
     assert counts.documents == len(documents)
     assert counts.samples == len(built) == len(expected)
@@ -147,23 +144,6 @@ def test_split_equals_megatrons(weights: str) -> None:
                 assert ours == tuple(round(bookend * float(documents)) for bookend in bookends)
 
 
-@pytest.mark.parametrize(("weights", "sizes"), [("6,3,1", [6, 3, 1]), ("99,1,0", [10, 0, 0])])
-def test_splits_partition_the_documents(
-    weights: str, sizes: list[int], tmp_path: Path, write_dataset: WriteDataset
-) -> None:
-    documents = distinct_documents([5] * 10)
-    prefix = write_dataset(tmp_path / "data", documents)
-    parts = [
-        SampleIndex.open(
-            prefix, max_tokens=8, overlong="split", seed=1, split_weights=weights, split=split
-        )
-        for split in ("train", "valid", "test")
-    ]
-    assert [len(part or ()) for part in parts] == sizes
-    read = [part.read(i).tokens.tolist() for part in parts if part for i in range(len(part))]
-    assert read == documents
-
-
 @pytest.mark.parametrize("weights", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "1;2"])
 def test_bad_split_weights_are_named(weights: str) -> None:
     with pytest.raises(DataError, match=r"--split .*such as 99,1,0"):
@@ -189,27 +169,6 @@ def test_samples_out_of_range_are_refused(index: SampleIndex) -> None:
             index.read(sample)
     with pytest.raises(ValueError, match="batch of 0 samples"):
         index.global_batch(0, 0)
-
-
-def test_a_document_may_be_of_several_sequences_or_of_none(
-    tmp_path: Path, write_dataset: WriteDataset
-) -> None:
-    first, second, third = sequences = distinct_documents([4, 6, 5])
-    prefix = write_dataset(tmp_path / "data", sequences)
-    raw = bytearray(Path(f"{prefix}.idx").read_bytes())
-    # After a header of 34 bytes, 3 lengths and 3 offsets: the second of 4 boundaries.
-    raw[70 + 8] = 0
-    Path(f"{prefix}.idx").write_bytes(raw)
-    documents = Documents.open(prefix)
-    assert documents.lengths_tokens.tolist() == [0, 10, 5]
-    assert documents.read_tokens(1, 0, 10).tolist() == [*first, *second]
-    assert documents.read_tokens(2, 0, 5).tolist() == [*third]
-
-
-def test_prefix_with_suffix_says_so(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2, 3]])
-    with pytest.raises(DataError, match=r"without .bin: .*data$"):
-        Documents.open(f"{prefix}.bin")
 
 
 token_lists = st.lists(

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from data.tokenizers_of_tests import train_tokenizer
@@ -15,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.conversations import Layout, Turn, characters
 
-from sparsebalance_megatron.data.packing import PackedSequence, pack
+from sparsebalance_megatron.data.packing import pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 
-CHATML = Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n")
 LAYOUTS = {
-    "chatml": CHATML,
+    "no template": Layout(opening="ROLE: ", closing="\n"),
+    "chatml": Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n"),
     "chatml, default system turn": Layout(
         opening="<|im_start|>ROLE\n", closing="<|im_end|>\n", default_system="You help."
     ),
@@ -75,7 +74,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         tokenizer = AutoTokenizer.from_pretrained(base)
         special = ["<|im_start|>", "<|im_end|>"]
         tokenizer.add_special_tokens({"additional_special_tokens": special})
-        tokenizer.chat_template = layout.jinja()
+        if name != "no template":
+            tokenizer.chat_template = layout.jinja()
         if layout.strips_content:  # composed characters: fewer than in the text
             tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
         paths[name] = directory / str(number)
@@ -108,32 +108,6 @@ def expected_documents(
     return documents
 
 
-def prepared(
-    directory: Path, tokenizer: Path, turns_of: Sequence[Sequence[Turn]], append_eod: bool
-) -> str:
-    """Write the conversations as JSON lines and prepare them; the data set's prefix."""
-    records: list[dict[str, Any]] = [
-        {"messages": [{"role": role, "content": content} for role, content in turns]}
-        for turns in turns_of
-    ]
-    (directory / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    prefix = str(directory / "data")
-    prepare(
-        RecordFiles([directory / "in.jsonl"]),
-        prefix,
-        tokenizer_name=str(tokenizer),
-        append_eod=append_eod,
-    )
-    return prefix
-
-
-def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedSequence:
-    """All samples in one row, in stored order."""
-    index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
-    assert index is not None
-    return pack([index.read(i) for i in range(len(index))], pad_to_multiple_of=multiple)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=40)
 @given(
@@ -154,8 +128,15 @@ def test_every_weight_of_the_packed_row(
 ) -> None:
     tokenizer = tokenizers[layout]
     with TemporaryDirectory() as directory:
-        prefix = prepared(Path(directory), tokenizer, turns_of, append_eod)
-        row = packed(prefix, max_tokens=max_tokens, overlong=overlong, multiple=multiple)
+        lines, prefix = Path(directory, "in.jsonl"), f"{directory}/data"
+        records = [
+            {"messages": [{"role": role, "content": content} for role, content in turns]}
+            for turns in turns_of
+        ]
+        lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+        prepare(RecordFiles([lines]), prefix, tokenizer_name=str(tokenizer), append_eod=append_eod)
+        index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
+        row = pack([index.read(i) for i in range(len(index))], pad_to_multiple_of=multiple)
     expected: list[tuple[int, int, int, float]] = []
     for document in expected_documents(tokenizer, LAYOUTS[layout], turns_of, append_eod):
         kept = document[:max_tokens] if overlong == "truncate" else document

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness import REPOSITORY
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<s>")
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 _TEXT = "user assistant system 2024 1999 12345 7162534 918273 4455 667788 it's ok, tools call"
 
@@ -25,38 +25,24 @@ def save_tokenizer(
     tokenizer_class: str = "PreTrainedTokenizerFast",
 ) -> Any:
     """Write the files; the ``tokenizers.Tokenizer`` that tokenizer.json holds."""
-    from tokenizers import (
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 
-    tokenizer = Tokenizer(models.BPE())
+    path = directory / "tokenizer.json"
+    train_tokenizer([_TEXT] * 20, 400, directory)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([_TEXT] * 20, trainer)
     if begins_texts:
         begin = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[begin]
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(path))
     config = {"tokenizer_class": tokenizer_class, "eos_token": eos, "bos_token": "<s>"}
     if chat_template is not None:
         config["chat_template"] = chat_template

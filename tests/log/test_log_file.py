@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -17,13 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.log.files import (
-    DEFAULT_MAX_BYTES,
     LogDirectory,
     LogDirectoryError,
     LogWriter,
@@ -38,7 +35,6 @@ class FirstLine(Header, tag="run"):
 class Line(Record, tag="line", omit_defaults=True):
     number: int | None = None
     text: str = ""
-    values: Any = ()
 
 
 HEADER = FirstLine(log_format=LOG_FORMAT)
@@ -52,29 +48,17 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write(path: Path, *lines: Line, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+def write(path: Path, *lines: Line) -> None:
     """All that one process writes."""
-    log = LogWriter(path, HEADER, max_bytes=max_bytes)
+    log = LogWriter(path, HEADER)
     for line in lines:
         log.append(lambda line=line: line)
         log.flush()
     log.close()
 
 
-def test_lines_are_records_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
-    write(
-        tmp_path / "deep" / "log.jsonl",
-        Line(values=(math.nan, [1.5, -math.inf], {"d": (2, "x")})),
-        Line(values=(np.float32(0.5), np.array([[1, np.nan]]), np.float64("nan"))),
-    )
-    header, first, second = records(tmp_path / "deep" / "log.jsonl")
-    assert header == WRITTEN_HEADER
-    assert first["values"] == [None, [1.5, None], {"d": [2, "x"]}]
-    assert second["values"] == [0.5, [[1, None]], None]
-
-
 def test_a_resumed_run_appends_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
+    path = tmp_path / "deep" / "log.jsonl"
     write(path, Line(number=0))
     with path.open("a") as stream:
         stream.write('{"cut o')
@@ -199,18 +183,29 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
     assert len(caplog.records) == 1
 
 
-def numbers(path: Path) -> list[int]:
-    text = path.read_text()
-    assert text.endswith("\n")
-    return [json.loads(line)["number"] for line in text.splitlines()[1:]]
+FORKING = """
+child = os.fork()
+if child == 0:
+    append(-1)
+    sys.exit(0)
+os.waitpid(child, 0)
+for number in range(20, 40): append(number)
+"""
+"""As saving a checkpoint asynchronously does; the child may end like any other process."""
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError"])
-def test_what_is_queued_is_written_when_the_process_ends(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "status", "written"),
+    [("", 0, 20), ("sys.exit(3)", 3, 20), ("raise RuntimeError", 1, 20), (FORKING, 0, 40)],
+)
+def test_what_is_queued_is_written_once_when_the_process_ends(
+    tmp_path: Path, end: str, status: int, written: int
+) -> None:
     path = tmp_path / "log.jsonl"
-    process = start(f"for number in range(40): append(number)\n{end}", path)
-    process.communicate(timeout=120)
-    assert numbers(path) == list(range(40))
+    process = start(f"for number in range(20): append(number)\n{end}", path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    assert [record["number"] for record in records(path)[1:]] == list(range(written))
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
@@ -221,27 +216,9 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120)
-    found = numbers(path)
+    found = [record["number"] for record in records(path)[1:]]
     assert len(found) > 20
     assert found == sorted(found)
-
-
-def test_a_forked_process_writes_nothing_again(tmp_path: Path) -> None:
-    """Saving a checkpoint asynchronously forks; the child may end like any other process."""
-    path = tmp_path / "log.jsonl"
-    program = """
-for number in range(20): append(number)
-child = os.fork()
-if child == 0:
-    append(-1)
-    sys.exit(0)
-os.waitpid(child, 0)
-for number in range(20, 40): append(number)
-"""
-    process = start(program, path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert numbers(path) == list(range(40))
 
 
 def test_a_full_queue_drops_lines_and_the_next_one_says_so(

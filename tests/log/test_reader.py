@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_cases import FIGURES, HEADER, header_of, rank_header, rank_micro_batch, rank_step
+from record_cases import (
+    FIGURES,
+    HEADER,
+    PREDICTED,
+    header_of,
+    rank_header,
+    rank_micro_batch,
+    rank_step,
+)
 from record_cases import step_line as record
 from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
@@ -41,6 +48,20 @@ def measured(**changes: Any) -> dict[str, Any]:
     return line | {"measured": line["measured"] | changes}
 
 
+def grouped(*cp_sizes: float) -> dict[str, Any]:
+    """A step of one micro-batch on each rank; so many ranks share it."""
+    ranks = len(cp_sizes)
+    times_2RPVM = np.ones((2, ranks, 1, 1, 1)).tolist()
+    return record(
+        3,
+        cp_sizes_RM=[[size] for size in cp_sizes],
+        segments_RM=[[1]] * ranks,
+        device_slowness_RP=[[1.0]] * ranks,
+        predicted=PREDICTED | {"times_2RPVM": times_2RPVM},
+        measured={"times_2RPVM": times_2RPVM, "schedule_ms": [[1.0]] * ranks},
+    )
+
+
 COVERAGE = {
     "type": "coverage",
     "iteration": 2,
@@ -61,6 +82,15 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "coverage-shape": (COVERAGE | {"curves_LUK": [[[0.5, 1.0]]]}, "curves_LUK (1, 1, 2)"),
     "coverage-flat": (COVERAGE | {"curves_LUK": [[1.0, 2.0]]}, "curves_LUK (1, 2)"),
     "coverage-grid": (COVERAGE | {"grid": [1, None]}, "grid[1] None"),
+    "group-misaligned": (grouped(1, 2, 2, 1), "cp_sizes_RM"),
+    "group-of-three": (grouped(3, 3, 3), "cp_sizes_RM"),
+    "group-of-none": (grouped(0, 1), "cp_sizes_RM"),
+    "group-of-a-fraction": (grouped(1.5, 1), "cp_sizes_RM"),
+    "groups-shape": (record(2, cp_sizes_RM=[[1, 1]]), "cp_sizes_RM"),
+    "groups-text": (record(2, cp_sizes_RM="two"), "cp_sizes_RM"),
+    "segments-shape": (record(2, segments_RM=[[2, 1]]), "segments_RM"),
+    "segments-ragged": (record(2, segments_RM=[[2, 1], [1]]), "segments_RM"),
+    "segments-none": (record(2, segments_RM=[[2, 1], [1, 0]]), "segments_RM"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
 }
 
@@ -68,7 +98,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
     line, message = BAD_LINES[case]
-    log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
+    log = read_run_log(write(tmp_path, HEADER, record(1), line, grouped(2, 2, 1, 1, 1)))
     assert [step.iteration for step in log.steps] == [1, 3]
     assert log.coverage is None
     (problem,) = log.problems
@@ -101,8 +131,8 @@ def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
     np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
 
 
-def test_the_older_file_comes_first(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, record(1, lm_loss=1.0), record(2, lm_loss=1.0))
+def test_the_older_file_comes_first_and_a_step_that_runs_again_counts(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, *(record(each, lm_loss=1.0) for each in (1, 2, 3, 4)))
     (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
     newer = HEADER | {"config": {"batching": "length"}, "lines_discarded": 7}
     late = record(3) | {"lines_dropped": 2}
@@ -113,7 +143,7 @@ def test_the_older_file_comes_first(tmp_path: Path) -> None:
     discarded, dropped, repeated = log.problems
     assert "the 7 oldest lines were discarded" in discarded
     assert "2 lines could not be written" in dropped
-    assert "1 steps before a resume" in repeated
+    assert "3 steps before a resume" in repeated
 
 
 def test_a_reader_knows_the_schedule_of_the_run_and_who_waits(tmp_path: Path) -> None:
@@ -182,28 +212,26 @@ def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: 
 
 
 MICRO_BATCH = rank_record(1)["micro_batches"][0]
-BAD_MICRO_BATCHES = {
-    "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
-    "shape": ({"budgets_LS": [[4]]}, "budgets_LS (1, 1) must be [layer][sample]"),
-    "ragged": ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
-    "no-budget": ({"budgets_LS": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
-    "coverage": ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
-    "position": ({"position": -1}, "on some rank"),
-}
-BAD_RANK_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
-    "direction": ({"spans": [["sideways", 0, 0, 0.0, 1.0]]}, "spans holds"),
-    "backwards": ({"spans": [["forward", 0, 0, 2.0, 1.0]]}, "spans holds"),
-    **{
-        name: ({"micro_batches": [MICRO_BATCH | change]}, message)
-        for name, (change, message) in BAD_MICRO_BATCHES.items()
-    },
-}
 
 
-@pytest.mark.parametrize("case", BAD_RANK_RECORDS)
-def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
-    change, message = BAD_RANK_RECORDS[case]
-    bad = rank_record(2, **change)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spans": [["sideways", 0, 0, 0.0, 1.0]]}, "spans holds"),
+        ({"spans": [["forward", 0, 0, 2.0, 1.0]]}, "spans holds"),
+        ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
+        ({"budgets_LS": [[4]]}, "budgets_LS (1, 1) must be [layer][sample]"),
+        ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
+        ({"budgets_LS": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
+        ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
+        ({"position": -1}, "on some rank"),
+    ],
+)
+def test_a_damaged_step_is_named_and_the_rest_kept(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    of_the_step = change if "spans" in change else {"micro_batches": [MICRO_BATCH | change]}
+    bad = rank_record(2, **of_the_step)
     write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3))
     assert read_rank_logs(tmp_path, 3).steps[0, 0].iteration == 3
     logs = read_rank_logs(tmp_path, 2)
@@ -224,52 +252,19 @@ def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:
     assert "rank-00000.jsonl: no header line; this rank is left out" in problem
 
 
-RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
-
-
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The whole log, line by line; the first is its header."""
-    directory = RUN.write(tmp_path_factory.mktemp("run"))
-    return (directory / "steps.jsonl").read_bytes().splitlines(keepends=True)
-
-
-def iterations(directory: Path) -> list[int]:
-    """Those that a look at the end of a growing log finds."""
-    with suppress(RunLogError):
-        return [record.iteration for record in read_run_log(directory, last_bytes=1 << 20).steps]
-    return []
-
-
-def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
+def test_of_a_growing_log_the_last_whole_lines_are_read(tmp_path: Path) -> None:
     """A disk may show any part of what was written; no part of a line is ever a line."""
-    whole = b""
-    for line in lines:
-        (tmp_path / "steps.jsonl").write_bytes(whole)
-        before = iterations(tmp_path)
-        for cut in (len(line) // 3, len(line) - 1):
-            (tmp_path / "steps.jsonl").write_bytes(whole + line[:cut])
-            assert iterations(tmp_path) == before
-        whole += line
-    (tmp_path / "steps.jsonl").write_bytes(whole)
-    tail = read_run_log(tmp_path, last_bytes=1 << 20)
-    assert [*map(encode, tail.steps)] == [*map(encode, read_run_log(tmp_path).steps)]
-
-
-def test_of_a_long_log_the_last_whole_lines_are_read(tmp_path: Path, lines: list[bytes]) -> None:
-    (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
-    tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1)
-    assert [each.iteration for each in tail.steps] == [4, 5, 6] and not tail.problems
-    assert tail.header == read_run_log(tmp_path).header
-
-
-def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: list[bytes]) -> None:
-    steps = [line for line in lines if json.loads(line)["type"] == "step"]
-    (tmp_path / "steps.jsonl").write_bytes(lines[0] + b"".join(steps) + lines[0] + steps[2])
-    assert iterations(tmp_path) == [1, 2, 3]
-    log = read_run_log(tmp_path)
-    assert [step.iteration for step in log.steps] == [1, 2, 3]
-    assert "4 steps before a resume" in log.problems[0]
+    run = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
+    path = run.write(tmp_path) / "steps.jsonl"
+    content = path.read_bytes()
+    header = read_run_log(tmp_path).header
+    lines = content.splitlines(keepends=True)
+    for missing in (0, 1, len(lines[-1]) // 3):
+        path.write_bytes(content[: len(content) - missing])
+        tail = read_run_log(tmp_path, last_bytes=sum(map(len, lines[-3:])) + 1 - missing)
+        found = [step.iteration for step in tail.steps]
+        assert found == ([4, 5] if missing else [4, 5, 6])
+        assert tail.problems == () and tail.header == header
 
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")

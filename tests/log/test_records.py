@@ -10,18 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import PREDICTED, step_line
+from msgspec.json import Decoder
 from step_cases import JOB, LENGTHS_TOKENS, finished_step, measured_as_planned, planned_step
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
-from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
-    DamagedLineError,
-    RankStep,
     Record,
-    StepRecord,
     coverage_record,
     decode,
     encode,
@@ -41,30 +37,24 @@ def as_json(record: Record) -> dict[str, Any]:
     return json.loads(encode(record))
 
 
-def step_from(line: dict[str, Any]) -> StepRecord:
-    record = decode(json.dumps(line).encode(), STEP_LOG)
-    assert isinstance(record, StepRecord)
-    return record
-
-
-def of_rank(record: RankStep) -> RankStep:
+def back(record: Record, decoder: Decoder[Any]) -> Any:
     """What is read of what is written."""
-    read = decode(encode(record), RANK_LOG)
-    assert isinstance(read, RankStep)
-    return read
-
-
-def written(planned: PlannedStep | None = None, **changes: Any) -> dict[str, Any]:
-    """A step's record as it comes back from the file."""
-    return as_json(step_record(finished_step(planned or planned_step(), **changes)))
+    return decode(encode(record), decoder)
 
 
 def test_a_record_holds_what_the_run_knew() -> None:
-    """Plan, measurement and figures come back as they were."""
+    """Plan, measurement and figures come back as they were; ranks waited within layers."""
     planned = planned_step()
-    measured = replace(measured_as_planned(planned), lm_loss=2.25)
+    measured = measured_as_planned(planned)
+    own_2RPVM = measured.times_2RPVM
+    measured = replace(
+        measured,
+        lm_loss=2.25,
+        times_2RPVM=own_2RPVM + 1.0,
+        waiting_2RPVM=np.ones_like(own_2RPVM),
+    )
     finished = finished_step(planned, measured)
-    step = step_from(as_json(step_record(finished)))
+    step = back(step_record(finished), STEP_LOG)
     assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
     assert (step.tokens, step.padded_tokens, step.complete) == (sum(LENGTHS_TOKENS), 3, True)
     for ours, theirs in (
@@ -77,31 +67,17 @@ def test_a_record_holds_what_the_run_knew() -> None:
             np.testing.assert_array_equal(
                 np.array(found, float), np.array(expected, float), err_msg=each.name
             )
-    assert step.figures.coverage == pytest.approx(0.45)
-    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
-    assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert step.measured.waiting_2RPVM is None and not step.in_segments
-
-
-def test_where_ranks_wait_in_layers_computing_is_of_own_times() -> None:
-    planned = planned_step()
-    measured = measured_as_planned(planned)
-    own_2RPVM, passed_2RPVM = measured.times_2RPVM, measured.times_2RPVM + 1.0
-    measured = replace(measured, times_2RPVM=passed_2RPVM, waiting_2RPVM=np.ones_like(passed_2RPVM))
-    step = step_from(written(planned, measured=measured))
-    np.testing.assert_array_equal(step.measured.times_2RPVM, passed_2RPVM)
-    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
     figures = step.figures
+    assert figures.coverage == pytest.approx(0.45)
     assert figures.imbalance == pytest.approx(figures.imbalance_predicted)
     assert figures.imbalance_rank_sums_measured == pytest.approx(
         figures.imbalance_rank_sums_predicted
     )
     assert figures.computing_ms_measured == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
-
-    unknown = replace(measured, waiting_2RPVM=np.full_like(passed_2RPVM, np.nan))
-    step = step_from(written(planned, measured=unknown))
-    assert (step.figures.imbalance, step.complete) == (None, False)
-    assert step.figures.computing_ms_measured is None
+    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
+    assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
+    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
+    assert not step.in_segments
 
 
 def test_what_was_not_measured_comes_back_as_none() -> None:
@@ -110,58 +86,11 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     times_2RPVM = measured.times_2RPVM.copy()
     times_2RPVM[0] = math.nan
     measured = replace(measured, times_2RPVM=times_2RPVM, lm_loss=math.nan)
-    step = step_from(written(planned, measured=measured, iteration_ms=None))
+    finished = finished_step(planned, measured=measured, iteration_ms=None)
+    step = back(step_record(finished), STEP_LOG)
     assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
     assert step.figures.busiest_rank_ms_measured is None
     np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
-
-
-@pytest.mark.parametrize(
-    ("cp_sizes", "possible"),
-    [
-        ([[2], [2], [1], [1], [1]], True),
-        ([[1], [2], [2], [1]], False),
-        ([[3], [3], [3]], False),
-        ([[0], [1]], False),
-        ([[1.5], [1]], False),
-        ([[1, 1], [1, 1]], False),
-        ("two", False),
-    ],
-)
-def test_groups_are_powers_of_two_at_multiples_of_their_size(cp_sizes: Any, possible: bool) -> None:
-    ranks = len(cp_sizes)
-    times_2RPVM = np.ones((2, ranks, 1, 1, 1)).tolist()
-    line = step_line(
-        2,
-        cp_sizes_RM=cp_sizes,
-        segments_RM=[[1]] * ranks,
-        device_slowness_RP=[[1.0]] * ranks,
-        predicted=PREDICTED | {"times_2RPVM": times_2RPVM},
-        measured={"times_2RPVM": times_2RPVM, "schedule_ms": [[1.0]] * ranks},
-    )
-    if possible:
-        assert step_from(line).cp_sizes_RM.max() == 2
-    else:
-        with pytest.raises(DamagedLineError, match="cp_sizes"):
-            step_from(line)
-
-
-@pytest.mark.parametrize(
-    ("segments", "possible"),
-    [
-        ([[2, 1], [1, 3]], True),
-        ([[2, 1]], False),
-        ([[2, 1], [1]], False),
-        ([[2, 1], [1, 0]], False),
-    ],
-)
-def test_segments_are_of_every_micro_batch(segments: Any, possible: bool) -> None:
-    line = step_line(2, segments_RM=segments)
-    if possible:
-        assert step_from(line).segments_RM.tolist() == segments
-    else:
-        with pytest.raises(DamagedLineError, match="segments_RM"):
-            step_from(line)
 
 
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
@@ -193,11 +122,11 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
         assert entry["budgets_LS"] == [[4] * samples] * len(LAYERS)
         expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
         assert entry["coverage"] == pytest.approx(expected)
-    assert encode(of_rank(record)) == encode(record)
+    assert encode(back(record, RANK_LOG)) == encode(record)
 
 
 def test_a_rank_without_layers_has_no_coverage() -> None:
-    step = of_rank(rank_step(finished_step(planned_step()), PLACE, JOB))
+    step = back(rank_step(finished_step(planned_step()), PLACE, JOB), RANK_LOG)
     assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
@@ -208,9 +137,10 @@ def test_who_shared_a_micro_batch_comes_back() -> None:
     micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
     shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
     finished = replace(finished_step(planned), planned=shared)
-    assert step_from(as_json(step_record(finished))).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    assert step_from(written()).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
-    read = of_rank(rank_step(finished, PLACE, JOB)).micro_batches
+    assert back(step_record(finished), STEP_LOG).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
+    alone = back(step_record(finished_step(planned)), STEP_LOG)
+    assert alone.cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
+    read = back(rank_step(finished, PLACE, JOB), RANK_LOG).micro_batches
     assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
     assert read[0].lengths_tokens == first[0].lengths_tokens
 

@@ -19,8 +19,3 @@ def linear_qkv_rows(q: list, k: list, v: list, *, groups: int, head_dim: int) ->
             for row in range(head_dim):
                 rows.append(matrix[group * head_dim + row])
     return rows
-
-
-def linear_fc1_rows(gate: list, up: list) -> list:
-    """SwiGLU takes the first half as the gate: silu(first half) * second half."""
-    return list(gate) + list(up)

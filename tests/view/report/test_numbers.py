@@ -1,24 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts add up to steps, changes to the difference, and what differs between runs is named."""
+"""Numbers by hand; parts add up to steps, changes to the difference; what sentences claim."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from plan.plan_cases import job_shape
 from record_cases import header_of, step_record
+from step_cases import JOB
+from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.log.reader import RunLog
-from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report.numbers import compare, explain, split_time, summarize
-from sparsebalance_megatron.view.report.words import settings_that_differ
+from sparsebalance_megatron.log.reader import RunLog, read_rank_logs, read_run_log
+from sparsebalance_megatron.log.records import CoverageRecord, RunHeader, StepRecord
+from sparsebalance_megatron.plan.job import lockstep_notice
+from sparsebalance_megatron.view.report.numbers import (
+    Change,
+    Comparison,
+    Explanation,
+    RunSummary,
+    TimeSplit,
+    compare,
+    explain,
+    split_time,
+    summarize,
+)
+from sparsebalance_megatron.view.report.words import (
+    caveats,
+    changes,
+    coverage_table,
+    headline,
+    layers_table,
+    settings_that_differ,
+    slowest_device,
+    slowest_text,
+)
 
 
 def step(
@@ -37,13 +61,6 @@ def step(
     return step_record(iteration, **(values | changes))
 
 
-def test_the_split_of_a_mean_step() -> None:
-    split = split_time([step(1, 80, 15, 5), step(2, 60, 35, 5)])
-    assert split is not None
-    assert (split.compute_ms, split.waiting_ms, split.rest_ms) == (70.0, 25.0, 5.0)
-    assert split.step_ms == 100.0
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -53,11 +70,13 @@ def test_the_split_of_a_mean_step() -> None:
     ],
 )
 def test_steps_without_a_part_are_left_out(missing: dict[str, Any]) -> None:
-    unknown = step(2, 1, 1, 1, **missing)
-    split = split_time([step(1, 80, 15, 5), unknown])
-    assert split == split_time([step(1, 80, 15, 5)])
+    unknown = step(3, 1, 1, 1, **missing)
+    split = split_time([step(1, 80, 15, 5), step(2, 60, 35, 5), unknown])
+    assert split is not None
+    assert (split.compute_ms, split.waiting_ms, split.rest_ms) == (70.0, 25.0, 5.0)
+    assert split.step_ms == 100.0
     assert split_time([unknown]) is None
-    assert explain([(unknown, step(2, 1, 1, 1))]) is None
+    assert explain([(unknown, step(3, 1, 1, 1))]) is None
 
 
 def test_less_attention_less_waiting_and_the_machine_are_told_apart() -> None:
@@ -115,18 +134,75 @@ def test_coverage_gained_is_weighed_by_tokens() -> None:
     assert summarize([covered(5, None)]).figures["coverage_gained_by_token"] is None
 
 
-def log(name: str, **changes: Any) -> RunLog:
-    job = replace(job_shape(2, 2), **changes.pop("job", {}))
-    header = structs.replace(header_of(job), **changes)
-    return RunLog(directory=Path(name), header=header, steps=(), problems=())
+def log(name: str, *steps: StepRecord, header: RunHeader | None = None) -> RunLog:
+    return RunLog(directory=Path(name), header=header, steps=steps, problems=())
+
+
+def with_header(name: str, data_parallel_size: int = 2, **changes: Any) -> RunLog:
+    job = replace(job_shape(2, 2), data_parallel_size=data_parallel_size)
+    return log(name, header=structs.replace(header_of(job), **changes))
+
+
+@pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
+def test_warm_up(steps: int, skipped: int) -> None:
+    times_ms = [1000.0] * skipped + [10.0] * (steps - skipped)
+    run = summarize([step_record(i + 1, iteration_ms=ms) for i, ms in enumerate(times_ms)])
+    assert (run.iteration_ms_median, run.warm_up_steps) == (10.0, skipped)
+
+
+def test_numbers_of_a_run() -> None:
+    """What was not measured is None and not 0."""
+    run = summarize(
+        [
+            step_record(1, lm_loss=9.5, figures={"lower_bound_ms": 60.0, "work_ratio": None}),
+            step_record(2, figures={"coverage": 0.5, "work_ratio": None}, iteration_ms=110.0),
+            step_record(3, figures={"imbalance": 1.5, "work_ratio": None}),
+            step_record(4, lm_loss=8.25, figures={"imbalance": 1.25, "work_ratio": None}),
+        ]
+    )
+    assert run.iteration_ms_median == 100.0
+    assert (run.loss_first, run.loss_last) == (9.5, 8.25)
+    assert run.figures["imbalance"] == pytest.approx(1.125), "the median"
+    assert run.figures["coverage"] == pytest.approx(0.6875), "the mean"
+    assert run.figures["lower_bound_ms"] == 70.0
+    assert run.figures["work_ratio"] is None
+    unmeasured = summarize([step_record(1, iteration_ms=None, lm_loss=None)])
+    assert (unmeasured.iteration_ms_median, unmeasured.loss_first) == (None, None)
+    assert unmeasured.loss_last is None
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "speedup", "problem"),
+    [
+        ({1: None, 2: 100, 3: 200, 4: 300}, {1: None, 2: 50, 3: 160, 4: 100}, 600 / 310, ""),
+        # Pairs are of the same iteration.
+        ({1: 100, 2: 100, 3: 900}, {1: 100, 3: 300}, 1000 / 400, "3 steps in slow, 2 in fast"),
+        # 65 ms stands for a step of other samples, of which there is no speedup.
+        ({1: 100, 2: 100}, {1: 100, 2: 65}, None, "differ in 1 of 2 steps, first in iteration 2"),
+    ],
+)
+def test_speedup_of_all_steps(
+    slow: dict[int, float], fast: dict[int, float], speedup: float | None, problem: str
+) -> None:
+    logs = []
+    for name, times_ms in (("slow", slow), ("fast", fast)):
+        steps = [
+            step_record(i, iteration_ms=ms, tokens=64 + (ms == 65)) for i, ms in times_ms.items()
+        ]
+        logs.append(log(name, *steps))
+    found = compare(*logs)
+    assert found.speedup == (None if speedup is None else pytest.approx(speedup))
+    assert problem in "".join(found.problems) and bool(problem) == bool(found.problems)
 
 
 def test_what_differs_is_named() -> None:
     config = {"block_size": 128, "tuning": "off", "log_dir": "a"}
-    before, after = log("a", config=config), log("b", config=config | {"log_dir": "b"})
+    before = with_header("a", config=config)
+    after = with_header("b", config=config | {"log_dir": "b"})
     assert compare(before, after).differences == ()
     assert settings_that_differ(compare(before, after)) == []
-    other = log("b", config=config | {"block_size": 256}, job={"data_parallel_size": 7})
+    assert compare(log("a"), after).differences == (), "nothing is known of a"
+    other = with_header("b", 7, config=config | {"block_size": 256})
     (sentence,) = settings_that_differ(compare(before, other))
     assert "block size 128 in the baseline, 256 in the run" in sentence
     assert "data parallel size " in sentence and "7 in the run" in sentence
@@ -137,9 +213,87 @@ def test_other_models_or_data_are_refused(name: str, value: Any) -> None:
     with pytest.raises(
         ConfigError, match=f"a and b trained other models or data: {name.replace('_', ' ')} "
     ):
-        compare(log("a"), log("b", **{name: value}))
+        compare(with_header("a"), with_header("b", **{name: value}))
 
 
-def test_without_headers_nothing_is_known() -> None:
-    bare = RunLog(directory=Path("a"), header=None, steps=(), problems=())
-    assert compare(bare, log("b", seq_length=3)).differences == ()
+def summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
+    values |= {"steps": 9, "warm_up_steps": 1}
+    return RunSummary(**(values | changes))
+
+
+def numbers_in(*sentences: str) -> list[float]:
+    """All numbers, in order."""
+    found = re.findall(r"[+-]?\d[\d,.]*\d|\d", " ".join(sentences))
+    return [float(number.replace(",", "")) for number in found]
+
+
+def compared(**changes: Any) -> Comparison:
+    values: dict[str, Any] = {"speedup": None}
+    values |= {"baseline": summary(), "sparse_balance": summary(), "problems": ()}
+    return Comparison(**(values | changes))
+
+
+EXPLAINED = Explanation(
+    baseline=TimeSplit(compute_ms=5000.0, waiting_ms=900.0, rest_ms=100.0),
+    run=TimeSplit(compute_ms=4700.0, waiting_ms=200.0, rest_ms=100.0),
+    changes=(Change("less attention", -300.0), Change("less waiting", -700.0)),
+    speedup_interval=(1.15, 1.25),
+)
+
+
+def test_a_speedup_has_an_interval_and_its_parts() -> None:
+    comparison = compared(speedup=1.2, explanation=EXPLAINED)
+    assert numbers_in(headline(comparison)) == [1.2, 95, 1.15, 1.25, 5000, 6000]
+    assert numbers_in(*changes(comparison)) == [6000, -300, -700]
+
+
+def test_no_more_is_claimed_than_is_known() -> None:
+    assert numbers_in(headline(compared())) == []
+    assert changes(compared()) == []
+
+
+def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
+    alone, lockstep = summary(lockstep_ranks=1), summary(lockstep_ranks=4)
+    notice = lockstep_notice(4)
+    assert caveats(alone) == []
+    assert caveats(lockstep) == [notice]
+    assert caveats(compared(baseline=lockstep, sparse_balance=lockstep)) == [notice]
+    both = compared(baseline=alone, sparse_balance=lockstep)
+    assert caveats(both) == [f"Sparse balance: {notice}"]
+
+
+def test_the_slowest_device_is_named_with_its_host(tmp_path: Path) -> None:
+    """Stage 0 of rank 1 takes half as long again; another layout before it does not count."""
+    steps = read_run_log(SampleRun(steps=4, noise=0.0).write(tmp_path)).steps
+    assert slowest_device(steps) is None, "all are alike"
+    for step in steps:
+        step.measured.times_2RPVM[:, 1, 0] *= 1.5
+    found = slowest_device((step_record(1), *steps))
+    assert found == ((1, 0), pytest.approx(1.5, rel=0.01))
+    ranks = read_rank_logs(tmp_path)
+    assert slowest_text(*found, ranks).startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
+    assert slowest_device((*steps, step_record(1))) is None
+
+
+def test_coverage_is_that_of_the_layers_mean_and_least() -> None:
+    curves_LUK = np.full((2, 3, 4), np.nan)
+    curves_LUK[:, 0] = 1.0
+    curves_LUK[:, 2] = (0.2, 0.4, 0.6, 0.8), (0.4, 0.6, 0.8, 1.0)
+    record = CoverageRecord(
+        iteration=5, grid=(1, 2, 3, 4), bucket_blocks=(1, 3, 7), curves_LUK=curves_LUK
+    )
+    cells = {"1": "0.300 (0.200)", "2": "0.500 (0.400)", "4": "0.900 (0.800)"}
+    assert coverage_table(record) == [{"blocks": "4 to 7", **cells}]
+    assert not coverage_table(None)
+
+
+def test_base_budgets_of_layers() -> None:
+    header = header_of(replace(JOB, stage_layers=(((0, 1, 2, 3),),)))
+
+    def rows(text: str | None) -> list[tuple[str, ...]]:
+        config = {"base_budget": 8, "layer_budgets": text}
+        return [tuple(row.values()) for row in layers_table(structs.replace(header, config=config))]
+
+    assert rows("dense:0 2:1-2") == [("all: dense", "0"), ("8", "3"), ("2", "1, 2")]
+    assert not rows(None) and not rows("dense:all") and not layers_table(None)

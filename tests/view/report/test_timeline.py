@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines: simulated ones against the simulator, measured ones against the spans."""
+"""Timelines against simulator and spans; what a picture shows of waiting, budgets and sharing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
-import record_cases
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from msgspec import structs
 from plan.plan_cases import flat
-from record_cases import step_record
+from record_cases import rank_micro_batch, rank_step, step_record
 
 from sparsebalance_megatron.learn.measurement import MeasuredTimes, Span
-from sparsebalance_megatron.log.records import RankStep, StepRecord
+from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
+from sparsebalance_megatron.view.report.pictures import COLOURS, step_picture
 from sparsebalance_megatron.view.report.timeline import (
+    Timeline,
     measured_timeline,
     predicted_timeline,
 )
@@ -42,10 +46,6 @@ def times(forward_RPVM: np.ndarray, **changes: Any) -> StepRecord:
         measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=np.ones((ranks, stages))),
         **values,
     )
-
-
-def rank_step(start_unix_s: float | None, *spans: Span) -> RankStep:
-    return record_cases.rank_step(spans=spans, start_unix_s=start_unix_s)
 
 
 def span(direction: str, start_ms: float, end_ms: float) -> Span:
@@ -111,26 +111,34 @@ def test_nothing_is_drawn_of_times_that_are_missing() -> None:
     assert measured_timeline(times(np.ones((1, 2, 1, 2))), {}) is None
 
 
-def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
-    found = measured_timeline(
-        times(np.ones((2, 1, 1, 1))),
-        {
-            (0, 0): rank_step(100.002, span("forward", 1.0, 2.0)),
-            (1, 0): rank_step(100.0, span("forward", 0.5, 3.0), span("backward", 3.0, 4.0)),
-        },
-    )
+CLOCKS_DISAGREE = "the wall clocks of ranks disagree: all are drawn from the step's start"
+
+
+@pytest.mark.parametrize(
+    ("later_s", "shift_ms", "remarks"),
+    [(0.002, 2.0, ()), (7200.0, 0.0, (CLOCKS_DISAGREE,)), (-7200.0, 0.0, (CLOCKS_DISAGREE,))],
+)
+def test_spans_are_set_side_by_side_by_wall_clocks_that_agree(
+    later_s: float, shift_ms: float, remarks: tuple[str, ...]
+) -> None:
+    """One that was set in the middle of a step moves no bar."""
+    spans_of_0 = (span("forward", 1.0, 2.0),)
+    spans_of_1 = (span("forward", 0.5, 3.0), span("backward", 3.0, 4.0))
+    logged = {
+        (0, 0): rank_step(start_unix_s=100.0 + later_s, spans=spans_of_0),
+        (1, 0): rank_step(start_unix_s=100.0, spans=spans_of_1),
+    }
+    found = measured_timeline(times(np.ones((2, 1, 1, 1))), logged)
     assert found is not None
     starts = [
         (place, span.direction, span.start_ms, span.end_ms)
         for place, spans in found.spans.items()
         for span in spans
     ]
-    assert starts == [
-        ((0, 0), "forward", pytest.approx(3.0, abs=1e-3), pytest.approx(4.0, abs=1e-3)),
-        ((1, 0), "forward", 0.5, 3.0),
-        ((1, 0), "backward", 3.0, 4.0),
-    ]
-    assert found.remarks == ()
+    moved_ms = pytest.approx((1.0 + shift_ms, 2.0 + shift_ms), abs=1e-3)
+    assert starts[0][:2] == ((0, 0), "forward") and starts[0][2:] == moved_ms
+    assert starts[1:] == [((1, 0), "forward", 0.5, 3.0), ((1, 0), "backward", 3.0, 4.0)]
+    assert found.remarks == remarks
 
 
 def test_waiting_within_layers_is_no_computing() -> None:
@@ -142,7 +150,7 @@ def test_waiting_within_layers_is_no_computing() -> None:
     measured = replace(record.measured, waiting_2RPVM=waiting_2RPVM)
     record = structs.replace(record, measured=measured)
     spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
-    logged = {(rank, 0): rank_step(100.0, *spans) for rank in (0, 1)}
+    logged = {(rank, 0): rank_step(start_unix_s=100.0, spans=spans) for rank in (0, 1)}
     found = measured_timeline(record, logged)
     assert found is not None
     assert found.makespan_ms == pytest.approx(30.0)
@@ -150,20 +158,6 @@ def test_waiting_within_layers_is_no_computing() -> None:
     predicted = predicted_timeline(record)
     assert predicted is not None
     assert predicted.busy_share == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float) -> None:
-    steps = {
-        (0, 0): rank_step(100.0, span("forward", 1.0, 2.0)),
-        (1, 0): rank_step(100.0 + jump_s, span("forward", 0.5, 3.0)),
-    }
-    found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
-    assert found is not None
-    assert [spans[0][3:5] for spans in found.spans.values()] == [(1.0, 2.0), (0.5, 3.0)]
-    assert found.remarks == (
-        "the wall clocks of ranks disagree: all are drawn from the step's start",
-    )
 
 
 def test_ranks_that_shared_a_segment_begin_it_together() -> None:
@@ -182,3 +176,86 @@ def test_ranks_that_shared_a_segment_begin_it_together() -> None:
         record(segments_RM=((3, 1), (1, 2))), [segment_ms[0][..., :4], segment_ms[1]]
     )
     assert predicted_timeline(unequal) is None
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return drawn
+
+
+def bars(axes: Axes, row: int) -> list[tuple[float, float]]:
+    """Starts and ends of a row's bars."""
+    of_row = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+    return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in of_row]
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text().strip() for text in axes.texts]
+
+
+def view(cp_size: int) -> Timeline:
+    """Two ranks share position 1 where ``cp_size`` is 2."""
+    spans = [
+        Span(way, 0, m, at, at + 1.0)
+        for m in (0, 1)
+        for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
+    ]
+    contents = {
+        (rank, 0): rank_step(
+            *(
+                rank_micro_batch(
+                    position=position,
+                    lengths_tokens=(100, 400),
+                    budgets_LS=np.array([[1, 7]]),
+                    cp_size=of,
+                    rank=rank - rank % of,
+                )
+                for position, of in enumerate((1, cp_size))
+            )
+        )
+        for rank in (0, 1)
+    }
+    return Timeline(spans={(0, 0): spans, (1, 0): spans}, contents=contents)
+
+
+def test_a_step_shows_waiting_budgets_and_shared_packed_sequences(figures: list[Figure]) -> None:
+    step_picture({"measured": view(2)})
+    step_picture({"measured": view(1)})
+    shared, narrow = (figure.axes[0] for figure in figures)
+    assert "4 ms, stages wait 0% of it" in shared.get_title(loc="left")
+    ink = matplotlib.colors.to_rgba("#1b1d20")
+    for row in (0, 1):
+        assert bars(shared, row) == [(0.0, 4.0), (0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+        of_row = shared.patches[5 * row : 5 * row + 5]
+        kinds = ("waiting", "forward", "backward", "forward", "backward")
+        assert [bar.get_facecolor() for bar in of_row] == [
+            matplotlib.colors.to_rgba(COLOURS[kind]) for kind in kinds
+        ]
+        assert [bar.get_edgecolor() == ink for bar in of_row[1:]] == [False, False, True, True]
+    assert texts(shared) == ["7"] * 4
+    assert not any(bar.get_edgecolor() == ink for bar in narrow.patches)
+
+
+def test_steps_of_very_different_times_have_axes_of_their_own(figures: list[Figure]) -> None:
+    long = Timeline(spans={(0, 0): [Span("forward", 0, 0, 0.0, 90.0)]})
+    step_picture({"long": long, "short": view(1)})
+    assert [axes.get_xlim()[1] for axes in figures[0].axes] == [90.0, 4.0]
+
+
+def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest(
+    figures: list[Figure],
+) -> None:
+    spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
+    picture = step_picture({"measured": Timeline(spans=spans)})
+    labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
+    assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
+    assert any("16 of 40 ranks" in remark for remark in picture.remarks)
