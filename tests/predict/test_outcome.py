@@ -46,21 +46,18 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
     few = workload()
     many = workload(tuple(tuple(np.roll(LENGTHS, n).tolist()) for n in range(4)))
     assert memory_at_most(few) == memory_at_most(many)
-    for recompute in ({}, {"recompute_attention": True}, {"recompute_all": True}):
-        given = workload(many.batches, **recompute)
+    # A sample of 64 blocks, of which each rank holds 8.
+    shared = workload(ranks=8, stages=1, cp_size=8, micro_batches=8, cap_tokens=1024)
+    segments = workload(config={"max_segments": 4, "segment_tokens": 256})
+    recomputed = [
+        workload(many.batches, **flags)
+        for flags in ({"recompute_attention": True}, {"recompute_all": True})
+    ]
+    for given in (many, *recomputed, shared, segments):
         for row in rows_of(given).values():
             found = predict(row.of(given))
             for held, most in zip(found.stages, found.stages_at_most, strict=True):
                 assert held.total_bytes <= most.total_bytes
-    # A sample of 64 blocks, of which each rank holds 8.
-    shared = workload(ranks=8, stages=1, cp_size=8, micro_batches=8, cap_tokens=1024)
-    for row in rows_of(shared).values():
-        found = predict(row.of(shared))
-        assert found.stages[0].total_bytes <= found.stages_at_most[0].total_bytes
-    segments = workload(config={"max_segments": 4, "segment_tokens": 256})
-    found = predict(segments)
-    for held, most in zip(found.stages, found.stages_at_most, strict=True):
-        assert held.total_bytes <= most.total_bytes
 
 
 def test_experts_take_time_and_memory() -> None:
