@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from cost.cost_cases import Times
@@ -124,22 +122,6 @@ def test_scales_stay_within_what_was_observed(ratios: list[float]) -> None:
         low, high = min([1.0, *ratios]), max([1.0, *ratios])
         assert (drill.scales_2PV() >= low * (1 - 1e-9)).all()
         assert (drill.scales_2PV() <= high * (1 + 1e-9)).all()
-
-
-@pytest.mark.parametrize("steps", [0, 2, 3, 7, 15])
-def test_resumed_calibration_continues_exactly(steps: int) -> None:
-    drill, other = Drill(noise=0.2), Drill(noise=0.2)
-    for _ in range(steps):
-        drill.step()
-        other.step()
-    saved = json.loads(json.dumps(drill.calibration.state_dict()))
-    drill.calibration = Calibration(STAGES, CHUNKS)
-    drill.calibration.load_state_dict(saved)
-    assert drill.calibration.state_dict() == other.calibration.state_dict()
-    for _ in range(4):
-        drill.step()
-        other.step()
-    assert drill.calibration.state_dict() == other.calibration.state_dict()
 
 
 def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:

@@ -25,19 +25,13 @@ def test_layers_are_split_as_evenly_as_they_can_be(layers: int, stages: int, ran
     assert job.places == 3 * ranks
 
 
-@pytest.mark.parametrize(("samples", "parts"), [(12, 2), (6, 1)])
-def test_samples_divide(samples: int, parts: int) -> None:
-    assert whole_parts(samples, "--global-batch", {"--dp": 2, "--micro-batches": 3}) == parts
-
-
-@pytest.mark.parametrize("samples", [0, 3, 13])
-def test_samples_that_do_not_divide_are_told(samples: int) -> None:
-    message = f"--global-batch {samples} must be a multiple of --dp 2 x --micro-batches 3 = 6"
-    with pytest.raises(ConfigError, match=message):
-        whole_parts(samples, "--global-batch", {"--dp": 2, "--micro-batches": 3})
-
-
-def test_a_part_of_nothing_divides_nothing() -> None:
+def test_samples_divide_or_are_told() -> None:
+    parts = {"--dp": 2, "--micro-batches": 3}
+    assert [whole_parts(samples, "--global-batch", parts) for samples in (12, 6)] == [2, 1]
+    for samples in (0, 3, 13):
+        message = f"--global-batch {samples} must be a multiple of --dp 2 x --micro-batches 3 = 6"
+        with pytest.raises(ConfigError, match=message):
+            whole_parts(samples, "--global-batch", parts)
     with pytest.raises(ConfigError, match="--dp 0 = 0"):
         whole_parts(4, "--global-batch", {"--dp": 0})
 

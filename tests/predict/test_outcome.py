@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from predict.predict_cases import EXPERTS, LENGTHS, workload
 
-from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.predict.comparison import AS_MEGATRON, Row, rows_of
+from sparsebalance_megatron.predict.comparison import rows_of
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import prior_coverage, read_lengths, samples_of
 
@@ -69,24 +67,6 @@ def test_experts_take_time_and_memory() -> None:
     assert apart[0].makespan_ms < apart[1].makespan_ms  # tokens travel
     whole, sharded = (outcome(**small, stages=1, sharded_parameters=each) for each in (False, True))
     assert sharded.stages[0].weights_bytes < whole.stages[0].weights_bytes
-
-
-def test_a_lockstep_group_takes_its_experts_for_the_mean_of_its_ranks() -> None:
-    batch = (8000, 1000)
-    layout = {"layers": 4, "stages": 1, "micro_batches": 1, "lockstep_ranks": 2}
-    given = workload((batch,), shape=EXPERTS, expert_parallel_size=2, **layout)
-    given = Row({**AS_MEGATRON, "tuning": "off"}, "").of(given)
-    experts_ms = sum(
-        rows[Part.EXPERTS][2] for rows in (given.cost.forward_ms, given.cost.backward_ms)
-    )
-    nothing = {Part.EXPERTS: (0.0,) * 5}
-    without = replace(
-        given.cost,
-        forward_ms={**given.cost.forward_ms, **nothing},
-        backward_ms={**given.cost.backward_ms, **nothing},
-    )
-    both = [predict(replace(given, cost=cost)).makespan_ms for cost in (given.cost, without)]
-    assert both[0] - both[1] == pytest.approx(4 * experts_ms * sum(batch) / 2)
 
 
 def test_prior_is_a_power_of_the_share_of_blocks() -> None:

@@ -216,3 +216,13 @@ def test_filling_ends_early_at_budgets_that_fit(seed, monkeypatch):
     assert (np.minimum(budgets_LS, allowed.top_LS) >= allowed.base_LS).all()
     assert (budgets_LS <= filled.tuned.budgets_LS).all()
     assert (budgets_LS < filled.tuned.budgets_LS).any()
+
+
+def test_samples_with_pinned_budgets_are_like_no_other():
+    blocks, pinned_S, job = [5, 9, 9, 4, 3, 9], [2, 3, 0, 2, 2, 0], job_shape(2, 2)
+    costs = step_costs([64 * many for many in blocks], job, cost_model(), StageScales.ones(1))
+    pinned_LS = np.tile(pinned_S, (job.layers, 1))
+    curves = coverage_curves(job.layers, 400)
+    sizes = budget_problem(plan_settings(), costs, curves, pinned_LS).size_S
+    assert sizes[2] == sizes[5]
+    assert len(set(sizes.tolist())) == 5
