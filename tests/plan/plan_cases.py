@@ -130,8 +130,8 @@ def planned(step=0, **inputs):
 
 
 def planned_no_slower(given, *others):
-    """The plan of these inputs: always the same one, above its bound, and no slower than those of
-    other settings; without raised budgets its coverage would be no higher."""
+    """The plan of these inputs: always the same one, above its bound, no slower than those of other
+    settings, and with no less coverage than at fixed budgets."""
     plan = planned(**given)
     assert plan.digest() == planned(**given).digest()
     expected = plan.expectation

@@ -141,6 +141,12 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     assert plan.expectation.work_ratio == pytest.approx(ratio)
 
 
+def test_samples_that_do_not_fit_by_length_run_in_order_of_arrival():
+    lengths = [6, 7, 5, 6, 8, 4, 8, 1, 9]
+    cap = {"batching": "length", "max_tokens_per_micro_batch": 18}
+    assert planned(**step_inputs(job_shape(1, 3), lengths, **cap)).batching == "arrival"
+
+
 def test_contradicting_inputs():
     given_ = arguments()
     with pytest.raises(PlanError, match="block size 128 differs from the cost model's 64"):
