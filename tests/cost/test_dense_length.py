@@ -11,7 +11,6 @@ from cost.cost_cases import predict_ms
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import (
-    check_dense_length,
     crossing_tokens,
     dense_length_line,
     with_dense_length,
@@ -79,12 +78,6 @@ def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
 def test_what_is_no_length(text: str) -> None:
     with pytest.raises(ConfigError, match=r"-dense-up-to .*must be auto, or a num"):
         SparseBalanceConfig(dense_up_to=text)
-
-
-def test_a_length_above_the_longest_sample() -> None:
-    check_dense_length(replace(CHOICES, dense_up_to="2048"), 2048)
-    with pytest.raises(ConfigError, match=r"-dense-up-to 2049: the longest sample has 2048"):
-        check_dense_length(replace(CHOICES, dense_up_to="2049"), 2048)
 
 
 def test_a_table_without_dense_times_counts_them_and_says_so(tmp_path: Path, measure) -> None:

@@ -85,17 +85,6 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("selection", "share"), [("token-query-head", 0.13), ("previous-block", 0.35)]
-)
-def test_sparse_attention_is_counted_as_its_lists_were_measured(
-    selection: str, share: float, identity: RunIdentity
-) -> None:
-    model = CostModel.analytic(identity.shape, 128, selection=selection)
-    assert model.efficiency is not None and model.efficiency.sparse == share
-    assert f"sparse {share:.0%}" in model.source
-
-
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape
@@ -155,20 +144,6 @@ def test_routed_experts_are_a_part_of_their_own(identity: RunIdentity) -> None:
     assert again == pytest.approx(3 * products + 2 * sent)
 
 
-def test_dense_layers_that_were_not_measured_cost_as_much_as_their_block_pairs(
-    identity: RunIdentity,
-) -> None:
-    model = CostModel.analytic(identity.shape, 128)
-    assert model.with_dense_attention is model
-    known = {part: row for part, row in model.forward_ms.items() if part != Part.DENSE_ATTENTION}
-    back = {part: row for part, row in model.backward_ms.items() if part != Part.DENSE_ATTENTION}
-    found = replace(model, forward_ms=known, backward_ms=back).with_dense_attention
-    row = features([5000], np.inf, 128, model.work)
-    for direction in Direction:
-        sparse = predict_ms(model, Part.ATTENTION, direction, row)
-        assert predict_ms(found, Part.DENSE_ATTENTION, direction, row) == pytest.approx(sparse)
-
-
 SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "head_dim": 5}
 SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)
 
@@ -225,18 +200,8 @@ def test_dense_flops_are_those_of_the_largest_budgets_on_any_tensor_parallel_siz
     )
 
 
-TOKENS = st.integers(0, 90)
-BUDGETS = st.integers(1, 12)
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
 WORK = work_model_named("previous-block")
-
-
-def attended_block_pairs(tokens, budget, block_size):
-    return WORK.attended_pairs(np.asarray(tokens) / block_size, budget)
-
-
-def visible_block_pairs(tokens, block_size):
-    return WORK.visible_pairs(tokens / block_size)
 
 
 @settings(max_examples=150)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from cost.cost_cases import Times
@@ -82,15 +80,17 @@ def test_one_outlier_moves_nothing(factor: float, whole_step: bool) -> None:
 
 
 def test_long_micro_batches_outweigh_many_short_ones() -> None:
+    """Also where predictions are older than the current scales."""
     calibration = Calibration(1)
     predicted = np.ones((2, 1, 1, 1, 5))
     predicted[..., -1] = 100.0
     measured = predicted * np.array([3.0, 3.0, 3.0, 3.0, 1.25])
-    for _ in range(3):
+    measured[1] *= 2
+    for _ in range(20):
         calibration.update(
             Times(predicted, StageScales.ones(1)), Times(measured, StageScales.ones(1))
         )
-    assert (calibration.snapshot().scales_2PV == 1.25).all()
+    assert calibration.snapshot().scales_2PV.ravel() == pytest.approx([1.25, 2.5])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
@@ -112,17 +112,6 @@ def test_a_stage_that_is_never_measured_keeps_its_scale() -> None:
     np.testing.assert_allclose(scales_2PV[1], 3.0)
 
 
-def test_predictions_may_be_older_than_the_current_scales() -> None:
-    calibration = Calibration(1)
-    predicted, measured = np.ones((2, 1, 1, 1, 1)), np.full((2, 1, 1, 1, 1), 2.0)
-    measured[1] = 4.0
-    for _ in range(20):
-        calibration.update(
-            Times(predicted, StageScales.ones(1)), Times(measured, StageScales.ones(1))
-        )
-    assert calibration.snapshot().scales_2PV.ravel() == pytest.approx([2.0, 4.0])
-
-
 @settings(max_examples=25)
 @given(ratios=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=25))
 def test_scales_stay_within_what_was_observed(ratios: list[float]) -> None:
@@ -133,22 +122,6 @@ def test_scales_stay_within_what_was_observed(ratios: list[float]) -> None:
         low, high = min([1.0, *ratios]), max([1.0, *ratios])
         assert (drill.scales_2PV() >= low * (1 - 1e-9)).all()
         assert (drill.scales_2PV() <= high * (1 + 1e-9)).all()
-
-
-@pytest.mark.parametrize("steps", [0, 2, 3, 7, 15])
-def test_resumed_calibration_continues_exactly(steps: int) -> None:
-    drill, other = Drill(noise=0.2), Drill(noise=0.2)
-    for _ in range(steps):
-        drill.step()
-        other.step()
-    saved = json.loads(json.dumps(drill.calibration.state_dict()))
-    drill.calibration = Calibration(STAGES, CHUNKS)
-    drill.calibration.load_state_dict(saved)
-    assert drill.calibration.state_dict() == other.calibration.state_dict()
-    for _ in range(4):
-        drill.step()
-        other.step()
-    assert drill.calibration.state_dict() == other.calibration.state_dict()
 
 
 def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:

@@ -126,21 +126,6 @@ def test_any_pins_are_kept(
         assert (plan.budgets_LS[:, pinned_S] == pinned_LS[:, pinned_S]).all()
 
 
-def test_a_whole_step_can_be_pinned_as_it_was_planned() -> None:
-    made = planner()
-    planned = made.plan(lengths())
-    again = made.plan(lengths(), pinned_LS=planned.plan.budgets_LS, placement=_placed(planned.plan))
-    nothing = made.plan(lengths(), pinned_LS=np.zeros_like(planned.plan.budgets_LS))
-    assert again.plan.digest() == nothing.plan.digest() == planned.plan.digest()
-
-
-def _placed(plan: Any) -> Any:
-    return tuple(
-        tuple(micro_batch.samples for micro_batch in plan.for_rank(rank).micro_batches)
-        for rank in range(plan.data_parallel_size)
-    )
-
-
 def test_a_given_placement_stays_and_gets_budgets() -> None:
     made = planner()
     placement = (((0, 1, 2, 3), (4,)), ((5, 6), (7, 8, 9)))
@@ -257,11 +242,6 @@ def test_what_no_host_can_have_is_refused(choices: dict[str, Any], named: str) -
     with pytest.raises(ConfigError, match=named):
         job = host_job(**choices) if "global_batch_size" in choices else host_job()
         HostPlanner(SparseBalanceConfig(**choices), job)
-
-
-def test_a_lockstep_group_runs_long_positions_first() -> None:
-    plan = planner(host_job(4, layout={"lockstep_ranks": 4})).plan(lengths(), micro_batches=4).plan
-    assert (np.diff(plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))) <= 0).all()
 
 
 @given(seed=st.integers(0, 1000), count=st.integers(8, 24))

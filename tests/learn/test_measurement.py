@@ -75,11 +75,6 @@ def test_a_shared_micro_batch_takes_what_its_last_rank_took(seed: int, missing: 
         assert np.isnan(value) if not known else value == min(known)
 
 
-def test_a_step_without_shared_micro_batches_stays_as_it_is() -> None:
-    measured = step_measurement(np.ones((2, *SHAPE_RPVM)))
-    assert measured.without_waiting(micro_batches(np.ones((4, 6), dtype=np.int64))) is measured
-
-
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]))
 def test_whoever_comes_last_to_a_collective_waits_for_nobody(seed: int, members: int) -> None:
     """Ranks compute, meet, and go on together; the exchange itself takes all of them as long."""

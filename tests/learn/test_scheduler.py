@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learn.scheduler_cases import GLOBAL_BATCH, JOB, make_scheduler, scheduler
 from learn.scheduler_cases import index as index  # a fixture
-from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
+from plan.plan_cases import job_shape, random_lengths
 from step_cases import step_measurement
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
-from sparsebalance_megatron.learn.step_planner import StateError, StepPlanner
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 STEPS = 6
@@ -187,18 +187,10 @@ class InOrder:
         return self.lengths_tokens[samples]
 
 
-def planned(lengths: list[int], *, dense: bool = False, ranks: int = 2, **choices: Any) -> StepPlan:
+def planned(lengths: list[int], *, dense: bool = False, **choices: Any) -> StepPlan:
     """The second step of 16 samples, of four micro-batches on every rank."""
-    job = job_shape(ranks, 4, 2)
-    planner = StepPlanner(
-        job=job,
-        plan_settings=plan_settings(**choices),
-        cost=cost_model(),
-        coverage=coverage_curves(job.layers, seed=2),
-        calibrate="measured",
-    )
-    index, sizes = InOrder(lengths), BatchSizes.constant(16)
-    training = Scheduler(planner, job=job, index=index, batch_sizes=sizes)
+    job, index = job_shape(2, 4, 2), InOrder(lengths)
+    training = make_scheduler(index, job=job, batch_sizes=16, max_blocks=2048, **choices)
     found = training.for_evaluation(index, job, 16, dense=dense).planned(1)
     assert found.samples.tolist() == list(range(16, 32))
     return found.plan
@@ -210,7 +202,7 @@ def test_evaluation_is_balanced_at_one_budget(dense: bool) -> None:
     plan = planned(lengths, dense=dense)
     arrived = planned(lengths, dense=dense, batching="arrival")
     assert plan.expectation.makespan_ms < arrived.expectation.makespan_ms
-    budget = coverage_curves(2, seed=2).max_blocks if dense else plan_settings().base_budget
+    budget = 2048 if dense else 6
     assert all((micro_batch.budgets_LS == budget).all() for micro_batch in plan.micro_batches)
 
 

@@ -103,16 +103,6 @@ def least_budget(grid, values, blocks, base, threshold):
     raise AssertionError("the base budget is always feasible")
 
 
-def least_heaviest_bin(weights, bins):
-    """Least possible weight of the heaviest of ``bins`` bins."""
-    return min(
-        max(
-            sum(w for w, b in zip(weights, where, strict=True) if b == bin_) for bin_ in range(bins)
-        )
-        for where in itertools.product(range(bins), repeat=len(weights))
-    )
-
-
 def most_coverage(chains, limit):
     """Best total gain of choosing one (ms, gain) per chain with at most ``limit`` ms in all."""
     best = -math.inf

@@ -129,6 +129,40 @@ def planned(step=0, **inputs):
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))
 
 
+def planned_no_slower(given, *others):
+    """The plan of these inputs: always the same one, above its bound, no slower than those of other
+    settings, and with no less coverage than at fixed budgets."""
+    plan = planned(**given)
+    assert plan.digest() == planned(**given).digest()
+    expected = plan.expectation
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    for changes in others:
+        other = planned(**changed(given, **changes)).expectation
+        assert expected.makespan_ms <= other.makespan_ms * (1 + 1e-8)
+        if changes == {"tuning": "off"}:
+            assert expected.coverage_mean >= other.coverage_mean - 1e-9
+    return plan
+
+
+def check_segment_ms(plan):
+    """Segments of a rank add up to its micro-batches."""
+    expected = plan.expectation
+    for rank, ms_2PU in enumerate(expected.segment_ms):
+        segments_M = [micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches]
+        ms_2PM = np.add.reduceat(ms_2PU, np.cumsum([0, *segments_M[:-1]]), axis=2)
+        np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
+
+
+def with_experts_part(cost, forward_ms):
+    """A cost model with experts, whose backward takes twice as long."""
+    backward_ms = tuple(2 * ms for ms in forward_ms)
+    return replace(
+        cost,
+        forward_ms=cost.forward_ms | {Part.EXPERTS: forward_ms},
+        backward_ms=cost.backward_ms | {Part.EXPERTS: backward_ms},
+    )
+
+
 def costs_without_constants(job, samples):
     """Costs of samples alone: micro-batches and sequences cost nothing."""
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)

@@ -18,55 +18,54 @@ from plan.plan_cases import (
     job_shape,
     placed,
     planned,
+    random_cp_sizes,
     random_lengths,
+    with_experts_part,
 )
 from plan.test_lockstep_plans import arguments
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.bounds import step_bounds
+from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 BUDGET = 6
 
 
-def bounds_and_costs(lengths, job):
-    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(lengths, job, cost_model(), scales)
-    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
-    return step_bounds(sample_2SC, costs), costs, sample_2SC
-
-
 @given(
-    st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 2, 1)]),
+    st.sampled_from(
+        [
+            *((2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 2, 1)),
+            *((4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (4, 1, 1, 1)),
+        ]
+    ),
     st.integers(0, 2**32 - 1),
     st.sampled_from(["spread", "equal", "giant", "tiny"]),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
+def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_shared):
+    """Random placements, of micro-batches that up to all ranks share, or none."""
     job = job_shape(*shape)
     lengths = random_lengths(job.places * size, seed, kind=kind)
-    bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
+    cost = replace(cost_model(), exchange=Exchange(bytes_per_token=512.0))
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs(lengths, job, cost, scales)
+    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
+    ranks = job.data_parallel_size
+    widest = ranks if is_shared and is_power_of_two(ranks) else 1
+    bound_ms = step_bounds(sample_2SC, costs, widest).bound_ms
     generator = np.random.default_rng(seed)
-    for _ in range(6):
-        micro_batch_of_S = generator.integers(0, job.places, len(lengths))
-        micro_batch_of_S[generator.permutation(len(lengths))[: job.places]] = np.arange(job.places)
-        slowest = makespans_ms(
-            costs.micro_batch_ms(sample_2SC, placed(micro_batch_of_S, job))
-        ).max()
-        assert slowest >= bounds.bound_ms * (1 - 1e-12)
-
-
-def with_experts(cost, row):
-    """The cost model with experts, whose backward takes twice as long."""
-    twice = tuple(2 * value for value in row)
-    return replace(
-        cost,
-        forward_ms={**cost.forward_ms, Part.EXPERTS: row},
-        backward_ms={**cost.backward_ms, Part.EXPERTS: twice},
-    )
+    for attempt in range(6):
+        cp_sizes_RM = random_cp_sizes(*shape[:2], widest, seed + attempt)
+        places = np.unique(first_places(cp_sizes_RM))
+        others = generator.choice(places, len(lengths) - len(places))
+        micro_batch_of_S = generator.permutation(np.r_[places, others])
+        where = placed(micro_batch_of_S, job, cp_sizes_RM)
+        slowest = makespans_ms(costs.micro_batch_ms(sample_2SC, where)).max()
+        assert slowest >= bound_ms * (1 - 1e-12)
 
 
 @given(
@@ -89,15 +88,14 @@ def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, membe
     row = generator.uniform(0.0, 0.1), generator.uniform(), 10 ** generator.uniform(-5, -2), 0, 0
     slowness_RP = generator.uniform(0.7, 1.5, (shape[0], shape[2]))
     scales = StageScales.of(inputs["scales"].scales_2PV, slowness_RP)
-    expected = planned(
-        **inputs | {"cost": with_experts(inputs["cost"], row), "scales": scales}
-    ).expectation
+    cost = with_experts_part(inputs["cost"], row)
+    expected = planned(**inputs | {"cost": cost, "scales": scales}).expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
 
 
 def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
     inputs = arguments((4, 3, 1, 1), 0, 4, size=1, tuning="off", plans_positions=False)
-    cost = with_experts(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
+    cost = with_experts_part(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
     expected = planned(**inputs | {"cost": cost, "lengths_tokens": [3000] * 12}).expectation
     assert expected.makespan_ms == pytest.approx(expected.lower_bound_ms)
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import plan as oracle
+from plan.plan_cases import coverage_curves
 
 from sparsebalance_megatron.plan.coverage import (
     CoverageCurves,
@@ -19,16 +19,6 @@ from sparsebalance_megatron.plan.coverage import (
     length_bucket,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
-
-
-def random_curves(seed, layers=3, max_blocks=40, decay=0.9):
-    generator = np.random.default_rng(seed)
-    curves = CoverageCurves(layers, max_blocks, decay)
-    rises = generator.random(curves.mean_LUK.shape) ** 4
-    values = np.cumsum(rises, axis=-1) / rises.sum(axis=-1, keepdims=True)
-    counts = generator.integers(1, 9, curves.observed_LU.shape)
-    curves.observe(values * counts[..., None], counts)
-    return curves
 
 
 @given(st.integers(1, 5000))
@@ -79,7 +69,7 @@ def test_broken_updates():
 
 @given(st.integers(0, 999), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_lookup_matches_naive(seed, blocks):
-    curves = random_curves(seed)
+    curves = coverage_curves(3, 40, seed=seed)
     budgets = np.random.default_rng(seed).integers(1, 45, (3, len(blocks)))
     found = curves.coverage_LS(np.array(blocks), budgets)
     for layer in range(3):
@@ -107,7 +97,7 @@ def test_unobserved_is_nan_but_dense_is_one():
     st.sampled_from([0.0, 0.05, 0.1, 0.5, 0.99]),
 )
 def test_floor_is_the_least_feasible(seed, blocks, base, threshold):
-    curves = random_curves(seed)
+    curves = coverage_curves(3, 40, seed=seed)
     floor = least_feasible_budget(curves, np.array(blocks), np.full(3, base), threshold)
     for layer in range(3):
         for sample, n in enumerate(blocks):
@@ -120,24 +110,8 @@ def test_floor_is_the_least_feasible(seed, blocks, base, threshold):
             assert 1 <= k <= k0
 
 
-def test_no_cut_without_evidence():
-    curves = CoverageCurves(2, 64, 0.9)
-    counts = np.zeros(curves.observed_LU.shape)
-    counts[0] = 1
-    curves.observe(np.ones(curves.mean_LUK.shape), counts)
-    floor = least_feasible_budget(curves, np.array([3, 64]), np.full(2, 16), 0.1)
-    assert floor.tolist() == [[1, 1], [3, 16]]
-
-
-def test_state_survives_json_exactly():
-    curves, restored = random_curves(3), CoverageCurves(3, 40, 0.9)
-    restored.load_state_dict(json.loads(json.dumps(curves.state_dict())))
-    assert (restored.mean_LUK == curves.mean_LUK).all()
-    assert (restored.observed_LU == curves.observed_LU).all()
-
-
 def test_state_of_another_job():
-    state = random_curves(3).state_dict()
+    state = coverage_curves(3, 40).state_dict()
     with pytest.raises(PlanError, match=r"grid \[1, 2.* 40\], this job \[1, 2.*64\]"):
         CoverageCurves(3, 64, 0.9).load_state_dict(state)
     with pytest.raises(PlanError, match=r"\(3, 6, 16\).*\(4, 6, 16\)"):
@@ -146,6 +120,6 @@ def test_state_of_another_job():
 
 def test_overlong_document():
     with pytest.raises(PlanError, match="41 blocks"):
-        random_curves(0).coverage(0, 41, 5)
+        coverage_curves(3, 40).coverage(0, 41, 5)
     with pytest.raises(PlanError, match="budget 0"):
-        random_curves(0).coverage(0, 40, 0)
+        coverage_curves(3, 40).coverage(0, 40, 0)

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
     DEFAULT_TUNING,
-    changed,
     cost_model,
     flat,
     job_shape,
     longest_through,
-    placed,
     planned,
     random_cp_sizes,
     random_lengths,
@@ -28,15 +26,8 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.plan import candidates
-from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.bounds import step_bounds
-from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
-from sparsebalance_megatron.plan.search.moves import Rules
-from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
@@ -48,36 +39,6 @@ def arguments(shape, seed, *, size=2, kind="spread", **changes):
     lengths = random_lengths(samples, seed, kind=kind, longest=2**15)
     cost = replace(cost_model(), exchange=Exchange(bytes_per_token=512.0))
     return step_inputs(job, lengths, seed, cost=cost, **{"plan_ms": 1.0} | changes)
-
-
-@settings(max_examples=30)
-@given(st.sampled_from([2, 4, 8]), SEEDS)
-def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
-    cp_sizes_RM = random_cp_sizes(8, 3, widest, seed)
-    values_MR = np.random.default_rng(seed).random((3, 8))
-    members = Members(cp_sizes_RM.T)
-    ordered = np.ascontiguousarray(values_MR[:, members.order])
-    members.maximum(ordered)
-    largest_MR = np.empty_like(values_MR)
-    largest_MR[:, members.order] = ordered
-    place_J = first_places(cp_sizes_RM).reshape(8, 3)
-    for m in range(3):
-        for r in range(8):
-            first = r // cp_sizes_RM[r, m] * cp_sizes_RM[r, m]
-            together = values_MR[m, first : first + cp_sizes_RM[r, m]]
-            assert largest_MR[m, r] == together.max()
-            assert place_J[r, m] == first * 3 + m
-
-
-@settings(max_examples=10)
-@given(SHAPES, SEEDS)
-def test_shared_micro_batches_begin_together(shape, seed):
-    ranks, positions, stages, chunks = shape
-    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
-    times = shared_times(shape, cp_sizes_RM, seed)
-    name = "no_pipeline" if stages == 1 else "interleaved" if chunks > 1 else "1f1b"
-    naive = oracle.waiting_makespans(*times.tolist(), cp_sizes_RM.tolist(), name)
-    assert makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)) == pytest.approx(naive, rel=1e-12)
 
 
 @settings(max_examples=15)
@@ -127,34 +88,6 @@ def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
 
 
-def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
-    given_ = arguments(
-        (4, 2),
-        0,
-        context_parallel="dynamic",
-        max_context_parallel=4,
-        max_tokens_per_micro_batch=1000,
-    )
-    given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
-    plan = planned(**given_)
-    cp_size_of = {
-        length: each.cp_size for each in plan.micro_batches for length in each.lengths_tokens
-    }
-    assert cp_size_of[3900] == 4
-    assert cp_size_of[1900] >= 2
-    narrow = changed(given_, max_context_parallel=2)
-    with pytest.raises(PlanError, match="up to 2 ranks"):
-        planned(**narrow)
-
-
-def test_placements_of_others_share_no_rows():
-    placement = (((0,), (1,)), ((2,), (3,)))
-    given_ = arguments((2, 2), 0, size=1) | {"placement": placement}
-    assert [micro_batch.cp_size for micro_batch in planned(**given_).micro_batches] == [1] * 4
-    with pytest.raises(PlanError, match="placement: ranks have"):
-        planned(**arguments((2, 2), 0, size=2, c=2) | {"placement": placement})
-
-
 def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
     given_ = arguments(
         (2, 1),
@@ -178,13 +111,6 @@ def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
     plan = planned(**given_)
     assert {micro_batch.cp_size for micro_batch in plan.micro_batches} == {2}
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
-    if batching == "arrival":
-        ordered = sorted(
-            plan.micro_batches, key=lambda micro_batch: (micro_batch.position, micro_batch.rank)
-        )
-        assert [sample for micro_batch in ordered for sample in micro_batch.samples] == list(
-            range(16)
-        )
 
 
 def test_what_a_shared_micro_batch_costs():
@@ -227,62 +153,6 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
     )
     plan = planned(**given_ | {"cost": replace(given_["cost"], exchange=exchange)})
     assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == widest
-
-
-@settings(max_examples=20)
-@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]))
-def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
-    """Random placements of every width, at the least budgets."""
-    ranks, positions, _, _ = shape
-    given_ = arguments(shape, seed, kind=kind)
-    costs = step_costs(given_["lengths_tokens"], given_["job"], given_["cost"], given_["scales"])
-    samples = len(given_["lengths_tokens"])
-    sample_2SC = costs.sample_ms(np.ones((given_["job"].layers, samples)))
-    bound_ms = step_bounds(sample_2SC, costs, ranks).bound_ms
-    generator = np.random.default_rng(seed)
-    for attempt in range(4):
-        cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed + attempt)
-        places = np.unique(first_places(cp_sizes_RM))
-        micro_batch_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
-        generator.shuffle(micro_batch_of_S)
-        where = placed(micro_batch_of_S, given_["job"], cp_sizes_RM)
-        times = costs.micro_batch_ms(sample_2SC, where)
-        assert makespans_ms(times).max() >= bound_ms * (1 - 1e-12)
-
-
-def test_cp_sizes_follow_weights():
-    """Each has the least at which its share is no more than the mean of all places."""
-    given_ = arguments((4, 2), 0, size=1)
-    given_["lengths_tokens"] = (4000,) * 6
-    costs = StepProblem.of(PlanInputs(**given_)).costs
-    rules = Rules(cap_tokens=1 << 40, max_cp_size=4)
-    weights_S = np.array([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])
-    found = cp_size_start(weights_S, costs, rules, 1.0)
-    cp_sizes = {
-        micro_batch: found.cp_size(rank, m)
-        for rank, micro_batches in enumerate(found.samples)
-        for m, micro_batch in enumerate(micro_batches)
-        if micro_batch
-    }
-    assert cp_sizes == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
-
-
-@pytest.mark.parametrize("even_is_equal", [True, False])
-def test_equal_cp_sizes_are_compared_with_planned_ones(even_is_equal, monkeypatch):
-    """The better of both is taken, whichever it is."""
-    given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
-    problem = StepProblem.of(PlanInputs(**given_))
-    lopsided = ((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
-    even, lopsided = (
-        candidates.Candidate.of(problem, Arrangement.of_groups(placement))
-        for placement in (problem.balanced_by(problem.expected_LS), lopsided)
-    )
-    shared, equal = (lopsided, even) if even_is_equal else (even, lopsided)
-    monkeypatch.setattr(candidates, "_of_equal_cp_size", lambda _: [equal])
-    monkeypatch.setattr(candidates, "_SKIP_RATIO_TO_BOUND", 0.0)
-    monkeypatch.setattr(candidates, "_shared_start", lambda *_: shared)
-    monkeypatch.setattr(candidates, "_searched", lambda start, *_: start)
-    assert candidates.best_candidate(problem) is even
 
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):

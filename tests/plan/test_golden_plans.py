@@ -14,12 +14,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from plan.plan_cases import cost_model, coverage_curves, job_shape, plan_settings, random_lengths
+from plan.plan_cases import job_shape, planned, random_lengths, step_inputs
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 RECORD = Path(__file__).with_name("golden_plans.json")
 PROBLEMS = 200
@@ -46,20 +44,15 @@ def golden_plan(number: int) -> StepPlan:
     slowness_RP = None
     if number % 5 == 0:
         slowness_RP = 1.0 + generator.uniform(0.0, 0.5, (ranks, stages)).round(3)
-    inputs = PlanInputs(
-        lengths_tokens=tuple(lengths),
-        job=job,
-        plan_settings=plan_settings(
-            batching=batching,
-            tuning=tuning,
-            coverage_threshold=(0.1, 0.3, 0.0)[number % 3],
-            plan_ms=(20.0, 4.0)[number % 2],
-        ),
-        cost=cost_model(),
-        scales=StageScales.of(scales_2PV, slowness_RP),
-        coverage=coverage_curves(job.layers, seed=number, observed=(1.0, 0.7, 0.0)[number % 7 % 3]),
+    inputs = step_inputs(
+        *(job, lengths, number),
+        observed=(1.0, 0.7, 0.0)[number % 7 % 3],
+        batching=batching,
+        tuning=tuning,
+        coverage_threshold=(0.1, 0.3, 0.0)[number % 3],
+        plan_ms=(20.0, 4.0)[number % 2],
     )
-    return plan_step(number, inputs)
+    return planned(number, **inputs | {"scales": StageScales.of(scales_2PV, slowness_RP)})
 
 
 def digests() -> list[str]:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 
 
@@ -26,30 +25,15 @@ def test_layers_are_split_as_evenly_as_they_can_be(layers: int, stages: int, ran
     assert job.places == 3 * ranks
 
 
-def test_groups_are_ranks_of_their_own() -> None:
-    job = Job(stage_layers=(((0, 1),),), data_parallel_size=8, context_parallel_size=4)
-    assert (job.groups.data_parallel_size, job.groups.context_parallel_size) == (2, 1)
-
-
-@pytest.mark.parametrize(("samples", "parts"), [(12, 2), (6, 1)])
-def test_samples_divide(samples: int, parts: int) -> None:
-    assert whole_parts(samples, "--global-batch", {"--dp": 2, "--micro-batches": 3}) == parts
-
-
-@pytest.mark.parametrize("samples", [0, 3, 13])
-def test_samples_that_do_not_divide_are_told(samples: int) -> None:
-    message = f"--global-batch {samples} must be a multiple of --dp 2 x --micro-batches 3 = 6"
-    with pytest.raises(ConfigError, match=message):
-        whole_parts(samples, "--global-batch", {"--dp": 2, "--micro-batches": 3})
-
-
-def test_a_part_of_nothing_divides_nothing() -> None:
+def test_samples_divide_or_are_told() -> None:
+    parts = {"--dp": 2, "--micro-batches": 3}
+    assert [whole_parts(samples, "--global-batch", parts) for samples in (12, 6)] == [2, 1]
+    for samples in (0, 3, 13):
+        message = f"--global-batch {samples} must be a multiple of --dp 2 x --micro-batches 3 = 6"
+        with pytest.raises(ConfigError, match=message):
+            whole_parts(samples, "--global-batch", parts)
     with pytest.raises(ConfigError, match="--dp 0 = 0"):
         whole_parts(4, "--global-batch", {"--dp": 0})
-
-
-def test_powers_of_two() -> None:
-    assert [n for n in range(-4, 20) if is_power_of_two(n)] == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +62,3 @@ def test_ranks_that_may_share_by_default(
 def test_context_parallel_sizes_that_cannot_be(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_cp_sizes(*sizes)
-
-
-def test_context_parallel_sizes_that_can_be() -> None:
-    check_cp_sizes(16, 2, 8)
-    check_cp_sizes(6, 1, 1)

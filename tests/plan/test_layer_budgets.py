@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
-    changed,
     cost_model,
     job_shape,
     plan_settings,
     planned,
+    planned_no_slower,
     random_lengths,
     step_inputs,
 )
@@ -181,18 +181,6 @@ def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_rank
         assert same == (len(starts) > 1)
 
 
-def test_dense_documents_are_fixed_and_others_rise():
-    given = inputs(2, counted(0.13), dense_up_to_tokens=2**12)
-    plan = planned(**given)
-    lengths_S = np.array(given["lengths_tokens"])
-    blocks_S = -(-lengths_S // BLOCK)
-    dense_LS = given["plan_settings"].dense_LS(given["job"].layers, lengths_S)
-    assert 0 < dense_LS[0].sum() < len(lengths_S)
-    assert (plan.budgets_LS == np.maximum(blocks_S, 8))[dense_LS].all()
-    assert (plan.budgets_LS >= 8)[~dense_LS].all()
-    assert plan.expectation.samples_raised > 0
-
-
 @pytest.mark.parametrize("lockstep_ranks", [1, 2])
 def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
     """One that would reads everything, densely, behind documents of which the layer does, too; by
@@ -204,8 +192,11 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
         choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
         given = inputs(seed, cost, lockstep_ranks=lockstep_ranks, **choices)
         problem = StepProblem.of(PlanInputs(**given))
-        costs, plan = problem.costs, planned(**given)
+        costs, plan = problem.costs, planned_no_slower(given, {"tuning": "off"})
         pair_2L1 = costs.pair_2C[:, costs.chunk_of_layer_L, None]
+        blocks_LS = np.broadcast_to(np.maximum(costs.blocks_S, base), plan.budgets_LS.shape)
+        assert (plan.budgets_LS == blocks_LS)[costs.dense_LS].all()
+        assert (plan.budgets_LS >= base)[~costs.dense_LS].all()
         lists_LS = (costs.block_pairs(plan.budgets_LS) * pair_2L1).sum(axis=0)
         becomes_LS = (plan.budgets_LS >= costs.blocks_S) & ~costs.dense_LS
         is_raised_LS = (plan.budgets_LS > base) & ~costs.dense_LS & ~becomes_LS
@@ -216,10 +207,6 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
             is_dense_LS = (becomes_LS | costs.dense_LS)[:, samples]
             after_LS = np.logical_and.accumulate(is_dense_LS, axis=1)
             assert (after_LS == is_dense_LS)[becomes_LS[:, samples].any(axis=1)].all()
-        fixed = planned(**changed(given, tuning="off"))
-        expected = plan.expectation
-        assert expected.makespan_ms <= fixed.expectation.makespan_ms * (1 + 1e-8)
-        assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
     assert jumped
 
 

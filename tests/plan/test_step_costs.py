@@ -76,11 +76,6 @@ def test_matches_naive_sum(seed, pipeline):
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
 
 
-def test_blocks_round_up():
-    costs = step_costs([1, 64, 65], job_shape(1, 1), cost_model(BLOCK), StageScales.ones(1))
-    assert costs.blocks_S.tolist() == [1, 1, 2]
-
-
 def test_stages_without_layers_cost_only_their_ends():
     job = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
     costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))

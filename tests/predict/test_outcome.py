@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from predict.predict_cases import EXPERTS, LENGTHS, workload
 
-from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.predict.comparison import AS_MEGATRON, Row, rows_of
+from sparsebalance_megatron.predict.comparison import rows_of
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import prior_coverage, read_lengths, samples_of
 
@@ -46,21 +44,18 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
     few = workload()
     many = workload(tuple(tuple(np.roll(LENGTHS, n).tolist()) for n in range(4)))
     assert memory_at_most(few) == memory_at_most(many)
-    for recompute in ({}, {"recompute_attention": True}, {"recompute_all": True}):
-        given = workload(many.batches, **recompute)
+    # A sample of 64 blocks, of which each rank holds 8.
+    shared = workload(ranks=8, stages=1, cp_size=8, micro_batches=8, cap_tokens=1024)
+    segments = workload(config={"max_segments": 4, "segment_tokens": 256})
+    recomputed = [
+        workload(many.batches, **flags)
+        for flags in ({"recompute_attention": True}, {"recompute_all": True})
+    ]
+    for given in (many, *recomputed, shared, segments):
         for row in rows_of(given).values():
             found = predict(row.of(given))
             for held, most in zip(found.stages, found.stages_at_most, strict=True):
                 assert held.total_bytes <= most.total_bytes
-    # A sample of 64 blocks, of which each rank holds 8.
-    shared = workload(ranks=8, stages=1, cp_size=8, micro_batches=8, cap_tokens=1024)
-    for row in rows_of(shared).values():
-        found = predict(row.of(shared))
-        assert found.stages[0].total_bytes <= found.stages_at_most[0].total_bytes
-    segments = workload(config={"max_segments": 4, "segment_tokens": 256})
-    found = predict(segments)
-    for held, most in zip(found.stages, found.stages_at_most, strict=True):
-        assert held.total_bytes <= most.total_bytes
 
 
 def test_experts_take_time_and_memory() -> None:
@@ -72,24 +67,6 @@ def test_experts_take_time_and_memory() -> None:
     assert apart[0].makespan_ms < apart[1].makespan_ms  # tokens travel
     whole, sharded = (outcome(**small, stages=1, sharded_parameters=each) for each in (False, True))
     assert sharded.stages[0].weights_bytes < whole.stages[0].weights_bytes
-
-
-def test_a_lockstep_group_takes_its_experts_for_the_mean_of_its_ranks() -> None:
-    batch = (8000, 1000)
-    layout = {"layers": 4, "stages": 1, "micro_batches": 1, "lockstep_ranks": 2}
-    given = workload((batch,), shape=EXPERTS, expert_parallel_size=2, **layout)
-    given = Row({**AS_MEGATRON, "tuning": "off"}, "").of(given)
-    experts_ms = sum(
-        rows[Part.EXPERTS][2] for rows in (given.cost.forward_ms, given.cost.backward_ms)
-    )
-    nothing = {Part.EXPERTS: (0.0,) * 5}
-    without = replace(
-        given.cost,
-        forward_ms={**given.cost.forward_ms, **nothing},
-        backward_ms={**given.cost.backward_ms, **nothing},
-    )
-    both = [predict(replace(given, cost=cost)).makespan_ms for cost in (given.cost, without)]
-    assert both[0] - both[1] == pytest.approx(4 * experts_ms * sum(batch) / 2)
 
 
 def test_prior_is_a_power_of_the_share_of_blocks() -> None:

@@ -19,11 +19,12 @@ from harness import (
     run_program,
     run_training,
 )
+from step_cases import SHAPE
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
-from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.table import CostTable, RunIdentity
 from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.profile.cells import (
     FULL,
@@ -46,16 +47,7 @@ IDENTITY = RunIdentity(
     dtype="float32",
     block_size=BLOCK_SIZE,
     selection=DEFAULT_SELECTION,
-    shape=ModelShape(
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=2,
-        head_dim=16,
-        vocab_size=256,
-        gated_linear_unit=True,
-        tensor_parallel_size=1,
-    ),
+    shape=SHAPE,
 )
 
 

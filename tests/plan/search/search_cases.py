@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,21 +117,7 @@ class Walk:
     def __init__(self, case: Case, each: int = 8) -> None:
         self.case, self.each = case, each
         self.state, self.numbers = State(case.start, case.contents), Numbers()
-        self._begin()
-
-    def _begin(self) -> None:
-        case = self.case
         self.drawing = Drawing(self.state, case.weights_S, case.rules, self.numbers)
-
-    def copy(self) -> Walk:
-        """A walk that goes on from here by itself."""
-        other = copy(self)
-        other.state, other.numbers = copy(self.state), copy(self.numbers)
-        for name, values in vars(self.state).items():
-            if isinstance(values, np.ndarray):
-                setattr(other.state, name, values.copy())
-        other._begin()
-        return other
 
     @property
     def arrangement(self) -> Arrangement:

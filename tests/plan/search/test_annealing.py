@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: never a longer step, always the same one, and near the best of all placements."""
+"""The search: never a longer step, always the same one, and near the best of all placements.
+
+Its effort is a count: the same plan whatever the clock says, and more of it never hurts.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, with_experts
+from plan.plan_cases import cost_model, job_shape, placed, random_lengths, with_experts
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -19,6 +23,7 @@ from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
+from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search.state import Contents
@@ -191,56 +196,42 @@ def small_case(shape, samples, seed, *, max_cp_size):
     )
 
 
-def test_the_only_move_there_is():
-    """Two samples on two ranks can only change places, which gains nothing."""
-    case = small_case((2, 1, 1, 1), 2, 0, max_cp_size=1)
-    assert annealed(case, 20.0).samples == (((0,),), ((1,),))
-
-
-def within_cap(before, costs, sample_2SC, cap_tokens):
-    start, rules = Arrangement.of_groups(before), Rules(cap_tokens=cap_tokens)
-    return anneal(start, costs, sample_2SC, rules=rules, plan_ms=20.0).samples
-
-
-def loads(lengths, placement):
-    return [sum(lengths[sample] for sample in each) for rank in placement for each in rank]
-
-
-def test_the_sample_that_arrived_first_counts_like_any_other():
-    """It is long and cheap: the rank with most work could take it, were there room for it."""
-    lengths, sample_ms = [5000, 1000, 4000, 100], np.array([3.0, 6.0, 5.0, 1.0])
-    before = (((1, 2),), ((0, 3),))
-    costs = step_costs(lengths, job_shape(2, 1), cost_model(), StageScales.ones(1))
-    sample_2SC = np.broadcast_to(sample_ms[:, None], (2, 4, 1))
-    for cap, expected in ((6200, [6.0, 9.0]), (9000, [7.0, 8.0])):
-        after = within_cap(before, costs, sample_2SC, cap)
-        assert max(loads(lengths, after)) <= cap
-        assert sorted(loads(sample_ms, after)) == expected
-
-
 def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     """The slower rank gets the shorter of two long samples alone, where the other has room."""
     lengths = [4000, 1000, 4001]
-    before = (((0, 1),), ((2,),))
+    start = Arrangement.of_groups((((0, 1),), ((2,),)))
     job = job_shape(2, 1)
     scales = StageScales.of(np.ones((2, 1, 1)), np.array([[2.0], [1.0]]))
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     for cap, expected in ((5000, [4001, 5000]), (5001, [4000, 5001])):
-        after = within_cap(before, costs, sample_2SC, cap)
-        assert loads(lengths, after) == expected
+        found = anneal(start, costs, sample_2SC, rules=Rules(cap_tokens=cap), plan_ms=20.0)
+        tokens = [sum(lengths[sample] for sample in held) for (held,) in found.samples]
+        assert tokens == expected
 
 
-def test_samples_go_from_one_rank_group_to_another():
-    """Micro-batches are shared within a group; all the work begins in one of two."""
-    lengths = [8000] * 16 + [500] * 16
-    job = job_shape(4, 2)
-    costs = step_costs(lengths, job, cost_model(), StageScales.ones(1))
-    groups = ((tuple(range(8)), tuple(range(8, 16))), (tuple(range(16, 24)), tuple(range(24, 32))))
-    case = Case(
-        costs=costs,
-        sample_2SC=costs.sample_ms(np.full((job.layers, len(lengths)), 8)),
-        rules=Rules(cap_tokens=1 << 40, max_cp_size=2),
-        start=Arrangement.of_groups(groups, 2),
-    )
-    assert case.ms_R(annealed(case, 200.0)).max() < 0.7 * case.ms_R(case.start).max()
+def placement_and_ms(plan_ms, seed=5):
+    job = job_shape(4, 6, 4)
+    lengths = random_lengths(48, seed, longest=60000)
+    costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
+    sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
+    start = Arrangement.of_groups(arrival(lengths, job, 1 << 40))
+    found = anneal(start, costs, sample_2SC, rules=Rules(cap_tokens=1 << 40), plan_ms=plan_ms)
+    return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SC, found)).max()
+
+
+def test_more_effort_finds_better_placements():
+    ms = [placement_and_ms(plan_ms)[1] for plan_ms in (0.0, 1.0, 4.0, 64.0)]
+    assert ms == sorted(ms, reverse=True)
+    assert ms[-1] < 0.97 * ms[0]
+
+
+def test_no_clock_is_read(monkeypatch):
+    expected = placement_and_ms(2.0)[0]
+
+    def forbidden():
+        raise AssertionError("ranks would stop at different moments")
+
+    for name in ("time", "perf_counter", "monotonic", "process_time", "perf_counter_ns"):
+        monkeypatch.setattr(time, name, forbidden)
+    assert placement_and_ms(2.0)[0] == expected

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 from hypothesis import given, settings
 from plan.search.search_cases import SEEDS, SHAPES, Walk, random_case
 
 from sparsebalance_megatron.plan.search.moves import Kind
-from sparsebalance_megatron.plan.search.state import Numbers, State, below
+from sparsebalance_megatron.plan.search.state import Numbers, State
 
 
 @settings(max_examples=15)
@@ -21,7 +23,7 @@ def test_every_move_obeys(shape, seed):
         moves, ms_IYF = walk.draw()
         assert np.unique(moves.pair_I, return_counts=True)[1].max(initial=0) <= walk.each
         for move in range(len(moves.pair_I)):
-            after = walk.copy()
+            after = deepcopy(walk)
             after.drawing.apply(moves, move, ms_IYF)
             case.check(after.arrangement)
             a, b = int(moves.a_I[move]), int(moves.b_I[move])
@@ -100,64 +102,11 @@ def test_a_state_after_moves_is_that_of_its_arrangement(shape, seed):
         np.testing.assert_allclose(state.ms_JF, anew.ms_JF, rtol=1e-9)
 
 
-@settings(max_examples=10)
-@given(SHAPES, SEEDS)
-def test_two_positions_exchanged_twice_are_where_they_were(shape, seed):
-    case = random_case(*shape, seed)
-    state = State(case.start, case.contents)
-    positions, members = state.positions, case.rules.max_cp_size
-    ranks = slice(members * (seed % (state.ranks // members)), state.ranks)
-    for _ in range(2):
-        state.exchange_positions(ranks, 0, positions - 1)
-    anew = State(case.start, case.contents)
-    for values, expected in zip(
-        (state.place_S, state.cp_size_J, state.has_JX, state.ms_JF),
-        (anew.place_S, anew.cp_size_J, anew.has_JX, anew.ms_JF),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(values, expected)
-
-
-@settings(max_examples=25)
-@given(SHAPES, SEEDS)
-def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
-    """Also on devices of different speed: every rank of one takes as long as the slowest."""
-    (ranks, positions, stages, chunks), _ = shape
-    case = random_case(*shape, seed)
-    contents, where = case.contents, case.start
-    expected = case.costs.micro_batch_ms(case.sample_2SC, where).by_micro_batch_2RPVM
-    for rank in range(ranks):
-        for position in range(positions):
-            if not (samples := list(where.samples[rank][position])):
-                continue
-            cp_size = where.cp_sizes_RM[rank, position]
-            held_X = contents.of_sample_SX[samples].sum(axis=0)
-            found = contents.ms(held_X, cp_size, np.array(rank)).reshape(2, stages, chunks)
-            for member in range(rank, rank + cp_size):
-                np.testing.assert_allclose(found, expected[:, member, :, :, position], rtol=1e-9)
-
-
-def splitmix64(seed, count):
-    """The definition of splitmix64 in Python's integers."""
-    mask, found = (1 << 64) - 1, []
-    for _ in range(count):
-        seed = (seed + 0x9E3779B97F4A7C15) & mask
-        mixed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-        found.append(mixed ^ (mixed >> 31))
-    return found
-
-
 def test_numbers_are_splitmix64():
+    """The first ones of seed 0."""
     numbers = Numbers()
-    assert [*numbers.draw(3).tolist(), *numbers.draw(4).tolist()] == splitmix64(0, 7)
-    assert splitmix64(0, 1) == [0xE220A8397B1DCDAF]
-
-
-def test_numbers_below_a_limit_are_even():
-    limits = np.array([1, 2, 3, 10] * 3000)
-    found = below(limits, Numbers().draw(len(limits))).reshape(-1, 4)
-    for column, limit in zip(found.T, (1, 2, 3, 10), strict=True):
-        counts = np.bincount(column, minlength=limit)
-        assert len(counts) == limit
-        assert abs(counts - 3000 / limit).max() < 5 * (3000 / limit) ** 0.5
+    assert [*numbers.draw(1).tolist(), *numbers.draw(2).tolist()] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
