@@ -447,7 +447,7 @@ class Host:
                 f"{shared} packed_seq_params": lambda: ended.attach(planned, 0, own, model=model),
                 f"{shared} packed_seq_params and the model": lambda: ended.attach(planned, 0),
                 "labels has 3 tokens, the samples": lambda: ended.cut(planned, 0, missing),
-                "PlanMismatchError: step 4: ranks [1, 2, 3] planned another step": other_plans,
+                ": ranks [1, 2, 3] planned another step than rank 0": other_plans,
             }
         )
         return held

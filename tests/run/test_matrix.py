@@ -25,9 +25,9 @@ from harness import (
     TRAINING_FLAGS,
     VOCABULARY,
     TrainingRun,
+    assert_order_is_simulated,
     long_tailed_lengths,
     measured_ms,
-    read_records,
     read_steps,
     run_training,
     write_documents,
@@ -35,7 +35,6 @@ from harness import (
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.conversations import render_plain
-from sparsebalance_megatron.log.reader import read_run_log
 
 pytestmark = pytest.mark.distributed
 
@@ -427,7 +426,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
         assert (figures["kept_attention"] > 0) == (KEEP in layout.flags)
         assert figures["attended_again"] == figures["recomputed_otherwise"] == 0
     if name not in SEGMENTS:
-        _assert_order_is_simulated(tmp_path, layout.ranks)
+        assert_order_is_simulated(tmp_path, layout.ranks)
     if name in LAYOUTS:
         pads = model.data != "even" and "--sequence-parallel" in layout.flags
         assert any(step["padded_tokens"] for step in run.steps) == pads
@@ -455,26 +454,6 @@ def test_layout_trains_to_the_losses_of_one_rank(
     else:
         _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
         assert any(max(map(max, step["cp_sizes_RM"])) > 1 for step in run.steps) == ("wide" in name)
-
-
-def _assert_order_is_simulated(log_dir: Path, ranks: int) -> None:
-    """Every stage ran its forwards and backwards in the order that plans are simulated with.
-
-    Megatron names no backward; the recorder takes its identity from that order.
-    """
-    log = read_run_log(log_dir)
-    assert log.header is not None
-    job = log.header.job
-    for rank in range(ranks):
-        (mine,) = read_records(log_dir / "ranks" / f"rank-{rank:05d}.jsonl", "rank")
-        for step, logged in zip(read_steps(log_dir), read_steps(log_dir, rank), strict=True):
-            if step["iteration"] > 1:  # hooks go in with the first forward of a run
-                micro_batches = measured_ms(step).shape[-1]
-                simulated = log.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
-                operations = simulated.by_stage[mine["pipeline_rank"]]
-                assert [tuple(span[:3]) for span in logged["spans"]] == [
-                    (each.direction, each.chunk, each.micro_batch) for each in operations
-                ]
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:
