@@ -128,40 +128,32 @@ def test_a_run_that_failed_twice_goes_on_but_not_with_changed_data(
     assert "--finetune" in run.output
 
 
+SILENT = "nothing was heard from rank 1, which hang, were killed, or cannot"
+SEGMENTS = (
+    *("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
+    *("--sparse-balance-batching", "arrival"),
+)
+
+
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "flags", "message"),
     [
-        ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
-        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        pytest.param(
-            *("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
-            marks=pytest.mark.nightly,
-        ),
+        ("reader", (), "ended in iteration 3 by DataError: train.bin: cannot be read"),
+        ("digest", (), "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
+        pytest.param("stop", (), SILENT, marks=pytest.mark.nightly),
+        pytest.param("segments-stop", SEGMENTS, SILENT, marks=pytest.mark.nightly),
     ],
 )
-def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: str) -> None:
-    run = with_fault(directory, fault)
+def test_a_fault_in_the_middle_of_a_step(
+    directory: Path, fault: str, flags: tuple[str, ...], message: str
+) -> None:
+    run = with_fault(directory, fault, *flags)
     assert run.exit_code != 0
     assert message in run.output, run.output[-4000:]
     told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
     assert len([line for line in told if " ended in " in line]) == 1, told
     assert len(run.losses) == FAULT_STEP
     assert run.logged("iteration") == [1, 2]
-
-
-@pytest.mark.nightly
-def test_the_last_stage_hangs_in_a_step_in_segments(directory: Path) -> None:
-    run = _train(
-        *(2, directory, "--pipeline-model-parallel-size", "2"),
-        *("--sparse-balance-max-segments", "4", "--sparse-balance-batching", "arrival"),
-        log_dir=directory / "segments-stop",
-        timeout_s=ENDS_WITHIN_S,
-        program=(FAULTS, "segments-stop", str(FAULT_STEP), "--sparse-balance-device", "cpu"),
-    )
-    assert run.exit_code != 0
-    assert "nothing was heard from rank 1" in run.output, run.output[-4000:]
-    assert run.logged("iteration") == [1, 2]
-    assert all(max(map(max, step["segments_RM"])) > 1 for step in run.steps)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ docs/SUPPORT.md names the run of each.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import batched
 from pathlib import Path
@@ -311,6 +310,7 @@ PER_PUSH = frozenset(
     {
         "segments-data-overlapped",
         "segments-recompute-keep",
+        "segments-wide",
         "context-latent",
         "tensor-pipeline",
         "layers-pipeline",
@@ -430,10 +430,6 @@ def test_layout_trains_to_the_losses_of_one_rank(
     if name in LAYOUTS:
         pads = model.data != "even" and "--sequence-parallel" in layout.flags
         assert any(step["padded_tokens"] for step in run.steps) == pads
-        if layout.model == "layers":
-            logged = _logged_budgets(tmp_path)
-            assert all(blocks == budget for layer in (0, 3) for blocks, budget in logged[layer])
-            assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
         return
     for step, other in zip(run.steps, expected.steps, strict=True):
         mean = other["figures"]["coverage"]
@@ -478,19 +474,6 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
     assert unequal == (len(segments_RM[0]) > lockstep_ranks)
     for each_RM in segments_RM:
         assert all(len(set(map(tuple, group))) == 1 for group in batched(each_RM, lockstep_ranks))
-
-
-def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
-    """Layer -> (blocks, budget) of every sample that ranks logged."""
-    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for path in sorted((log_dir / "ranks").iterdir()):
-        header, *steps = map(json.loads, path.read_text().splitlines())
-        layers = [layer for chunk in header["layers"] for layer in chunk]
-        for row in [row for step in steps for row in step["micro_batches"]]:
-            for layer, budgets in zip(layers, row["budgets_LS"], strict=True):
-                for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
-                    found[layer].add((-(-tokens // 16), budget))
-    return found
 
 
 def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
