@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from drawn_segments import plan_with_drawn_segments
-
 from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
@@ -61,7 +59,6 @@ from sparsebalance_megatron import integration  # noqa: E402
 from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
 from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
-from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
 
 DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
@@ -123,33 +120,16 @@ class Trainer:
         assert resumed.values == tuned.values
         return {"dense": dense.values, "tuned": tuned.values, "figures": tuned.figures}
 
-    def shared(self) -> dict[str, Any]:
-        """Dense, with micro-batches on both ranks where one holds too few tokens."""
-        losses, shares = Losses(), {"max_context_parallel": 2, "max_tokens_per_micro_batch": 128}
-        with pipeline(1):
-            self.train(losses, log="shared", **shares, **DENSE, **FAST)
-        return {"dense": losses.values}
-
-    def positions(self) -> None:
-        """In planned and in fixed numbers of micro-batches; and the number without the schedule."""
+    def before_the_schedule_is_wrapped(self) -> None:
+        """As many micro-batches as the batch sizes make, and no segments."""
         with pipeline(1, expert_model_parallel_size=2):
-            losses = {name: Losses() for name in ("planned", "fixed")}
-            for name, of_way in losses.items():
-                self.train(of_way, log=name, model=EXPERTS, positions=name, **DENSE)
-            unwrapped = self.begin(EXPERTS, **DENSE)
-            number = unwrapped.train_data_iterator().next_step().micro_batches
-        assert number == unwrapped.micro_batches == 4
-        check_same_losses(losses["planned"], losses["fixed"])
-
-    def segments(self) -> dict[str, Any]:
-        """Dense, in drawn segments."""
-        losses, cut = Losses(), {"max_segments": 4, "segment_tokens": 16}
-        with pipeline(2), mock.patch.object(step_planner, "plan_step", plan_with_drawn_segments):
-            self.train(losses, 2, log="segments", **DENSE, **cut)
-            unwrapped = self.begin({"pipeline_model_parallel_size": 2}, **cut)
+            run = self.begin(EXPERTS, **DENSE)
+            number = run.train_data_iterator().next_step().micro_batches
+            assert number == run.micro_batches == 4
+        with pipeline(2):
+            run = self.begin({"pipeline_model_parallel_size": 2}, max_segments=4, segment_tokens=16)
             told = "call wrap_schedule before train_data_iterator"
-            check_told({told: unwrapped.train_data_iterator})
-            return {"dense": losses.values}
+            check_told({told: run.train_data_iterator})
 
     def chunks(self) -> dict[str, Any]:
         """A step of two stages with two model chunks each, without a data-parallel wrapper."""
@@ -251,14 +231,8 @@ class Trainer:
             with pipeline(1):
                 self.bare()
                 return {"plain": self.plain_losses()}
-        self.positions()
-        return {
-            "dp2": self.twice(1),
-            "pp2": self.twice(2),
-            "shared": self.shared(),
-            "segments": self.segments(),
-            "chunks": self.chunks(),
-        }
+        self.before_the_schedule_is_wrapped()
+        return {"dp2": self.twice(1), "pp2": self.twice(2), "chunks": self.chunks()}
 
 
 def _chunk(run: Any, config: TransformerConfig, chunk: int) -> GPTModel:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/hosts/own_loop.py, own_data.py and fully_shard.py, run as they stand there.
 
-tests/programs/trainer_loops.py judges what one run shows alone, and what a loop can do wrong.
+tests/programs/trainer_loops.py judges what one run shows alone, and what a loop can do wrong. That
+shared micro-batches, segments and planned numbers of positions train alike in a trainer's loop is
+for test_matrix: Megatron's own loop runs through the same :class:`.TrainerRun`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _run(ranks: int, kind: str, directory: Path, other: Path) -> list[dict[str, 
     return [json.loads(path.read_text()) for path in paths]
 
 
-@pytest.mark.parametrize("layout", [*LOGS, "shared", "segments", "chunks"])
+@pytest.mark.parametrize("layout", [*LOGS, "chunks"])
 def test_losses_are_those_of_megatron_without_the_plugin(
     layout: str, plain: list[float], two_ranks: dict[str, Any]
 ) -> None:
@@ -78,22 +80,10 @@ def test_losses_are_those_of_megatron_without_the_plugin(
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_what_was_planned_was_run_and_measured(directory: Path) -> None:
-    """Model chunks, micro-batches that two ranks share, planned numbers of them, segments."""
+def test_model_chunks_are_measured(directory: Path) -> None:
     (step,) = read_steps(directory / "chunks")
     assert measured_ms(step).size == 2 * 8 * 4
     assert (measured_ms(step) > 0).all()
-    for rank in range(2):
-        steps = read_steps(directory / "shared", rank)
-        held = [each for step in steps for each in step["micro_batches"]]
-        assert {rank - each["rank"] for each in held if each["cp_size"] == 2} == {rank}
-    counts = {
-        name: [measured_ms(step).shape[-1] for step in read_steps(directory / name)]
-        for name in ("planned", "fixed")
-    }
-    assert counts["fixed"] == [4] * STEPS
-    assert min(counts["planned"]) < 4
-    assert all(max(step["segments_RM"][0]) > 1 for step in read_steps(directory / "segments"))
 
 
 @pytest.mark.parametrize("layout", LOGS)
