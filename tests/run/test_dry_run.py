@@ -77,8 +77,7 @@ def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Pat
     assert sorted(places) == [[ranks, str(m)] for ranks in ("0-1", "2-3") for m in range(4)]
 
 
-def table_of_another_device(path: Path) -> Path:
-    """A cost table for the model of ``FLAGS``, as if measured on a GPU."""
+def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path: Path) -> None:
     identity = RunIdentity(
         device="NVIDIA H200",
         dtype="float32",
@@ -86,14 +85,10 @@ def table_of_another_device(path: Path) -> Path:
         selection=DEFAULT_SELECTION,
         shape=SHAPE,
     )
-    model = CostModel.analytic(SHAPE, block_size=16)
+    model, table = CostModel.analytic(SHAPE, block_size=16), tmp_path / "table.json"
     # As much slower as no measurement of less than a clock's resolution shows.
-    measured(model, identity, [[16], [64], [200], [256]], budgets=(4,), slowness=1e3).save(path)
-    return path
-
-
-def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path: Path) -> None:
-    table = table_of_another_device(tmp_path / "table.json")
+    lengths = [[16], [64], [200], [256]]
+    measured(model, identity, lengths, budgets=(4,), slowness=1e3).save(table)
     flags = (*FLAGS, "--data-path", str(documents), "--sparse-balance-cost-table", str(table))
     result = start(tmp_path, *flags, "--sparse-balance-dry-run", "4")
     assert result.returncode == 0, result.stderr
