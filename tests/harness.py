@@ -67,18 +67,15 @@ class TrainingRun:
     @property
     def losses(self) -> list[str]:
         """Losses as printed: seven digits, compared as text where runs must be identical."""
-        return [match[1] for match in self._iterations()]
+        return [match[1] for match in _ITERATION.findall(self.output)]
 
     @property
     def grad_norms(self) -> list[str]:
-        return [match[2] for match in self._iterations()]
+        return [match[2] for match in _ITERATION.findall(self.output)]
 
     def logged(self, name: str) -> list[Any]:
         """A value of every step record."""
         return [step[name] for step in self.steps]
-
-    def _iterations(self) -> list[tuple[str, str, str]]:
-        return _ITERATION.findall(self.output)
 
     def require_success(self) -> TrainingRun:
         """Self; fails with the end of the output otherwise."""

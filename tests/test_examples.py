@@ -46,11 +46,7 @@ MODELS = {
     }.items()
 }
 """Sizes as published on huggingface.co."""
-CLUSTER = {
-    "cluster_7b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 1 x data 16",
-    "cluster_8b_128k.sh": "dry run of 64 ranks: tensor 4 x pipeline 2 x context 4 x data 2",
-    "cluster_qwen3_30b_a3b_sft.sh": "dry run of 64 ranks: tensor 4 x pipeline 1 x data 16",
-}
+CLUSTER = ("cluster_7b_sft.sh", "cluster_8b_128k.sh", "cluster_qwen3_30b_a3b_sft.sh")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -263,7 +259,8 @@ def test_cluster_scripts_train_with_the_sensitivity_that_they_measured(tmp_path:
 def test_a_cluster_of_experts_is_checked_and_planned(work: Path) -> None:
     name, variables = "cluster_qwen3_30b_a3b_sft.sh", one_process(COST_TABLE="", DATA="small")
     planned = run_step(name, "--sparse-balance-dry-run", "64", directory=work, variables=variables)
-    assert CLUSTER[name] in planned and "step: " in planned
+    assert "dry run of 64 ranks: tensor 4 x pipeline 1 x data 16" in planned
+    assert "step: " in planned
 
 
 def test_both_runs_of_the_experts_example_take_the_same_model(

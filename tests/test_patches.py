@@ -112,22 +112,6 @@ def apply(patch: Path, checkout: Path, *options: str) -> None:
     assert done.stderr == ""
 
 
-def copy_checkout(source: Path, target: Path) -> None:
-    """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
-    target.mkdir()
-    if (source / ".git").exists():
-        archive = subprocess.run(
-            ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"],
-            capture_output=True,
-            check=True,
-        )
-        subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
-        return
-    shutil.copytree(source / "megatron", target / "megatron")
-    for path in source.glob("*.py"):
-        shutil.copy(path, target)
-
-
 def minor_of(patch: Path) -> int:
     """19 of ``megatron-lm-core_v0.19.0.patch``."""
     return int(re.search(r"_v0\.(\d+)\.", patch.name)[1])
@@ -162,8 +146,18 @@ class TestRealCheckout:
 
     @pytest.fixture(scope="class")
     def unpatched(self, directory: Path) -> Path:
-        copy_checkout(Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched")
-        return directory / "unpatched"
+        """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
+        source, target = Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched"
+        target.mkdir()
+        if (source / ".git").exists():
+            command = ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"]
+            archive = subprocess.run(command, capture_output=True, check=True)
+            subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+        else:
+            shutil.copytree(source / "megatron", target / "megatron")
+            for path in source.glob("*.py"):
+                shutil.copy(path, target)
+        return target
 
     @pytest.fixture(scope="class")
     def patched(self, directory: Path, unpatched: Path) -> Path:
