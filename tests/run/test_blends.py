@@ -60,20 +60,17 @@ def whole(directory: Path) -> TrainingRun:
     ).require_success()
 
 
-def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
+def test_three_sources_are_told_and_a_resumed_run_equals_one_that_never_stopped(
     directory: Path, whole: TrainingRun
 ) -> None:
+    assert "sparse balance: 3 sources: 31 documents gave" in whole.output
+    assert f"source {directory / 'web'}: 50.00% of the samples" in whole.output
+    assert f"no loss mask beside {directory / 'web'}, {directory / 'books'}" in whole.output
     load = ("--load", str(directory / "checkpoints"), "--ckpt-step", str(SAVED))
     resumed = train(2, directory, *flags(directory), *load, log_dir=directory / "resumed")
     assert resumed.require_success().grad_norms == whole.grad_norms[SAVED:]
     assert resumed.logged("iteration") == [3, 4]
     assert_same_steps(resumed.steps, whole.steps)
-
-
-def test_the_start_says_what_is_mixed(directory: Path, whole: TrainingRun) -> None:
-    assert "sparse balance: 3 sources: 31 documents gave" in whole.output
-    assert f"source {directory / 'web'}: 50.00% of the samples" in whole.output
-    assert f"no loss mask beside {directory / 'web'}, {directory / 'books'}" in whole.output
 
 
 def test_a_changed_blend_is_refused_by_name(directory: Path, whole: TrainingRun) -> None:
