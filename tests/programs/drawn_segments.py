@@ -7,20 +7,12 @@ first one that has the blocks always is cut. Every segment has a block for each 
 Ranks of a lockstep group cut a position into equally many segments, as many as its shortest member
 has blocks at most. Start with ``--sparse-balance-device cpu``. Layer norms are marked
 as in changed_entry.py.
-
-With ``LISTS`` in the environment, every rank leaves the lists of its first step in that folder:
-``rank0.pickle`` has (layer, sample, row of its document, head) -> blocks of the document. A row is
-a block of queries or a token.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from changed_entry import mark_norms
@@ -30,18 +22,11 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
-from sparsebalance_megatron.attention.selection import Selection  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron import settings  # noqa: E402
-from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
-from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch  # noqa: E402
-from sparsebalance_megatron.megatron.sequence_groups import rank_place  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan  # noqa: E402
 from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
-
-PLANS: dict[int, StepPlan] = {}
-"""Plans that were made, by step."""
 
 
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
@@ -50,7 +35,6 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     shares = plan_settings.max_context_parallel > 1
     whole = replace(inputs, plan_settings=replace(plan_settings, max_segments=1))
     plan = (plan_with_drawn_cp_sizes if shares else plan_step)(step, whole)
-    PLANS[step] = plan
     most_segments = plan_settings.max_segments
     if most_segments == 1:
         return plan
@@ -67,7 +51,7 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
         micro_batches += [
             cut(each, segments, own, generator) for each, own in zip(row, blocks, strict=True)
         ]
-    plan = PLANS[step] = replace(plan, micro_batches=tuple(micro_batches))
+    plan = replace(plan, micro_batches=tuple(micro_batches))
     plan.validate(inputs.lengths_tokens, inputs.job, plan_settings)
     return plan
 
@@ -90,48 +74,10 @@ def cut(
     return replace(micro_batch, segment_starts_blocks=(0, *inner.tolist()))
 
 
-def kept_lists() -> dict[tuple[int, int, int, int], list[int]]:
-    """Takes down the lists of the first step as they are made; a first forward of each layer, and
-    its recomputed pass, make the same."""
-    made: dict[tuple[int, int, int, int], list[int]] = {}
-    select = BudgetedCoreAttention.select
-
-    def selected(self: Any, q_THD: Any, k_TGD: Any, context: LocalMicroBatch) -> Selection:
-        selection = select(self, q_THD, k_TGD, context)
-        if context.step:
-            return selection
-        own = PLANS[0].for_rank(rank_place().data_parallel_rank)
-        samples = own.micro_batches[context.position].samples
-        keys, layout = selection.kv_layout.grid, selection.query_layout
-        own_N = selection.own_block_N.numpy()
-        for row, (lists, counts) in enumerate(
-            zip(selection.indices_QCK.tolist(), selection.counts_QC.tolist(), strict=True)
-        ):
-            block = own_N[int(layout.block_T[row]) if selection.by_token else row]
-            document, within = int(keys.document_N[block]), int(keys.index_N[block])
-            if document >= len(samples):
-                continue
-            if selection.by_token:
-                token = row - int(layout.start_N[layout.block_T[row]])
-                within = within * keys.block_size + token
-            first = int(keys.first_block_S[document])
-            for head, (listed, count) in enumerate(zip(lists, counts, strict=True)):
-                name = self._layer_index, samples[document], within, head
-                made[name] = [each - first for each in listed[:count]]
-        return selection
-
-    BudgetedCoreAttention.select = selected  # type: ignore[method-assign]
-    return made
-
-
 if __name__ == "__main__":
     from sparsebalance_megatron.pretrain_gpt import main
 
     mark_norms()
     settings.RANKS_PER_NODE = 2
     step_planner.plan_step = plan_with_drawn_segments
-    folder = os.environ.get("LISTS")
-    lists = kept_lists() if folder else {}
     main()
-    if folder:
-        Path(folder, f"rank{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(lists))

@@ -2,11 +2,10 @@
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
 ``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
-``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
-it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` lets
-what reads its rows raise; ``digest STEP`` lets it execute another plan; ``nan STEP`` makes its loss
-NaN from there on.
-``flags 0`` gives it another budget, ``kernels 0`` kernels whose gradients of values are wrong.
+``stop STEP`` stops it there, as a hang does, and lets collectives time out after 20 s. ``reader
+STEP`` lets what reads its rows raise; ``digest STEP`` lets it execute another plan; ``nan STEP``
+makes its loss NaN from there on.
+``flags 0`` gives it other flags, ``kernels 0`` kernels whose gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
 ``segments-stop STEP`` is ``stop`` under plans with segments drawn by lot (drawn_segments.py).
@@ -108,6 +107,7 @@ def set_clock_from(step: int) -> None:
 def change_flags(_: int) -> None:
     if FAULTY:
         sys.argv += ["--sparse-balance-base-budget", "2"]
+        sys.argv += ["--sparse-balance-config", "log-megabytes=7"]
 
 
 def change_kernels(_: int) -> None:
@@ -145,7 +145,6 @@ ENDS = {
 
 FAULTS = {
     "kill": lambda step: at(step, ENDS["kill"]),
-    "leave": lambda step: at(step, ENDS["leave"]),
     **{
         f"exchange-{name}": lambda step, end=end: at_exchange(step, end)
         for name, end in ENDS.items()

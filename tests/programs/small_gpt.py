@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,12 +89,15 @@ class Losses:
         self.figures.append(figures)
 
 
-def error_of(mistake: Callable[[], Any]) -> str:
-    try:
-        mistake()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+def check_told(mistakes: Mapping[str, Callable[[], Any]]) -> None:
+    """Whether each mistake ends with an error that says what is its name."""
+    for told, mistake in mistakes.items():
+        try:
+            mistake()
+        except (ValueError, RuntimeError) as error:
+            assert told in f"{type(error).__name__}: {error}", (told, error)
+        else:
+            raise AssertionError(f"accepted, and not: {told}")
 
 
 def thd_params(boundaries: torch.Tensor) -> PackedSeqParams:

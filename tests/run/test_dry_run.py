@@ -21,7 +21,7 @@ from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.pretrain_gpt import main
-from sparsebalance_megatron.run.described_job import _positions
+from sparsebalance_megatron.run import described_job
 from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
@@ -77,8 +77,7 @@ def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Pat
     assert sorted(places) == [[ranks, str(m)] for ranks in ("0-1", "2-3") for m in range(4)]
 
 
-def table_of_another_device(path: Path) -> Path:
-    """A cost table for the model of ``FLAGS``, as if measured on a GPU."""
+def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path: Path) -> None:
     identity = RunIdentity(
         device="NVIDIA H200",
         dtype="float32",
@@ -86,14 +85,10 @@ def table_of_another_device(path: Path) -> Path:
         selection=DEFAULT_SELECTION,
         shape=SHAPE,
     )
-    model = CostModel.analytic(SHAPE, block_size=16)
+    model, table = CostModel.analytic(SHAPE, block_size=16), tmp_path / "table.json"
     # As much slower as no measurement of less than a clock's resolution shows.
-    measured(model, identity, [[16], [64], [200], [256]], budgets=(4,), slowness=1e3).save(path)
-    return path
-
-
-def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path: Path) -> None:
-    table = table_of_another_device(tmp_path / "table.json")
+    lengths = [[16], [64], [200], [256]]
+    measured(model, identity, lengths, budgets=(4,), slowness=1e3).save(table)
     flags = (*FLAGS, "--data-path", str(documents), "--sparse-balance-cost-table", str(table))
     result = start(tmp_path, *flags, "--sparse-balance-dry-run", "4")
     assert result.returncode == 0, result.stderr
@@ -148,39 +143,18 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "changed",
     [
-        (("--attention-dropout", "0.1", "--sparse-balance-dry-run"), "use --attention-dropout 0"),
-        (("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"), "/proc/x"),
-        (
-            ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "3"),
-            "Megatron refuses the flags (",
-        ),
-    ],
-)
-def test_what_would_stop_training_is_one_line(
-    documents: Path, tmp_path: Path, flags: tuple[str, ...], expected: str
-) -> None:
-    result = start(tmp_path, *FLAGS, "--data-path", str(documents), *flags)
-    assert result.returncode == 2
-    (line,) = (line for line in result.stderr.splitlines() if "sparse balance: error:" in line)
-    assert expected in line
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({}, True),
-        ({"seq_length": 40960}, False),
-        ({"position_embedding_type": "yarn"}, False),
-        ({"use_rope_scaling": True}, False),
-        ({"rotary_seq_len_interpolation_factor": 4}, False),
-        ({"tokenizer_model": None}, False),
+        {},
+        {"seq_length": 40960},
+        {"position_embedding_type": "yarn"},
+        {"use_rope_scaling": True},
+        {"rotary_seq_len_interpolation_factor": 4},
+        {"tokenizer_model": None},
     ],
 )
 def test_sequences_beyond_the_models_positions_are_told(
-    changed: dict[str, Any], told: bool, tmp_path: Path
+    changed: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
     args = {
@@ -190,9 +164,9 @@ def test_sequences_beyond_the_models_positions_are_told(
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
     }
-    lines = _positions(Namespace(**args | changed))
-    assert len(lines) == told
-    assert not told or "--seq-length 131,072 is beyond the 40,960 of " in lines[0]
+    told = described_job._positions(Namespace(**args | changed))
+    assert bool(told) == (not changed)
+    assert changed or "--seq-length 131,072 is beyond the 40,960 of " in told[0]
 
 
 def test_a_dry_run_without_the_plugin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,37 +175,33 @@ def test_a_dry_run_without_the_plugin_is_refused(capsys: pytest.CaptureFixture[s
     assert "there is no plan; add --sparse-balance" in capsys.readouterr().err
 
 
+ROUTER = "--sparse-balance-config router=torch --sparse-balance-selection vertical-slash"
+
+
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("flags", "reason", "ranks"),
     [
-        (
-            (
-                "--sparse-balance-config",
-                "router=torch",
-                "--sparse-balance-selection",
-                "vertical-slash",
-            ),
-            "leaves no choice of router",
-        ),
-        (("--seed", "-1"), "--seed -1: must be 1 to 2147483647"),
-        (("--seed", str(2**40)), "must be 1 to 2147483647"),
-        (("--sparse-balance-block-size", "1"), "from 2 to 1048576 tokens"),
+        ("--attention-dropout 0.1", "use --attention-dropout 0", ""),
+        ("--sparse-balance-log-dir /proc/x", "/proc/x", "2"),
+        ("--pipeline-model-parallel-size 3", "Megatron refuses the flags (", "3"),
+        (ROUTER, "leaves no choice of router", ""),
+        ("--seed -1", "--seed -1: must be 1 to 2147483647", ""),
+        (f"--seed {2**40}", "must be 1 to 2147483647", ""),
+        ("--sparse-balance-block-size 1", "from 2 to 1048576 tokens", ""),
     ],
 )
-def test_it_refuses_what_training_refuses_in_the_same_words(
-    flags: tuple[str, ...], reason: str, documents: Path, tmp_path: Path
+def test_what_would_stop_training_is_one_line(
+    flags: str, reason: str, ranks: str, documents: Path, tmp_path: Path
 ) -> None:
-    given = (*FLAGS, "--data-path", str(documents), *flags)
-    dry = start(tmp_path, *given, "--sparse-balance-dry-run")
-    trained = start(tmp_path, *given)
-    (line,) = (line for line in dry.stderr.splitlines() if "error:" in line)
+    """Training says the same; it is not started where the ranks do not exist."""
+    given = (*FLAGS, "--data-path", str(documents), *flags.split())
+    dry = start(tmp_path, *given, "--sparse-balance-dry-run", *ranks)
+    (line,) = (line for line in dry.stderr.splitlines() if "sparse balance: error:" in line)
     assert reason in line
+    trained = dry if ranks else start(tmp_path, *given)
     assert line in trained.stderr.splitlines()
     assert dry.returncode == trained.returncode == 2
     assert "Traceback" not in dry.stderr + trained.stderr
-
-
-report = pytest.importorskip("sparsebalance_megatron.run.described_job")
 
 
 def planned(
@@ -251,7 +221,7 @@ def planned(
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:
     lengths = [100 + 37 * number for number in range(64)]
     step = planned(32, 2, lengths, batching="arrival", tuning="off")
-    _, *rows, remark = report._micro_batches(step)
+    _, *rows, remark = described_job._micro_batches(step)
     assert len(rows) == 16
     ms = [float(row.split()[-1]) for row in rows]
     assert ms == sorted(ms, reverse=True)
@@ -261,7 +231,7 @@ def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() 
 
 def test_segments_are_counted_where_a_step_has_them() -> None:
     step = planned(1, 2, [2**17, 3000], stages=4, max_segments=8, segment_tokens=4096)
-    header, *rows = report._micro_batches(step)
+    header, *rows = described_job._micro_batches(step)
     column = header.split().index("segments")
     segments = [each.segments for each in step.plan.micro_batches]
     assert max(segments) == 8

@@ -52,52 +52,32 @@ def whole(directory: Path) -> TrainingRun:
 
 
 @pytest.fixture(scope="module")
-def killed(directory: Path) -> TrainingRun:
-    return _attempt(directory, "kill", str(KILLED_IN_STEP))
-
-
-@pytest.fixture(scope="module")
-def disk_full(directory: Path, killed: TrainingRun) -> TrainingRun:
-    return _attempt(directory, "file-size", str(CHECKPOINT_BYTES))
-
-
-@pytest.fixture(scope="module")
-def finished(directory: Path, disk_full: TrainingRun) -> TrainingRun:
-    run = _train(2, directory, *_checkpoints(directory), log_dir=directory / "attempts")
-    return run.require_success()
-
-
-def test_a_killed_rank_ends_the_others(directory: Path, killed: TrainingRun) -> None:
+def checkpoints(directory: Path, whole: TrainingRun) -> Path:
+    """Those of a run that is killed, cannot save, and then ends as one that never stopped."""
+    checkpoints = directory / "checkpoints"
+    killed = _attempt(directory, "kill", str(KILLED_IN_STEP))
     assert killed.exit_code != 0
     assert "SIGKILL" in killed.output
     assert "nothing was heard from rank 1" in killed.output
     assert len(killed.losses) == KILLED_IN_STEP
-    assert _saved_step(directory) >= SAVE_INTERVAL
+    saved_step = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert saved_step == SAVE_INTERVAL
 
+    # Megatron's writer says that it failed, not why; the last line says what is left.
+    full = _attempt(directory, "file-size", str(CHECKPOINT_BYTES))
+    assert full.exit_code == 1
+    assert f"saving checkpoint at iteration       {STEPS}" in full.output
+    assert "by CheckpointException" in full.output
+    assert f"the last complete checkpoint in {checkpoints} is of" in full.output
+    assert f"iteration {SAVE_INTERVAL}, with" in full.output
+    assert f"resume with --load {checkpoints}" in full.output
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
-    directory: Path, killed: TrainingRun, disk_full: TrainingRun
-) -> None:
-    """Megatron's writer says that it failed, not why; the last line says what is left."""
-    assert disk_full.exit_code == 1
-    assert f"saving checkpoint at iteration       {STEPS}" in disk_full.output
-    assert "by CheckpointException" in disk_full.output
-    checkpoints = directory / "checkpoints"
-    assert f"the last complete checkpoint in {checkpoints} is of" in disk_full.output
-    assert f"iteration {SAVE_INTERVAL}, with" in disk_full.output
-    assert f"resume with --load {checkpoints}" in disk_full.output
-
-
-def test_the_finished_run_equals_one_that_never_stopped(
-    whole: TrainingRun, finished: TrainingRun
-) -> None:
-    """Invariant 6. Losses come from the step log: after a start Megatron prints a mean of two.
-
-    The log has the steps of every attempt.
-    """
-    assert finished.grad_norms == whole.grad_norms[SAVE_INTERVAL:]
+    # Losses come from the step log: after a start Megatron prints a mean of two.
+    finished = _train(2, directory, *_checkpoints(directory), log_dir=directory / "attempts")
+    assert finished.require_success().grad_norms == whole.grad_norms[SAVE_INTERVAL:]
     assert finished.logged("iteration") == [1, 2, 3, 4, 4, 5, 6, 4, 5, 6]
     assert_same_steps(finished.steps, whole.steps)
+    return checkpoints
 
 
 def test_a_start_that_fails_on_every_rank_names_its_cause(documents: Path) -> None:
@@ -131,15 +111,15 @@ def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRu
     assert timeline is not None and timeline.makespan_ms < 1e3 * ENDS_WITHIN_S
 
 
-def test_changed_data_is_found_when_resuming(
-    directory: Path, finished: TrainingRun, tmp_path: Path
+def test_a_run_that_failed_twice_goes_on_but_not_with_changed_data(
+    directory: Path, checkpoints: Path, tmp_path: Path
 ) -> None:
     """A single token of a document: one line, on one rank, before training."""
     for suffix in (".bin", ".idx"):
         shutil.copy(directory / f"train{suffix}", tmp_path / f"train{suffix}")
     with (tmp_path / "train.bin").open("r+b") as tokens:
         tokens.write(b"\xfe")
-    load = ("--load", str(directory / "checkpoints"), "--override-opt-param-scheduler")
+    load = ("--load", str(checkpoints), "--override-opt-param-scheduler")
     data = ("--data-path", str(tmp_path / "train"))
     run = _train(1, directory, *load, *data, "--train-iters", "8", timeout_s=ENDS_WITHIN_S)
     assert run.exit_code == 2, run.output[-4000:]
@@ -148,40 +128,32 @@ def test_changed_data_is_found_when_resuming(
     assert "--finetune" in run.output
 
 
+SILENT = "nothing was heard from rank 1, which hang, were killed, or cannot"
+SEGMENTS = (
+    *("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "4"),
+    *("--sparse-balance-batching", "arrival"),
+)
+
+
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "flags", "message"),
     [
-        ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
-        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        pytest.param(
-            *("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
-            marks=pytest.mark.nightly,
-        ),
+        ("reader", (), "ended in iteration 3 by DataError: train.bin: cannot be read"),
+        ("digest", (), "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
+        pytest.param("stop", (), SILENT, marks=pytest.mark.nightly),
+        pytest.param("segments-stop", SEGMENTS, SILENT, marks=pytest.mark.nightly),
     ],
 )
-def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: str) -> None:
-    run = with_fault(directory, fault)
+def test_a_fault_in_the_middle_of_a_step(
+    directory: Path, fault: str, flags: tuple[str, ...], message: str
+) -> None:
+    run = with_fault(directory, fault, *flags)
     assert run.exit_code != 0
     assert message in run.output, run.output[-4000:]
     told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
     assert len([line for line in told if " ended in " in line]) == 1, told
     assert len(run.losses) == FAULT_STEP
     assert run.logged("iteration") == [1, 2]
-
-
-@pytest.mark.nightly
-def test_the_last_stage_hangs_in_a_step_in_segments(directory: Path) -> None:
-    run = _train(
-        *(2, directory, "--pipeline-model-parallel-size", "2"),
-        *("--sparse-balance-max-segments", "4", "--sparse-balance-batching", "arrival"),
-        log_dir=directory / "segments-stop",
-        timeout_s=ENDS_WITHIN_S,
-        program=(FAULTS, "segments-stop", str(FAULT_STEP), "--sparse-balance-device", "cpu"),
-    )
-    assert run.exit_code != 0
-    assert "nothing was heard from rank 1" in run.output, run.output[-4000:]
-    assert run.logged("iteration") == [1, 2]
-    assert all(max(map(max, step["segments_RM"])) > 1 for step in run.steps)
 
 
 @pytest.mark.nightly
@@ -275,7 +247,3 @@ def _attempt(directory: Path, *fault: str) -> TrainingRun:
         program=(FAULTS, *fault),
         torchrun=fault[0] == "kill",
     )
-
-
-def _saved_step(directory: Path) -> int:
-    return int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())

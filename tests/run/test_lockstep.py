@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +34,6 @@ _VALIDATION_LOSS = re.compile(r"validation loss at iteration .*? value: ([-+.\de
 LEARNING = (
     "--sparse-balance-config calibration=measured --sparse-balance-device cpu --train-iters 11"
 )
-
-
-def own_ms(step: dict[str, Any]) -> np.ndarray:
-    """Own forward and backward times [2, R, P, V, M] of a step record."""
-    return measured_ms(step) - np.array(step["measured"]["waiting_2RPVM"])
 
 
 def tokens_of_rank(log_dir: Path, rank: int) -> int:
@@ -81,8 +75,8 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     assert tokens_of_rank(log_dir, 1) < tokens_of_rank(log_dir, 0)
 
     # The medians of what ranks computed and waited: both take equally long.
-    own_2RM = np.array([own_ms(step) for step in run.steps])
     passed_2RM = np.array([measured_ms(step) for step in run.steps])
+    own_2RM = passed_2RM - [step["measured"]["waiting_2RPVM"] for step in run.steps]
     waited_R = np.median((passed_2RM - own_2RM).sum(axis=(1, 3, 4, 5)), axis=0)
     own_R = np.median(own_2RM.sum(axis=(1, 3, 4, 5)), axis=0)
     assert (own_2RM <= passed_2RM).all()

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with and without the plugin's state, across layouts; see also test_failure_drills."""
+"""Checkpoints with and without the plugin's state, across layouts, and with growing batches.
+
+See also test_failure_drills.
+"""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cost.cost_cases import Times
-from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, TrainingRun, run_training
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    assert_same_steps,
+    read_steps,
+    run_training,
+)
 from harness import train as train_small_model
 from learn.scheduler_cases import GLOBAL_BATCH, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
@@ -144,6 +156,85 @@ def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
     assert fresh.logged("iteration") == [1]
     kept = read_run_log(log_dir / "earlier" / "1")
     assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.distributed
+def test_growing_batches_are_megatrons_in_every_log_and_resume(
+    documents: Path, tmp_path: Path
+) -> None:
+    sizes, saved = [4, 4, 8, 8, 12], 2
+    # In tokens: at 8 and at 24 samples of 256.
+    schedule = ("--step-batch-size-schedule", "0:4 2048:8 6144:12")
+    line = re.compile(r"iteration +(\d+)/.*?consumed samples: +(\d+) .*?global batch size: +(\d+)")
+    at = TRAINING_FLAGS.index("--global-batch-size")
+
+    def train(name: str, *more: str) -> TrainingRun:
+        flags = (
+            *(*MODEL_FLAGS, *TRAINING_FLAGS[:at], *TRAINING_FLAGS[at + 2 :], *BALANCE_FLAGS),
+            *("--data-path", str(documents), *schedule),
+            *("--train-iters", str(len(sizes)), "--ckpt-format", "torch_dist"),
+            *("--override-opt-param-scheduler", *more),
+            *("--tensorboard-dir", str(tmp_path / f"{name}-board")),
+        )
+        return run_training(2, flags, log_dir=tmp_path / name).require_success()
+
+    checkpoints, log_dir = str(tmp_path / "checkpoints"), tmp_path / "whole"
+    whole = train("whole", "--save", checkpoints, "--save-interval", str(saved))
+    resumed = train("resumed", "--load", checkpoints, "--ckpt-step", str(saved))
+
+    printed = [tuple(map(int, numbers)) for numbers in line.findall(whole.output)]
+    consumed = [sum(sizes[: step + 1]) for step in range(len(sizes))]
+    assert printed == list(zip(range(1, 6), consumed, sizes, strict=True))
+    assert [step["iteration"] for step in whole.steps] == [1, 2, 3, 4, 5]
+    for step, size in zip(whole.steps, sizes, strict=True):
+        # [data-parallel rank][stage][virtual stage][micro-batch]
+        assert all(
+            len(chunk) == size // 2
+            for rank in step["measured"]["times_2RPVM"][0]
+            for stage in rank
+            for chunk in stage
+        )
+    for number, steps in enumerate(zip(*(read_steps(log_dir, r) for r in (0, 1)), strict=True)):
+        assert [step["iteration"] for step in steps] == [number + 1] * 2
+        held = [each for step in steps for each in step["micro_batches"]]
+        assert len({sample for each in held for sample in each["samples"]}) == sizes[number]
+    events = EventAccumulator(str(tmp_path / "whole-board")).Reload()
+    assert [each.step for each in events.Scalars("sparse-balance/coverage-min")] == [1, 2, 3, 4, 5]
+
+    assert [step["iteration"] for step in resumed.steps] == [3, 4, 5]
+    assert resumed.grad_norms == whole.grad_norms[saved:]
+    assert_same_steps(resumed.steps, whole.steps)
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_equals_one_that_never_stopped_with_shards_and_without(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Weights, the optimizer's moments and its number of steps, and what the plugin has learnt."""
+    common = """
+        --num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0 --ckpt-format torch_dist
+        --moe-token-dispatcher-type alltoall --sparse-balance-device cpu"""
+    sharded = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
+
+    def run(name: str, ranks: int, *flags: str) -> TrainingRun:
+        return train_small_model(
+            *(ranks, documents, *common.split(), *flags),
+            log_dir=tmp_path / name,
+            # Megatron refuses FSDP2 where kernels queue up behind one another.
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        ).require_success()
+
+    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2")
+    whole = run("whole", 2, *sharded, *save)
+    assert read_run_log(tmp_path / "whole").header.job.lockstep_ranks == 2
+    load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", "2")
+    resumed = run("resumed", 2, *sharded, *load)
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert_same_steps(resumed.steps, whole.steps)
+    assert resumed.grad_norms == whole.grad_norms[2:]
+    alone = run("alone", 1, *load)
+    losses = [step["lm_loss"] for step in whole.steps[2:]]
+    assert alone.logged("lm_loss") == pytest.approx(losses, rel=1e-5)
 
 
 def scheduler(index: SampleIndex, *, data_parallel_size: int = 2, stages: int = 2) -> Scheduler:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from learn.scheduler_cases import index as index  # a fixture
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
@@ -68,16 +68,6 @@ def iterator_of(
     )
 
 
-def assert_holds(
-    row: PackedSequence, index: SampleIndex, planned: PlannedStep, micro_batch: Any
-) -> None:
-    ends = np.cumsum(micro_batch.lengths_tokens)
-    for number, begin, end in zip(micro_batch.samples, [0, *ends], ends, strict=False):
-        sample = index.read(int(planned.samples[number]))
-        assert np.array_equal(row.tokens[begin:end], sample.tokens[:-1])
-        assert np.array_equal(row.labels[begin:end], sample.tokens[1:])
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 def test_every_row_is_that_of_its_micro_batch(
     index: SampleIndex, planner: Executor, ahead: bool
@@ -90,7 +80,11 @@ def test_every_row_is_that_of_its_micro_batch(
             for micro_batch in planned.plan.for_rank(1).micro_batches:
                 read = next(micro_batches)
                 assert (read.step, read.position) == (step, micro_batch.position)
-                assert_holds(PackedSequence(**read.inputs), index, planned, micro_batch)
+                ends = np.cumsum(micro_batch.lengths_tokens)
+                for number, begin, end in zip(micro_batch.samples, [0, *ends], ends, strict=False):
+                    sample = index.read(int(planned.samples[number]))
+                    assert np.array_equal(read.inputs["tokens"][begin:end], sample.tokens[:-1])
+                    assert np.array_equal(read.inputs["labels"][begin:end], sample.tokens[1:])
                 assert read.layout.cu_seqlens[-1] == len(read.inputs["tokens"])
                 schedule.plan_following(step)
 
@@ -135,7 +129,7 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
     planned = schedule.planned(0)
     with ThreadPoolExecutor(1) as worker:
         reader = iterator_of(schedule, index, worker)
-        monkeypatch.setattr(index, "read", _fail)
+        monkeypatch.setattr(index, "read", Mock(side_effect=OSError("stale file handle")))
         reader.read_ahead(planned)
         with pytest.raises(OSError, match="stale file handle"):
             reader.packed(planned, 0)
@@ -143,10 +137,6 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
     assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).inputs is None
-
-
-def _fail(_: int) -> Any:
-    raise OSError("stale file handle")
 
 
 BLOCK_TOKENS = 4

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHANGED, PROGRAMS, TrainingRun, train, write_documents
+from harness import CHANGED, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.timeline import predicted_timeline
@@ -20,9 +19,6 @@ FEW_LOGGED_DIGITS_MS = 4e-6
 """Rounding of a chain of segments, each logged in ms with six digits."""
 FEW_ROUNDINGS = 1e-5
 """Relative; weights follow sums of float32 in another order for four steps."""
-LAST_PRINTED_DIGIT = 1e-3
-"""One unit in the last printed digit of gradient norms."""
-
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
@@ -99,58 +95,6 @@ def forms(step: dict[str, Any]) -> set[tuple[bool, bool]]:
     }
 
 
-type Lists = dict[tuple[int, int, int, int], list[int]]
-
-
-def run_with_lists(
-    ranks: int, documents: Path, folder: Path, *flags: str
-) -> tuple[TrainingRun, list[Lists]]:
-    """A run, and the lists of its first step that each rank left."""
-    (folder / "lists").mkdir(parents=True)
-    forced = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
-    run = train(
-        *(ranks, documents, *PIPELINE, *forced, *flags),
-        log_dir=folder / "log",
-        program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
-        environment={"LISTS": str(folder / "lists")},
-    ).require_success()
-    return run, [pickle.loads(path.read_bytes()) for path in (folder / "lists").iterdir()]
-
-
-@pytest.fixture(scope="module")
-def alone(
-    documents: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TrainingRun, list[Lists]]:
-    """One rank of two stages, on which initial weights depend."""
-    return run_with_lists(2, documents, tmp_path_factory.mktemp("alone"))
-
-
-@pytest.mark.parametrize("exchange", ["all-gather", "ring"])
-def test_shared_and_cut_micro_batches_read_the_lists_of_one_rank(
-    exchange: str, alone: tuple[TrainingRun, list[Lists]], documents: Path, tmp_path: Path
-) -> None:
-    """Two ranks share some micro-batches, cut others, and some are both, by lot."""
-    mixed = ("--sparse-balance-max-segments", "4", "--sparse-balance-max-context-parallel", "2")
-    mixed = (*mixed, "--sparse-balance-config", f"exchange={exchange}")
-    one, expected_lists = alone
-    four, found_lists = run_with_lists(4, documents, tmp_path, *mixed)
-    expected, found = (
-        {name: blocks for of_rank in lists for name, blocks in of_rank.items()}
-        for lists in (expected_lists, found_lists)
-    )
-    assert found.items() >= expected.items()
-    # A covered document has lists of all blocks before each where its micro-batch is shared or cut.
-    more = {name: blocks for name, blocks in found.items() if name not in expected}
-    assert all(sorted(blocks) == list(range(name[2] + 1)) for name, blocks in more.items())
-    assert len(found) == sum(map(len, found_lists))
-    assert four.logged("lm_loss") == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
-    norms, expected_norms = ([float(norm) for norm in run.grad_norms] for run in (four, one))
-    assert norms == pytest.approx(expected_norms, abs=2 * LAST_PRINTED_DIGIT)
-    found_forms = [forms(step) for step in four.steps]
-    assert max(map(len, found_forms)) >= 3, "shared, cut, or both"
-    assert any((True, True) in each for each in found_forms)
-
-
 @pytest.mark.parametrize("segments", ["1", "4"])
 def test_layers_per_stage_are_named_where_the_head_is_heavy(segments: str, tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
@@ -161,29 +105,3 @@ def test_layers_per_stage_are_named_where_the_head_is_heavy(segments: str, tmp_p
     ).require_success()
     named = "sparse balance: stages do unequal work: with --pipeline-model-parallel-layout 'Et*"
     assert (named in run.output) == (segments == "4")
-
-
-@pytest.mark.nightly
-def test_a_run_goes_on_with_another_number_of_segments(documents: Path, tmp_path: Path) -> None:
-    """Two steps in segments drawn by lot, then two in one piece."""
-
-    def attempt(name: str, segments: str, until: str) -> TrainingRun:
-        save = ("--save", str(tmp_path / name), "--save-interval", "2")
-        save = (*save, "--ckpt-format", "torch_dist")
-        load = ("--load", str(tmp_path / "cut")) if name == "resumed" else ()
-        return train(
-            *(2, documents, *PIPELINE, *save, *load, "--train-iters", until),
-            *("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off"),
-            *("--sparse-balance-max-segments", segments, "--override-opt-param-scheduler"),
-            log_dir=tmp_path / f"{name}-log",
-            program=(str(PROGRAMS / "drawn_segments.py"), "--sparse-balance-device", "cpu"),
-        ).require_success()
-
-    whole = attempt("whole", "1", "4")
-    cut = attempt("cut", "4", "2")
-    resumed = attempt("resumed", "1", "4")
-    assert max(map(max, cut.steps[0]["segments_RM"])) > 1
-    assert [step["iteration"] for step in resumed.steps] == [3, 4]
-    assert [step["lm_loss"] for step in resumed.steps] == pytest.approx(
-        [step["lm_loss"] for step in whole.steps[2:]], rel=FEW_ROUNDINGS
-    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose micro-batches are shared by ranks: evaluation, resuming with other cp_sizes, failures.
+"""Runs whose micro-batches are shared by ranks: evaluation, and resuming with other cp_sizes.
 
 That layouts train alike is for test_matrix.
 """
@@ -20,18 +20,12 @@ FEW_ROUNDINGS = 8 * 2.0**-23
 """Layouts differ in the order of float32 sums only."""
 PRINTED_DIGITS = 1e-6
 WIDE = ("--sparse-balance-max-context-parallel", "2")
-ENDS_WITHIN_S = 180
 
 
-def train(
-    ranks: int, documents: Path, *flags: str, program: str | None = None, **options: Any
-) -> TrainingRun:
-    if program is not None:
-        path, *arguments = program.split()
-        options["program"] = (str(PROGRAMS / path), *arguments)
+def train(ranks: int, documents: Path, *flags: str, **options: Any) -> TrainingRun:
     plan_settings = ("--sparse-balance-tuning", "off", "--sparse-balance-batching", "latency")
     flags = ("--sparse-balance-device", "cpu", *plan_settings, *flags)
-    return train_small_model(ranks, documents, *flags, **options)
+    return train_small_model(ranks, documents, *flags, **options).require_success()
 
 
 def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
@@ -42,17 +36,17 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
     save = (*save, "--ckpt-format", "torch_dist")
     load = ("--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist")
-    one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
+    one = train(1, documents, *evaluate, log_dir=tmp_path / "one")
     wide = train(
         *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
-        program="shared_micro_batches.py",
+        program=(str(PROGRAMS / "shared_micro_batches.py"),),
         log_dir=tmp_path / "wide",
-    ).require_success()
+    )
     context = train(
         *(2, documents, *evaluate, *load, "--context-parallel-size", "2"),
         *("--sparse-balance-config", "context-parallel=static"),
         log_dir=tmp_path / "context",
-    ).require_success()
+    )
     losses = wide.logged("lm_loss") + context.logged("lm_loss")
     assert losses == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
     found = evaluated(wide)[:1] + evaluated(context)
@@ -75,9 +69,9 @@ def test_evaluation_keeps_the_cap_of_training(
     """Samples of up to 250 tokens lie on both ranks, or two of them are balanced under the cap."""
     evaluate = ("--split", "60,40,0", "--eval-iters", "2", "--eval-interval", "1")
     still = ("--lr", "1e-30", "--train-iters", "1", "--micro-batch-size", str(micro_batch_size))
-    one = train(1, documents, *evaluate, *still).require_success()
+    one = train(1, documents, *evaluate, *still)
     planned = ("--sparse-balance-batching", "makespan")
-    capped = train(2, documents, *evaluate, *still, *cap, *planned).require_success()
+    capped = train(2, documents, *evaluate, *still, *cap, *planned)
     assert evaluated(capped) == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
 
 
@@ -87,18 +81,3 @@ def evaluated(run: TrainingRun) -> list[float]:
         r"validation loss at iteration \d+ .*?lm loss value: ([-+.\dE]+)", run.output
     )
     return [float(value) for value in found]
-
-
-def test_a_member_that_is_gone_ends_the_others_with_a_message(
-    documents: Path, tmp_path: Path
-) -> None:
-    save = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
-    timeout = ("--distributed-timeout-minutes", "1")
-    run = train(
-        *(2, documents, "--context-parallel-size", "2", *save, *timeout),
-        program="failing_rank.py leave 1",
-        timeout_s=ENDS_WITHIN_S,
-    )
-    assert run.exit_code not in (None, 0)
-    assert "nothing was heard from rank 1" in run.output
-    assert len(run.losses) == 1

@@ -20,7 +20,6 @@ from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasu
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.run.run import add_figures
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 
 
@@ -60,8 +59,6 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     np.testing.assert_allclose(coverage.executed_L, [2 + 0.5 + 0.6, 2 + 0.51 + 0.61], rtol=1e-6)
     assert coverage.counts_L.sum() == 8
     executed = 4 + 0.5 + 0.6 + 0.51 + 0.61
-    assert coverage.counts_L.sum() == 8
-    assert coverage.executed_L.sum() == pytest.approx(executed)
     assert coverage.base_sum == pytest.approx(executed + 4 * 0.05)
     assert coverage.minimum == pytest.approx(0.5)
     assert coverage.tokens == 4 * (5 + 64)
@@ -194,12 +191,3 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
     assert coverage.counts_L.sum() == 2
     assert coverage.executed_L.sum() == 0.75 * coverage.counts_L.sum()
     assert (coverage.minimum, coverage.unobserved) == (0.5, 0)
-
-
-def test_every_report_gets_the_figures_beside_its_own() -> None:
-    reports = [{"lm loss": torch.tensor(2.0)}, {"lm loss": torch.tensor(3.0)}]
-    add_figures(reports, {"a": 1.0, "b": 0.5}, torch.device("cpu"))
-    assert [{name: value.item() for name, value in each.items()} for each in reports] == [
-        {"lm loss": 2.0, "a": 1.0, "b": 0.5},
-        {"lm loss": 3.0, "a": 1.0, "b": 0.5},
-    ]

@@ -149,27 +149,15 @@ def test_times_land_on_their_segment() -> None:
         assert found == [*places, *backward]
 
 
-class HandClock:
-    """Seconds; ``passes`` takes ms."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def passes(self, ms: float) -> None:
-        self.now_s += ms / 1e3
-
-
 @pytest.mark.parametrize(("wait_ms", "plan_ms"), [(0.0, 0.0), (3.0, 3.0), (9.0, 5.0)])
 def test_a_forward_step_is_waiting_and_the_rest(wait_ms: float, plan_ms: float) -> None:
     """A plan that took longer than the step was not waited for all that time."""
-    clock = HandClock()
-    time = HostTime(clock)
+    clock = WoundClock()
+    time = HostTime(lambda: clock.now_ms / 1e3)
     time.begin_forward_step()
-    clock.passes(5.0)
+    clock.now_ms += 5.0
     time.end_forward_step(plan_wait_ms=wait_ms)
-    clock.passes(50.0)
+    clock.now_ms += 50.0
     time.end_forward_step(plan_wait_ms=wait_ms)  # its beginning was not seen
     assert time.ms == pytest.approx(
         {"plan": plan_ms, "hooks": 5.0 - plan_ms, "reduce": 0.0, "log": 0.0}
