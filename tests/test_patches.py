@@ -79,13 +79,13 @@ def test_with_the_flag_defaults_change_and_mistakes_end_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--sparse-balance", "--data-path", "prefix", "--lr", "1e-5"]
-    flags += ["--train-iters", "10", "--eval-interval", "1000"]
+    flags += ["--train-iters", "10", "--eval-interval", "1000", "--seq-length", "256"]
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
     parser = ArgumentParser()
     parser.add_argument("--dataloader-type", default=None)
     parser.add_argument("--data-path", nargs="*")
     parser.add_argument("--lr", type=float)
-    for name in ("--train-iters", "--eval-interval"):
+    for name in ("--train-iters", "--eval-interval", "--seq-length"):
         parser.add_argument(name, type=int)
     args = integration.arguments_provider()(parser).parse_args(flags)
     assert args.dataloader_type == "external"
