@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         bar = "#" * round(40 * sensitivity / greatest)
         cut = f"{found.cuts[layer]:+8.4f} nats " if found.cuts else ""
         print(f"layer {layer:3} {sensitivity:7.4f} {cut}{bar}")
+    if arguments.check and not found.cuts:
+        print("not checked: no sample repeats three tokens more than a block away")
     if found.cuts:
         print("nats: lost by a copied token where that layer alone is cut")
     if min(len(set(found.sensitivities)), len(set(found.cuts))) > 1:

@@ -77,7 +77,13 @@ def prepare(
             f"--prepend-bos: the tokenizer {tokenizer.name} begins no text with a token"
         )
     bad = BadRecords(skip=skip_bad_records)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"--output-prefix {prefix}: cannot be written ({error.filename}: {error.strerror}); name "
+            "another"
+        ) from error
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()
         eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None

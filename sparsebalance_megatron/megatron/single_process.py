@@ -48,15 +48,20 @@ def transformer_config(args: Namespace) -> Any:
 
 def start_single_process(seed: int, device: torch.device) -> None:
     """Start a world of one rank, as far as Megatron's modules and checkpoints need it."""
+    start_process_group(device)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def start_process_group(device: torch.device) -> None:
+    """Start the process group of a world of one rank."""
     torch.distributed.init_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",
         store=torch.distributed.HashStore(),
         rank=0,
         world_size=1,
     )
-    parallel_state.initialize_model_parallel()
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ of all ranks add up.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,15 +48,17 @@ def measure_sensitivities(
 ) -> Sensitivities | None:
     """Measure the model that training's flags describe, with the weights that they load.
 
-    Collective over the ranks that torchrun started; None on all but the first. Once per process.
+    Collective over the ranks that torchrun started, or of this process alone; None on all but the
+    first. Once per process.
 
     Args:
         flags: words after the program's name, with or without ``--sparse-balance``.
         samples: at least so many training samples are read: whole evaluation batches.
-        check: whether they are read again with each layer cut in turn.
+        check: whether they are read again with each layer cut in turn; there are no cuts where no
+            sample repeats three tokens far away.
 
     Raises:
-        ConfigError: flags do not fit, or no sample repeats a token far away, or, to check, three.
+        ConfigError: flags do not fit, or no sample repeats a token far away.
     """
     enabled = flag_name("enabled")
     sys.argv[1:] = [*flags, *([] if enabled in flags else [enabled]), "--skip-train"]
@@ -70,6 +73,7 @@ def measure_sensitivities(
         run_pretrain,
         validated_arguments,
     )
+    from sparsebalance_megatron.megatron.single_process import start_process_group
     from sparsebalance_megatron.run.training_hooks import make_training_hooks
 
     own = args_provider(enabled=True, on_cpu=device_type == "cpu")
@@ -128,6 +132,8 @@ def measure_sensitivities(
         return loss, tokens, report
 
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
+    if "RANK" not in os.environ:  # no launcher started it
+        start_process_group(run.device)
     run_pretrain(
         args,
         dataset_provider=dataset_provider,
@@ -141,10 +147,9 @@ def measure_sensitivities(
     block_size = run.inputs.config.block_size
     sensitivities = tuple(repetitions.sensitivity_L())
     nats, tokens = sums_P2.T.tolist()
-    repeated = "three tokens" if any(sensitivities) else "a token"
-    if not any(sensitivities) or (check and not tokens[0]):
+    if not any(sensitivities):
         raise ConfigError(
-            f"sensitivity: none of the samples repeats {repeated} more than a block of "
+            "sensitivity: none of the samples repeats a token more than a block of "
             f"{block_size} tokens away: give longer ones, or a smaller {flag_name('block_size')}"
         )
     return Sensitivities(
@@ -158,7 +163,7 @@ def measure_sensitivities(
             "torch": str(torch.__version__),
         },
         date=datetime.now(UTC).date().isoformat(),
-        cuts=tuple((each - nats[0]) / tokens[0] for each in nats[1:]),
+        cuts=tuple((each - nats[0]) / tokens[0] for each in nats[1:] if tokens[0]),
     )
 
 

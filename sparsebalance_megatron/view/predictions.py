@@ -185,10 +185,14 @@ def _findings(row: TableRow) -> Iterator[str]:
             "densely: what is gained comes from placement."
         )
     if count := unhideable_steps(workload):
+        settings, job = workload.plan_settings, workload.job
+        shared = max(settings.max_context_parallel, job.context_parallel_size) > 1
+        cut = job.pipeline_stages > 1 and settings.max_segments == 1
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
-            "would, spread evenly: no placement makes ranks equal. --context-parallel-size shares "
-            "such samples, --sparse-balance-max-segments cuts them where there is a pipeline."
+            f"would, spread evenly: no placement makes ranks equal. {'More' if shared else 'Several'} "
+            f"ranks may share such samples ({flag_name('max_context_parallel')})"
+            + (f", or {flag_name('max_segments')} cuts them." if cut else ".")
         )
 
 
