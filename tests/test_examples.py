@@ -28,6 +28,9 @@ from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.cost.dense_length import crossing_tokens
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
 
 REPOSITORY = Path(__file__).parents[1]
@@ -104,7 +107,7 @@ def run_step(
     last_words: Sequence[str] = (),
 ) -> str:
     """Output of the one program that a step of an example starts, with ``last_words`` added."""
-    programs = directory / "programs"
+    programs = directory / "programs_of_a_step"
     record(programs, ("sparse-balance", "python"))
     run_script(name, *arguments, directory=directory, variables=variables, path_first=programs)
     (((program, *words), environment),) = recorded(programs)
@@ -244,16 +247,41 @@ def test_cluster_scripts_plan_what_they_train(name: str, tmp_path: Path) -> None
         (tmp_path / "runs" / name.removesuffix(".sh") / "cost_table.json").touch()
 
 
-def test_cluster_scripts_train_with_the_sensitivity_that_they_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CLUSTER)
+def test_cluster_scripts_say_from_which_length_sparse_attention_pays(
+    name: str, tmp_path: Path
+) -> None:
     steps = ["sensitivity", "--seed", "7"], []
     variables = {"ATTENTION": "sparse", "COST_TABLE": ""}
-    calls = calls_of("cluster_7b_sft.sh", *steps, directory=tmp_path, variables=variables)
     measured, trained = (
-        get_args_parser().parse_args(words).training_script_args for _, *words in calls
+        get_args_parser().parse_args(words).training_script_args
+        for _, *words in calls_of(name, *steps, directory=tmp_path, variables=variables)
     )
+    given = {flag: values[0] for flag, values in flag_values(trained).items() if values}
     asked = cli.parse(measured)
-    assert flag_values(trained)["--sparse-balance-sensitivity"] == (str(asked.output),)
-    assert asked.passed_on[-1] == "7"
+    assert given["--sparse-balance-sensitivity"] == str(asked.output)
+    assert asked.passed_on[-1] == steps[0][-1]
+    sizes = {
+        "hidden_size": "--hidden-size",
+        "ffn_hidden_size": "--ffn-hidden-size",
+        "num_attention_heads": "--num-attention-heads",
+        "num_query_groups": "--num-query-groups",
+        "head_dim": "--kv-channels",
+        "vocab_size": "--padded-vocab-size",
+        "tensor_parallel_size": "--tensor-model-parallel-size",
+    }
+    shape = ModelShape(
+        **{size: int(given[flag]) for size, flag in sizes.items()}, gated_linear_unit=True
+    )
+    block_size, budget = (
+        int(given[f"--sparse-balance-{option}"]) for option in ("block-size", "base-budget")
+    )
+    cost = CostModel.analytic(
+        shape, block_size, selection=given["--sparse-balance-selection"], device="h100"
+    )
+    text = (REPOSITORY / "examples" / name).read_text().replace("\n#", "")
+    tokens = crossing_tokens(cost, budget, 10**7)
+    assert f"documents of more than {tokens:,} tokens ({budget} blocks of {block_size};" in text
 
 
 def test_a_cluster_of_experts_is_checked_and_planned(work: Path) -> None:
@@ -325,8 +353,9 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     assert profile.quick and not prepare.append_eod
     assert trained["--exit-interval"] == (1.0,)
     measured = flag_values(profile.passed_on)
-    # Costs of sparse attention are measured, too.
+    # Costs of sparse attention are measured, too, and serve mode exact.
     assert measured.pop("--sparse-balance-base-budget") == (32.0,)
+    assert measured.pop("--sparse-balance-selection") == ("previous-block",)
     assert {flag: trained[flag] for flag in measured} == measured
 
 

@@ -74,7 +74,11 @@ def configured_cost_model(
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
-        return measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
+        compared = {**configured, **shape.flat(), **run}
+        if config.layer_budgets == "dense:all":
+            # Nothing is selected.
+            del compared["selection"]
+        return measured_cost_model(config.cost_table, compared)
     warnings.warn(
         f"no {flag_name('cost_table')}: latencies are counted operations of "
         f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "

@@ -81,8 +81,8 @@ def prepare(
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"--output-prefix {prefix}: cannot be written ({error.filename}: {error.strerror}); name "
-            "another"
+            f"--output-prefix {prefix}: cannot be written ({error.filename}: {error.strerror}); "
+            "name another"
         ) from error
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         counts: Counter[str] = Counter()

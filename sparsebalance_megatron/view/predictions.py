@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
     DENSE,
@@ -188,9 +189,10 @@ def _findings(row: TableRow) -> Iterator[str]:
         settings, job = workload.plan_settings, workload.job
         shared = max(settings.max_context_parallel, job.context_parallel_size) > 1
         cut = job.pipeline_stages > 1 and settings.max_segments == 1
+        who = "More" if shared else "Several"
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
-            f"would, spread evenly: no placement makes ranks equal. {'More' if shared else 'Several'} "
+            f"would, spread evenly: no placement makes ranks equal. {who} "
             f"ranks may share such samples ({flag_name('max_context_parallel')})"
             + (f", or {flag_name('max_segments')} cuts them." if cut else ".")
         )
