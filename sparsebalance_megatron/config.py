@@ -276,6 +276,11 @@ class SparseBalanceConfig:
                 f"{flag_name('attention')} tokens: serves no dense layers, which "
                 f"{flag_name('layer_budgets')} {self.layer_budgets} asks for; use auto"
             )
+        if self.max_segments > 1 and self.tuning == "anchor":
+            raise ConfigError(
+                f"{flag_name('max_segments')} {self.max_segments}: has no effect with tuning "
+                "anchor, which plans no segments; drop it, or use another tuning"
+            )
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "

@@ -7,7 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import long_tailed_lengths, train, write_documents
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    long_tailed_lengths,
+    run_program,
+    train,
+    write_documents,
+)
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from sparsebalance_megatron.layer_budgets import DENSE, parse_layer_budgets
@@ -47,6 +55,17 @@ def test_sensitivities_are_those_of_the_weights_and_become_budgets(tmp_path: Pat
     assert cuts["heads"] == cuts["samples"] == []
     assert len(cuts["one rank"]) == 4 and all(cuts["one rank"])
     assert cuts["stages"] == pytest.approx(cuts["one rank"], abs=1e-4)
+
+    # Without a launcher.
+    path = tmp_path / "alone.json"
+    program = ("-m", "sparsebalance_megatron.cli", "sensitivity", "-o", str(path))
+    program = (*program, "--samples", "20", "--")
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
+    alone = run_program((*program, *flags, *common, "1", *load), tmp_path)
+    assert alone.returncode == 0, alone.stderr[-4000:]
+    assert json.loads(path.read_text())["sensitivities"] == pytest.approx(
+        found["one rank"], abs=0.1
+    )
 
     # Layers of weights that hardly trained are alike.
     document["sensitivities"] = [0.1, 0.9, 0.1, 0.1]
