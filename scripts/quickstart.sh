@@ -63,7 +63,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 14
+    --train-iters 10
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
