@@ -6,21 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import (
     Exchange,
     gigabytes_per_second,
     ms_per_byte,
     received_bytes,
 )
-from sparsebalance_megatron.cost.fit import doubts, fit_cost_model, fit_errors, held_out_errors
+from sparsebalance_megatron.cost.fit import (
+    configured_cost_model,
+    doubts,
+    fit_cost_model,
+    fit_errors,
+    held_out_errors,
+)
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow
+from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 from sparsebalance_megatron.cost.work_model import FEATURES
 
 Measure = Callable[..., CostTable]
@@ -142,3 +151,16 @@ def test_groups_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostT
     shares = [model.exchange.received_share(width) for width in (1, 2, 3, 4, 8, 16)]
     assert shares == pytest.approx([0, 1 / 2, 1.2 * 2 / 3, 1.2 * 3 / 4, 40 * 7 / 8, 40 * 15 / 16])
     assert model.with_bandwidth(50.0).exchange.received_share(8) == 7 / 8
+
+
+def test_a_table_of_another_selection_serves_dense_attention_alone(
+    measure: Measure, identity: RunIdentity, tmp_path: Path
+) -> None:
+    table = measure()
+    table.save(path := tmp_path / "table.json")
+    how: dict[str, Any] = {"block_size": identity.block_size, "cost_table": str(path)}
+    run = replace(identity, selection="token-query-head").flat()
+    exact = SparseBalanceConfig(**how, layer_budgets="dense:all", tuning="off")
+    assert configured_cost_model(exact, identity.shape, run).source
+    with pytest.raises(CostTableError, match="selection is previous-block in the table"):
+        configured_cost_model(SparseBalanceConfig(**how), identity.shape, run)
