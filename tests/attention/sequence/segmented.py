@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +114,10 @@ def whole_of(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tenso
     return whole, selector.coverage(ranking)
 
 
-def read(selection: Selection) -> list[list[int]]:
+def read(selection: Selection) -> list[tuple[list[int], ...]]:
     """What every row and head reads: blocks and, as negative numbers, columns."""
     found, columns = listed(selection.indices_QCK, selection.counts_QC), selection.columns
     if columns is not None:
         for place, tokens in listed(-1 - columns.tokens_NGK, columns.counts_NG).items():
             found[place] = found[place] + tokens
-    return list(found.values())
+    return list(itertools.batched(found.values(), selection.counts_QC.shape[1]))
