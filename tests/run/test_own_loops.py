@@ -147,8 +147,8 @@ def test_budgets_are_tuned_and_ranks_agree(
     assert any(step["sparse-balance/tuned-samples"] > 0 for step in first["figures"])
     assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in first["figures"])
     # Own times of ranks that gather weights in every layer are not known.
-    if kind == "replicated":
-        assert all(step["sparse-balance/imbalance"] >= 1.0 for step in first["figures"])
+    imbalance = [step["sparse-balance/imbalance"] for step in first["figures"]]
+    assert np.isnan(imbalance).all() if kind == "sharded" else min(imbalance) >= 1.0
 
 
 def test_sharded_losses_of_two_ranks_are_those_of_one(
