@@ -63,8 +63,8 @@ def random_inputs(number: int) -> dict[str, Any]:
 
 
 def makespans_ms(number: int) -> list[float]:
-    """Of plans that may share samples, plan something else beside places and budgets, or both;
-    first of one that may do neither."""
+    """Makespans of plans that may share samples, plan something else beside places and budgets, or
+    both; first that of one that may do neither."""
     inputs = random_inputs(number)
     job = inputs["job"]
     # Searches with one limit of cp_size and with another begin elsewhere; either may end lower.
