@@ -28,7 +28,11 @@ from sparsebalance_megatron.plan.budgets.problem import (
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
+from sparsebalance_megatron.plan.search_effort import (
+    SHARE_OF_STEP_FOR_FILLING,
+    SHARE_OF_STEP_FOR_FILLING_SEGMENTS,
+    SearchEffort,
+)
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -144,8 +148,11 @@ class RaisePolicy(BudgetPolicy):
         if (base_LS == problem.allowed.top_LS).all():
             return base_LS, nobody_S
         limit_ms = float(problem.makespans_ms(base_LS, where).max()) * ROUNDING
-        pipelines, budgets_of = units_of(problem, where)
-        effort = SearchEffort(SHARE_OF_STEP_FOR_FILLING * rounded_ms(limit_ms))
+        share = SHARE_OF_STEP_FOR_FILLING
+        if where.segment_starts_blocks:
+            share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS
+        effort = SearchEffort(share * rounded_ms(limit_ms))
+        pipelines, budgets_of = units_of(problem, where, effort)
         raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms

@@ -19,6 +19,7 @@ X = E x M rows, Y segments of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
@@ -35,31 +36,44 @@ from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST
-from sparsebalance_megatron.plan.segments import segmented_times
+from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
+from sparsebalance_megatron.plan.segments import segment_ms_Q2UP
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
 _MEMBER_LEVELS = slice(0, None, 4)
 """Price levels of the ladder that members of a row may have, of 0 to LEVELS."""
-_LEVELS_OF_SEGMENTS = 32
-"""Price levels of units whose micro-batches pass in segments, of 1 to LEVELS."""
+_LEAST_LEVELS_OF_SEGMENTS = 8
+"""Price levels of units whose micro-batches pass in segments, where effort pays for no more."""
 _LEAST_MS = 1e-12
 
 BudgetsOfLevels = Callable[[np.ndarray], np.ndarray]
 """Budgets [L, S] at levels [J, C] of all units."""
 
 
-def units_of(problem: BudgetProblem, where: Arrangement) -> tuple[Pipelines, BudgetsOfLevels]:
-    """The units of placed samples, and the budgets that their levels mean."""
+def units_of(
+    problem: BudgetProblem, where: Arrangement, effort: SearchEffort
+) -> tuple[Pipelines, BudgetsOfLevels]:
+    """The units of placed samples, and the budgets that their levels mean.
+
+    Where micro-batches pass in segments, cutting them at each level takes effort: there are as many
+    levels as a third of it pays for.
+    """
     grown = _rows if problem.costs.job.lockstep_ranks > 1 else _micro_batches
     growth_JCQ, budgets_LS = grown(problem, Ladder.of(problem), where)
     if not where.segment_starts_blocks:
         return _in_one_piece(problem, where, growth_JCQ), budgets_LS
-    stride = LEVELS // _LEVELS_OF_SEGMENTS
-    budgets_QLS = [
-        budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in range(0, LEVELS + 1, stride)
-    ]
+    segments = sum(map(len, chain.from_iterable(where.segment_starts_blocks)))
+    each = SEGMENT_COST * 2 * problem.costs.job.pipeline_stages * segments
+    levels = LEVELS
+    while levels > max(_LEAST_LEVELS_OF_SEGMENTS, effort.affordable(3 * each)):
+        levels //= 2
+    effort.spend(levels * each)
+    stride = LEVELS // levels
+    every_level = range(0, LEVELS + 1, stride)
+    budgets_QLS = np.stack(
+        [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
+    )
     pipelines = _in_segments(problem, where, budgets_QLS)
     return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
 
@@ -86,15 +100,11 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     )
 
 
-def _in_segments(
-    problem: BudgetProblem, where: Arrangement, budgets_QLS: list[np.ndarray]
-) -> Pipelines:
+def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
     """Pipelines in segments, from the budgets with all units at one level."""
     costs, cp_sizes_RM = problem.costs, where.cp_sizes_RM
     job, places = costs.job, np.arange(cp_sizes_RM.size)
-    ms_2YPQ = np.stack(
-        [segmented_times(costs, where, budgets_LS)[2] for budgets_LS in budgets_QLS], axis=-1
-    )
+    ms_2YPQ = np.ascontiguousarray(np.moveaxis(segment_ms_Q2UP(costs, where, budgets_QLS), 0, -1))
     segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
     if job.lockstep_ranks > 1:
         ranks = job.lockstep_ranks
