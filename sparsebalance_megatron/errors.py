@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _NAMES_SHOWN = 5
@@ -31,9 +32,23 @@ def place_and_reason(error: BaseException) -> tuple[str, str]:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}", text or frames[-1].line or ""
 
 
+@contextmanager
+def one_line_refusals() -> Iterator[None]:
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("sparsebalance_megatron"):
+            raise
+        place, reason = place_and_reason(error)
+        raise ConfigError(f"Megatron refuses the flags ({place}): {reason}") from error
+
+
 def listed(names: Iterable[str]) -> str:
-    """A count and the first names, for error messages."""
+    """A name alone, or a count and the first names, for error messages."""
     found = sorted(names)
+    if len(found) == 1:
+        return found[0]
     more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
     return f"{len(found)} ({', '.join(found[:_NAMES_SHOWN])}{more})"
 

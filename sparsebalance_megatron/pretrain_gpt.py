@@ -12,9 +12,11 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from sparsebalance_megatron import integration
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.errors import one_line_refusals
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,9 +60,13 @@ def _train(device_type: str) -> None:
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
+    from sparsebalance_megatron.megatron.arguments import early_flags
     from sparsebalance_megatron.megatron.compat import run_pretrain, validated_arguments
 
-    args = validated_arguments(integration.arguments_provider())
+    provider = integration.arguments_provider()
+    is_given = early_flags(sys.argv[1:]).enabled
+    with one_line_refusals() if is_given else nullcontext():
+        args = validated_arguments(provider)
     enabled = integration.is_enabled(args)
     if args.rank == 0:
         print(

@@ -15,7 +15,7 @@ from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import memory_gib
-from sparsebalance_megatron.flags import in_mode, value_of
+from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
     DENSE,
     EXACT,
@@ -199,8 +199,17 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     words_of: dict[tuple[str, ...], list[str]] = {}
     bar = progress_bar("flags", len(combinations), "rows")
     for chosen in combinations:
-        names = tuple(" ".join(each[1:]) or ("no", "yes")[len(each)] for each in chosen)
         words = list(itertools.chain(*chosen))
+        if mode := value_of(MODE_FLAG, words):
+            # Without what has no effect in that mode, so that some combinations are alike.
+            words = in_mode(mode, words)
+        names = tuple(
+            "-" if each and each[0] not in words else " ".join(each[1:]) or ("no", "yes")[len(each)]
+            for each in chosen
+        )
+        if (*names, _GIVEN) in words_of:
+            bar.update()
+            continue
         words_of[*names, _GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
         try:
             workload = job.workload(words)

@@ -21,7 +21,11 @@ from sparsebalance_megatron.megatron.compat import (
     saved_state,
 )
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_resumed_optimizer, check_supported
+from sparsebalance_megatron.megatron.unsupported import (
+    check_resumed_optimizer,
+    check_resumed_schedule,
+    check_supported,
+)
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
 STATE_ATTRIBUTE = "sparse_balance_state"
@@ -92,6 +96,7 @@ def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, R
     config = config_from_args(args)
     check_supported(args, config)
     check_resumed_optimizer(args)
+    check_resumed_schedule(args)
     return lines, config, RunSettings.from_args(args)
 
 

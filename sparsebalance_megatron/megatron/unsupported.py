@@ -434,6 +434,32 @@ def check_resumed_optimizer(args: Namespace) -> None:
         )
 
 
+def check_resumed_schedule(args: Namespace) -> None:
+    """Refuse a schedule of the learning rate that is not the checkpoint's, before Megatron asserts
+    as much."""
+    follows_one = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if not args.load or args.no_load_optim or follows_one:
+        return
+    saved = arguments_of_weights(args, resumed=True)
+    if saved is None or saved.no_save_optim or saved.lr is None:
+        return
+    names = ["lr", "min_lr", "lr_decay_style"]
+    if saved.train_iters and args.train_iters:
+        # Megatron counts steps in samples.
+        theirs, ours = (each.train_iters * each.global_batch_size for each in (saved, args))
+        names += ["train_iters", "global_batch_size"] if theirs != ours else []
+    for name in names:
+        theirs, ours = getattr(saved, name), getattr(args, name)
+        if theirs != ours:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--load {args.load}: saved with {flag} {theirs}, and this run has {ours}; give "
+                "--override-opt-param-scheduler to follow this run's schedule of the learning rate "
+                "and weight decay, --use-checkpoint-opt-param-scheduler to follow the "
+                f"checkpoint's, or {flag} {theirs}"
+            )
+
+
 def check_batches(args: Namespace) -> None:
     """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much;
     what a checkpoint decides is left to Megatron."""

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
 from sparsebalance_megatron.config import Overlong, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.json_file import checked, parse_json, read_text
+from sparsebalance_megatron.json_file import parse_json, read_text
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
@@ -31,8 +29,9 @@ STEPS = 20
 """Global batches that predictions plan by default."""
 _COVERAGE_EXPONENT = 0.35
 
-_Lengths = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=2**30)]], msgspec.Meta(min_length=1)]
-"""Tokens; the limit is a thousand times what models are trained on."""
+_LONGEST_TOKENS = 2**30
+"""A thousand times what models are trained on."""
+_AS_LENGTHS = "give a JSON list of lengths in tokens, or one per line"
 
 
 class WorkloadError(ValueError):
@@ -168,13 +167,22 @@ def read_lengths(path: Path) -> np.ndarray:
     try:
         text = read_text(path)
         as_json = text.lstrip().startswith("[")
-        values = parse_json(text) if as_json else [int(word) for word in text.split()]
-        lengths = checked(values, _Lengths)
+        lengths = parse_json(text) if as_json else [_number(word) for word in text.split()]
     except ValueError as error:
-        raise WorkloadError(
-            f"{path}: {str(error)[:200]}; give a JSON list of lengths in tokens, or one per line"
-        ) from error
+        raise WorkloadError(f"{path}: {str(error)[:200]}; {_AS_LENGTHS}") from error
+    if not lengths:
+        raise WorkloadError(f"{path}: no lengths; {_AS_LENGTHS}")
+    for number, value in enumerate(lengths, start=1):
+        if type(value) is not int or not 1 <= value <= _LONGEST_TOKENS:
+            raise WorkloadError(
+                f"{path}: length {number} is {str(value)[:40]}: must be a whole number from 1 to "
+                f"{_LONGEST_TOKENS}; {_AS_LENGTHS}"
+            )
     return np.array(lengths, dtype=np.int64)
+
+
+def _number(word: str) -> int | str:
+    return int(word) if word.isdecimal() and len(word) <= len(str(_LONGEST_TOKENS)) else word
 
 
 def batches_of(

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.data.samples import read_blends
-from sparsebalance_megatron.errors import place_and_reason
+from sparsebalance_megatron.errors import one_line_refusals
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.files import LogDirectory
@@ -113,14 +113,14 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
     output = io.StringIO()
     with _world(flags, ranks), quiet_imports():
         try:
-            with redirect_stdout(output), _kept_warnings(notes), _one_line_refusals():
+            with redirect_stdout(output), _kept_warnings(notes), one_line_refusals():
                 args = arguments_without_ranks(flags, on_cpu=on_cpu, report=notes.append)
         except SystemExit:
             print(output.getvalue(), end="")
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
-        with _one_line_refusals():
+        with one_line_refusals():
             lines, config, settings = checked_settings(args)
         notes += lines
     return DescribedJob(
@@ -165,18 +165,6 @@ def _world(flags: Sequence[str], ranks: int) -> Iterator[None]:
         sys.argv = words
         os.environ.clear()
         os.environ.update(environment)
-
-
-@contextmanager
-def _one_line_refusals() -> Iterator[None]:
-    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.startswith("sparsebalance_megatron"):
-            raise
-        place, reason = place_and_reason(error)
-        raise ConfigError(f"Megatron refuses the flags ({place}): {reason}") from error
 
 
 def _unchecked(args: Namespace) -> list[str]:

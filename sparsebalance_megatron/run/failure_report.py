@@ -26,6 +26,7 @@ from types import FrameType
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.checkpoint import CheckpointException
 
 from sparsebalance_megatron.errors import place_and_reason
 from sparsebalance_megatron.megatron.compat import (
@@ -71,6 +72,10 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
     """The failure of this rank."""
+    waited = _waited_for_others(error)
+    if isinstance(error, CheckpointException) and error.failures:
+        # It only lists the ranks where there is another error.
+        error, _ = next(iter(error.failures.values()))
     place, reason = place_and_reason(error)
     name = type(error).__name__
     if isinstance(error, Terminated):
@@ -84,7 +89,7 @@ def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
         host=socket.gethostname(),
         iteration=iteration,
         error=f"{name}: {reason}" if reason else name,
-        waited=_waited_for_others(error),
+        waited=waited,
     )
 
 
@@ -262,10 +267,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 def resume_advice(save: Path) -> str:
     """Say what a run that saves to ``save``, and was ended by an error, can resume from."""
     iteration = last_saved_iteration(str(save))
-    if iteration is None:
+    if iteration is None and not save.exists():
         return f"there is no complete checkpoint in {save}"
-    free_gigabytes = shutil.disk_usage(save).free / 1e9
+    free = f"with {shutil.disk_usage(save).free / 1e9:.1f} GB free there"
+    if iteration is None:
+        return f"there is no complete checkpoint in {save}, {free}"
     return (
-        f"the last complete checkpoint in {save} is of iteration {iteration}, with "
-        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {save}"
+        f"the last complete checkpoint in {save} is of iteration {iteration}, {free}; mend the "
+        f"cause and resume with --load {save}"
     )

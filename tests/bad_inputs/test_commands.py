@@ -94,6 +94,10 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a table that is not there": (
         *(f"{PLAN} -- {TRAINED} --sparse-balance-cost-table {{folder}}/a.json", "a.json"),
     ),
+    "a length that is none": (
+        f"{PLAN.replace('lengths.txt', 'model/config.json')} -- {TRAINED}",
+        "config.json: length 1 is {: must be a whole number from 1 to 1073741824; give a JSON list",
+    ),
     "no lengths": ("plan --gpus 4 --model {folder}/model", "--lengths FILE", "--data-path"),
     "no model": (f"plan --gpus 4 --lengths {{folder}}/lengths.txt -- {TRAINED}", "--model DIR"),
     "a zero byte in a path": (f"{PREPARE} --tokenizer {{folder}}/tokenizer\0", "zero byte"),

@@ -168,7 +168,7 @@ def test_weights(name: str, tmp_path: Path) -> None:
 
 
 TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
-    "missing": ({"model.norm.weight": None}, "missing: 1 (model.norm.weight)"),
+    "missing": ({"model.norm.weight": None}, "missing: model.norm.weight"),
     "unknown": (
         {f"model.adapter.{place}": torch.ones(2) for place in range(7)},
         "7 (model.adapter.0, model.adapter.1, model.adapter.2, model.adapter.3, model.adapter.4 "

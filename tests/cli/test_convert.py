@@ -91,7 +91,7 @@ REFUSED_FLAGS = {
 }
 REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 1}, "has shape [2, 64], --hf-config makes it [1, 64]"),
-    "tied": ({"tie_word_embeddings": True}, "does not account for: 1 (output_layer.weight)"),
+    "tied": ({"tie_word_embeddings": True}, "does not account for: output_layer.weight"),
     "wider": ({"intermediate_size": 128}, "linear_fc1.weight has shape [2, 192, 64], --hf-config"),
     "rows": ({"vocab_size": 300}, "embedding has 256 rows, config.json's vocab_size is 300"),
     "base": (

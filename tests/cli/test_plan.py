@@ -102,6 +102,16 @@ def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
     assert alone["rows"]["exact"]["makespan_ms"] == pytest.approx(dense_ms)
 
 
+def test_flags_without_effect_in_a_mode_make_no_row(capsys: Captured) -> None:
+    """The base budget is nothing in mode exact: two of four combinations are one row."""
+    modes = "sparse-balance-mode exact default"
+    vary = ("--vary", "sparse-balance-base-budget 4 8", "--vary", modes)
+    printed = found(capsys, *vary, flags=STEP)
+    given = {name for name in printed["rows"] if name.endswith("as given")}
+    assert given == {"- exact as given", "4 default as given", "8 default as given"}
+    assert printed["left_out"] == {}
+
+
 def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, folder: Path) -> None:
     large = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}

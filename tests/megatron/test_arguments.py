@@ -28,6 +28,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     Settings,
     check_model,
     check_resumed_optimizer,
+    check_resumed_schedule,
     check_segments,
     check_supported,
     shards_unequally,
@@ -226,6 +227,31 @@ SEGMENTS_REFUSED = {
     "--fp4-format": {"fp4": "e2m1"},
 }
 """Flags that are refused for other values, or by fields of other names, than 2 of their own."""
+
+
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [
+        ({"train_iters": 8}, "--train-iters 4, and this run has 8; give --override-opt-param-sch"),
+        ({"train_iters": 8, "override_opt_param_scheduler": True}, None),
+        ({"train_iters": 8, "global_batch_size": 2}, None),
+        ({"train_iters": 4, "global_batch_size": 2}, "--global-batch-size 4, and this run has 2"),
+        ({"lr": 1e-4}, "--lr 0.001, and this run has 0.0001"),
+        ({}, None),
+    ],
+)
+def test_a_resume_with_another_schedule_names_the_flag(
+    differs: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "constant", "no_save_optim": False}
+    saved |= {"train_iters": 4, "global_batch_size": 4}
+    monkeypatch.setattr(
+        *(unsupported, "arguments_of_weights"), lambda args, resumed: Namespace(**saved)
+    )
+    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim")
+    args = Namespace(**saved | {"load": "checkpoints"} | dict.fromkeys(other) | differs)
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        check_resumed_schedule(args)
 
 
 @pytest.mark.parametrize("flag", SEGMENTS)

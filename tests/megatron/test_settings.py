@@ -161,6 +161,9 @@ def _arguments(dense_up_to: str, **others: Any) -> Namespace:
         pytest.param(
             _arguments("auto", base_budget=8), _arguments("4096"), "auto", id="another-budget"
         ),
+        pytest.param(
+            _arguments("auto"), _arguments("4096", layer_budgets="dense:all"), "auto", id="exact"
+        ),
     ],
 )
 def test_a_checkpoint_keeps_the_length_up_to_which_documents_are_dense(

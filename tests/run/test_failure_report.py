@@ -7,10 +7,12 @@ import re
 import signal
 import threading
 from functools import partial
+from traceback import StackSummary
 
 import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore
+from torch.distributed.checkpoint import CheckpointException
 
 from sparsebalance_megatron.run.failure_report import Failure, describe, failure_of, failure_report
 
@@ -63,12 +65,16 @@ def test_the_ranks_to_blame_are_named(case: str) -> None:
         (AssertionError(), "AssertionError (test_failure_report.py:"),
         (AssertionError("too few"), "): too few"),
         (KeyError("weights"), "KeyError: 'weights'"),
+        (
+            CheckpointException("ranks:dict_keys([1])", {1: (KeyError("weights"), StackSummary())}),
+            "KeyError: 'weights'",
+        ),
     ],
 )
-def test_an_error_names_the_place_or_the_remedy(error: Exception, told: str) -> None:
+def test_an_error_names_the_place_or_the_remedy(error: BaseException, told: str) -> None:
     try:
         raise error
-    except Exception as caught:
+    except BaseException as caught:
         found = failure_of(caught, 0, 0)
     assert told in found.error
     assert not isinstance(error, AssertionError) or error.args or "): raise error" in found.error
