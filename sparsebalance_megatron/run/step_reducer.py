@@ -64,13 +64,13 @@ class ObservedCoverage:
         for context in seen:
             if not context.counts:
                 continue
-            blocks = context.layout.blocks_per_document
-            samples = len(blocks) - context.padding_documents
-            bucket_S = length_bucket(np.array(blocks[:samples]))
+            layout = context.layout
+            samples = layout.documents - context.padding_documents
+            bucket_S = length_bucket(layout.grid.blocks_S[:samples])
             for layer, observation in context.observations.items():
                 pieces.append(Piece(context.position, layer, samples))
                 buckets.append(bucket_S)
-                columns.append(_columns(observation, context.layout.tokens_S, samples))
+                columns.append(_columns(observation, layout.tokens_S, samples))
         values_OC = None
         if columns:
             # The same few operations on the device, however many observations.
