@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout

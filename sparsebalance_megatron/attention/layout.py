@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""

@@ -29,9 +29,8 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to, undisturbed
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.ranking import coverage_at

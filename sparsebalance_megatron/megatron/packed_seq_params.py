@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.sequence.earlier_segments import MicroBatchSegments
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice

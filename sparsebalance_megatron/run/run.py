@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep

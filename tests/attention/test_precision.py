@@ -14,8 +14,8 @@ from attention.cases import SCALE, SERVING, drawn, ranked, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
+from sparsebalance_megatron.attention.device import exact_product
 from sparsebalance_megatron.attention.kernels.contract import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import selector_named
@@ -150,7 +150,7 @@ def test_products_are_taken_in_float64_where_tf32_is_on(
             seen.append(torch.float64)
             return torch.ones(1)
 
-    monkeypatch.setattr(precision.torch.backends, "cuda", SimpleNamespace(matmul=matmul))
-    product = precision.exact_product(Operand(), Operand())
+    monkeypatch.setattr(torch.backends, "cuda", SimpleNamespace(matmul=matmul))
+    product = exact_product(Operand(), Operand())
     assert product.dtype == torch.float32
     assert seen == ([torch.float64] * 2 if is_on else [torch.float32])

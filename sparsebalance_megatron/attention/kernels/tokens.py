@@ -48,11 +48,13 @@ class _Tiles:
 
     ``rows_AI``: numbers of rows, X where a tile is padded. ``blocks_A``: what a tile reads.
     ``place_XK``: where an entry of a list went, in [A * I]; A * I where there is none.
+    ``at_once``: tiles of one call, which divides A.
     """
 
     rows_AI: Tensor
     blocks_A: Tensor
     place_XK: Tensor
+    at_once: int
 
 
 class _PastBlocks:
@@ -166,7 +168,8 @@ class _PastBlocks:
         some = slice(head * self._rows_per_token, (head + 1) * self._rows_per_token)
         for lists_XK in self._lists_QCK[:, some].flatten(0, 1).split(_PLACES_AT_ONCE, 1):
             size = self._tile_rows(lists_XK.shape[1])
-            yield _gathered_tiles(lists_XK, self._layout.blocks, size, self._at_once(size))
+            at_once = tiles_at_once(size * self._heads, self._layout.block_tokens, lists_XK.device)
+            yield _gathered_tiles(lists_XK, self._layout.blocks, size, at_once)
 
     def _tile_rows(self, places: int) -> int:
         """I: by how many would read a block if all lists were full, which the host knows."""
@@ -174,15 +177,11 @@ class _PastBlocks:
         fitting = (size for size in _TILE_ROWS if _LEAST_TILES * size <= readers)
         return max(1, next(fitting, _TILE_ROWS[-1]) // self._heads)
 
-    def _at_once(self, rows: int) -> int:
-        return tiles_at_once(rows * self._heads, self._layout.block_tokens, self._q_THD.device)
-
     def _chunks(self, tiles: _Tiles) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Tiles of one call: their places in Z, their rows and their blocks."""
         count, size = tiles.rows_AI.shape
-        at_once = self._at_once(size)
-        for first in range(0, count, at_once):
-            some = slice(first, first + at_once)
+        for first in range(0, count, tiles.at_once):
+            some = slice(first, first + tiles.at_once)
             places = slice(*(x * size * self._heads for x in (some.start, some.stop)))
             yield places, tiles.rows_AI[some], tiles.blocks_A[some]
 
@@ -231,5 +230,8 @@ def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _
     place_U.masked_fill_(sorted_U == blocks, tile_A.numel() * size)
     place_XK = torch.empty_like(place_U).index_copy_(0, entry_U, place_U).view(rows, places)
     return _Tiles(
-        rows_AI=rows_AI.masked_fill_(padding_AI, rows), blocks_A=blocks_A, place_XK=place_XK
+        rows_AI=rows_AI.masked_fill_(padding_AI, rows),
+        blocks_A=blocks_A,
+        place_XK=place_XK,
+        at_once=at_once,
     )
