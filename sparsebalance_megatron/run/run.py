@@ -174,8 +174,9 @@ class Run:
         if running is None:
             self.running = planned
             self._schedule = planned.plan.schedule_of(self.place.data_parallel_rank)
-            order = backward_order(self.job, self.place.pipeline_rank, self._schedule)
-            self._recorder.expect(order)
+            self._recorder.backward_order = backward_order(
+                self.job, self.place.pipeline_rank, self._schedule
+            )
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
                 f"a micro-batch of step {step} begins, but end_step was not called for step "
