@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.device import copied_to
-from sparsebalance_megatron.attention.kernels import dense
+from sparsebalance_megatron.attention.kernels import blocks, dense, reference, tokens, triton
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
-_KERNELS = ("triton", "blocks", "tokens", "reference")
+KERNELS: Mapping[str, Kernel] = {
+    "triton": triton,
+    "blocks": blocks,
+    "tokens": tokens,
+    "reference": reference,
+}
+"""By implementation, any but "auto"."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -165,8 +170,7 @@ def dense_attention(
     _check_tensors(q_THD, k_TGD, v_TGF, selection)
     if obstacle := dense.obstacle(q_THD, v_TGF, selection):
         raise _error(f"dense attention {obstacle}")
-    kernel = cast("Kernel", dense)
-    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
+    return attended(q_THD, k_TGD, v_TGF, selection, dense, softmax_scale, known, sink_H)
 
 
 def attends_densely(
@@ -191,7 +195,7 @@ def checked_kernel(
     """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
     _check_tensors(q_THD, k_TGD, v_TGF, selection)
     _check_selection(q_THD, k_TGD, selection)
-    return kernel_named(_resolve(implementation, q_THD, v_TGF, selection))
+    return KERNELS[_resolve(implementation, q_THD, v_TGF, selection)]
 
 
 def attended(
@@ -224,23 +228,16 @@ def attended(
     return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
-def kernel_named(implementation: str) -> Kernel:
-    """The module of an implementation, any but "auto"; imported where it is first asked for."""
-    if implementation not in _KERNELS:
-        known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
-        raise _error(f"implementation {implementation!r}: must be one of {known}")
-    return cast(
-        "Kernel", import_module(f"sparsebalance_megatron.attention.kernels.{implementation}")
-    )
-
-
 def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str:
     other = "tokens" if selection.by_token else "blocks"
     automatic = implementation == "auto"
     if automatic and q_THD.device.type != "cuda":
         return other
     name = "triton" if automatic else implementation
-    obstacle = kernel_named(name).obstacle(q_THD, v_TGF, selection)
+    if name not in KERNELS:
+        known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
+        raise _error(f"implementation {implementation!r}: must be one of {known}")
+    obstacle = KERNELS[name].obstacle(q_THD, v_TGF, selection)
     if obstacle is None:
         return name
     if not automatic:

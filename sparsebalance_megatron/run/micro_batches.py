@@ -57,7 +57,14 @@ class SequencePacking:
 
     def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole packed sequence in tokens, padding included."""
-        return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
+        lengths_tokens = micro_batch.lengths_tokens
+        if micro_batch.segments > 1:
+            return packed_cu_seqlens(lengths_tokens)
+        if self.groups is None:
+            return packed_cu_seqlens(lengths_tokens, self.pad_to_multiple_of)
+        blocks = sum(-(-length // self.block_size) for length in lengths_tokens)
+        missing_blocks = max(0, micro_batch.cp_size - blocks)
+        return packed_cu_seqlens(lengths_tokens, padding_documents=missing_blocks)
 
     def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
         """Slice of a micro-batch that this rank holds, which may be all of it."""
@@ -90,10 +97,7 @@ class SequencePacking:
 
     def packed(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> list[PackedSequence]:
         """Tokens that this rank computes of a micro-batch, segment by segment, from its samples."""
-        pad_to_multiple_of, padding_documents = self._padding(micro_batch)
-        whole = pack(
-            samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
-        )
+        whole = pack(samples, self.cu_seqlens(micro_batch))
         return [
             whole if held is None else whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
             for held in self.slices(micro_batch)
@@ -122,15 +126,6 @@ class SequencePacking:
             ranks=SequenceGroup(members=micro_batch.cp_size),
         )
         return np.reshape(last.tokens_per_member, (micro_batch.segments, -1))
-
-    def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
-        """Divisor of the whole packed sequence's tokens, and its padding documents."""
-        if micro_batch.segments > 1:
-            return 1, 0
-        if self.groups is None:
-            return self.pad_to_multiple_of, 0
-        blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
-        return 1, max(0, micro_batch.cp_size - blocks)
 
 
 @dataclass(eq=False)
