@@ -145,8 +145,8 @@ def block_sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
-    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation)
-    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation, known, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
 def dense_attention(
@@ -167,10 +167,10 @@ def dense_attention(
         ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
     """
     selection = Selection.of_documents(layout)
-    _check_tensors(q_THD, k_TGD, v_TGF, selection)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
     if obstacle := dense.obstacle(q_THD, v_TGF, selection):
         raise _error(f"dense attention {obstacle}")
-    return attended(q_THD, k_TGD, v_TGF, selection, dense, softmax_scale, known, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
 
 
 def attends_densely(
@@ -191,41 +191,13 @@ def checked_kernel(
     v_TGF: Tensor,
     selection: Selection,
     implementation: AttentionImplementation,
+    known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
 ) -> Kernel:
     """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
-    _check_tensors(q_THD, k_TGD, v_TGF, selection)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
     _check_selection(q_THD, k_TGD, selection)
     return KERNELS[_resolve(implementation, q_THD, v_TGF, selection)]
-
-
-def attended(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGF: Tensor,
-    selection: Selection,
-    kernel: Kernel,
-    softmax_scale: float,
-    known: tuple[Tensor, Tensor] | None,
-    sink_H: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """out_THF and lse_TH by a kernel that serves; ``known`` and ``sink_H`` are checked."""
-    if known is not None:
-        found = [(tuple(x.shape), x.dtype, x.device) for x in known]
-        expected = [
-            ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
-            (tuple(q_THD.shape[:2]), wide_dtype(q_THD.dtype), q_THD.device),
-        ]
-        if found != expected:
-            raise _error(
-                f"known out and lse are {found}: must be {expected}, as an earlier call with the "
-                "same arguments gave them"
-            )
-    if sink_H is not None and (sink_H.shape, sink_H.device) != (q_THD.shape[1:2], q_THD.device):
-        raise _error(
-            f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "
-            f"each of the {q_THD.shape[1]} query heads, on {q_THD.device}"
-        )
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
 def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str:
@@ -249,7 +221,14 @@ def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selec
     return other
 
 
-def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> None:
+def _check_tensors(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
+    selection: Selection,
+    known: tuple[Tensor, Tensor] | None,
+    sink_H: Tensor | None,
+) -> None:
     shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGF))
     if not q_THD.ndim == k_TGD.ndim == v_TGF.ndim == 3:
         raise _error(f"q, k, v have shapes {shapes}: must be [tokens, heads, head dim]")
@@ -275,6 +254,22 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selec
     if len(devices) > 1:
         raise _error(
             f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
+        )
+    if known is not None:
+        found = [(tuple(x.shape), x.dtype, x.device) for x in known]
+        expected = [
+            ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
+            (tuple(q_THD.shape[:2]), wide_dtype(q_THD.dtype), q_THD.device),
+        ]
+        if found != expected:
+            raise _error(
+                f"known out and lse are {found}: must be {expected}, as an earlier call with the "
+                "same arguments gave them"
+            )
+    if sink_H is not None and (sink_H.shape, sink_H.device) != (q_THD.shape[1:2], q_THD.device):
+        raise _error(
+            f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "
+            f"each of the {q_THD.shape[1]} query heads, on {q_THD.device}"
         )
 
 

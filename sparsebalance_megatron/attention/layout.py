@@ -52,6 +52,7 @@ class PackedLayout:
 
     Attributes:
         grid: the blocks on the host; tensors have the names that it has.
+        cu_seqlens: S + 1 document boundaries in tokens, from 0.
         tokens, documents, blocks: how many there are.
         max_blocks: of a document.
         block_tokens: B, tokens of the longest block. Below ``block_size`` where every document is
@@ -66,6 +67,7 @@ class PackedLayout:
 
     grid: BlockGrid
     block_size: int
+    cu_seqlens: tuple[int, ...]
     tokens: int
     documents: int
     blocks: int
@@ -96,11 +98,6 @@ class PackedLayout:
     def bounds_S1(self) -> Tensor:
         """int32: where each document begins, and the end of the sequence."""
         return torch.nn.functional.pad(self.tokens_S.cumsum(0), (1, 0)).int()
-
-    @cached_property
-    def cu_seqlens(self) -> tuple[int, ...]:
-        """Document boundaries in tokens, S + 1 entries from 0."""
-        return tuple(self.grid.boundaries.tolist())
 
     @cached_property
     def blocks_per_document(self) -> tuple[int, ...]:
@@ -165,6 +162,7 @@ def packed_layout(
     return PackedLayout(
         grid=grid,
         block_size=block_size,
+        cu_seqlens=tuple(grid.boundaries.tolist()),
         tokens=tokens,
         documents=len(grid.blocks_S),
         blocks=len(number_N),

@@ -51,10 +51,6 @@ class PackedSequence:
         return PackedSequence(**parts)
 
 
-def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
-    return -tokens % pad_to_multiple_of
-
-
 def packed_cu_seqlens(
     lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1, padding_documents: int = 0
 ) -> tuple[int, ...]:
@@ -72,8 +68,7 @@ def packed_cu_seqlens(
         raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
     lengths = [*map(int, lengths_tokens), *[1] * padding_documents]
     boundaries = [0, *accumulate(lengths)]
-    padding = padding_tokens(boundaries[-1], pad_to_multiple_of)
-    if padding:
+    if padding := -boundaries[-1] % pad_to_multiple_of:
         boundaries.append(boundaries[-1] + padding)
     return tuple(boundaries)
 

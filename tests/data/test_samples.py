@@ -19,7 +19,7 @@ from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
 from sparsebalance_megatron.data.documents import Documents, check_loss_mask
-from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens, padding_tokens
+from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
@@ -195,7 +195,7 @@ def test_packing_equals_naive_packing(
     assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
     starts = [place for place, row in enumerate(expected) if row[2] == 0]
     assert [*boundaries] == [*starts, len(expected)]
-    assert len(expected) == sum(lengths_tokens) + padding_tokens(sum(lengths_tokens), multiple)
+    assert len(expected) == -(-sum(lengths_tokens) // multiple) * multiple
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
