@@ -30,14 +30,12 @@ STATE_ATTRIBUTE = "sparse_balance_state"
 class TrainingArguments:
     """What a run reads of ``args``, and the state that it leaves there for checkpoints.
 
-    ``check_for_nan`` asks Megatron to stop at a loss that is not finite; ``saves``: whether
-    checkpoints are saved.
+    ``check_for_nan`` asks Megatron to stop at a loss that is not finite.
     """
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self.check_for_nan = bool(args.check_for_nan_in_loss_and_grad)
-        self.saves = bool(args.save)
         if args.use_torch_fsdp2:
             use_sharded_checkpoints()
 
@@ -62,9 +60,10 @@ class TrainingArguments:
         setattr(self._args, STATE_ATTRIBUTE, state)
         return dict(state)
 
-    def keep_state(self, state: dict[str, Any]) -> None:
-        """Have the next checkpoint hold the state."""
-        setattr(self._args, STATE_ATTRIBUTE, state)
+    def keep_state(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Have the next checkpoint hold the state, if any is saved."""
+        if self._args.save:
+            setattr(self._args, STATE_ATTRIBUTE, state())
 
     def other_attention(self) -> list[str]:
         """Say where a run that starts from weights selects otherwise than the one that trained

@@ -243,7 +243,7 @@ class Run:
         self._recorder.wait()
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
-            observed = ObservedCoverage.gather(self.seen)
+            observed = ObservedCoverage.gather(self.seen, self._reducer.buckets)
             measured, executed_O = self._reducer.reduce(
                 segments_M=self._schedule.segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),

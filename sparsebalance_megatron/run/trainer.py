@@ -73,8 +73,7 @@ class TrainerRun:
         transformer_config: the model's; None where :meth:`layer_spec` is not called.
         ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
             otherwise the trainer calls :meth:`end_step`.
-        keep_state: is given the :meth:`state_dict` when a step has been learnt from; None where
-            nothing is saved.
+        keep_state: is given :meth:`state_dict` when a step has been learnt from.
         make_scheduler: gives what plans the run.
     """
 
@@ -85,7 +84,7 @@ class TrainerRun:
         transformer_config: Any = None,
         *,
         ends_steps: bool = False,
-        keep_state: Callable[[dict[str, Any]], None] | None = None,
+        keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None,
         make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
         self.inputs = inputs
@@ -235,8 +234,7 @@ class TrainerRun:
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         self.scheduler.finish_step(planned.plan.step, measured)
-        if self._keep_state is not None:
-            self._keep_state(self.state_dict())
+        self._keep_state(self.state_dict)
 
     def _token_counts(self, plan: StepPlan) -> dict[str, int]:
         """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""

@@ -47,7 +47,7 @@ class TrainingHooks:
             inputs,
             device,
             ends_steps=True,
-            keep_state=arguments.keep_state if arguments.saves else None,
+            keep_state=arguments.keep_state,
             make_scheduler=make_scheduler,
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
