@@ -237,11 +237,11 @@ def _check_tensors(
             f"q, k, v have shapes {shapes}: k and v must agree in tokens and heads, q and k in the "
             "head dim"
         )
-    tokens = selection.query_layout.tokens, selection.kv_layout.tokens
-    if (q_THD.shape[0], k_TGD.shape[0]) != tokens:
+    queries, keys = selection.query_layout.tokens, selection.kv_layout.tokens
+    if (q_THD.shape[0], k_TGD.shape[0]) != (queries, keys):
         raise _error(
-            f"q, k, v have shapes {shapes}: q must have the {tokens[0]} tokens of the selection's "
-            f"query layout, k and v the {tokens[1]} tokens of its KV layout"
+            f"q, k, v have shapes {shapes}: q must have the {queries} tokens of the selection's "
+            f"query layout, k and v the {keys} tokens of its KV layout"
         )
     if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
         raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
