@@ -81,11 +81,9 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        for head in range(self._kv_heads):
-            heads = self._query_heads(head)
+        for head, heads, k_NBD, v_NBF in self._of_heads():
             out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
             q_XED = self._with_dummy(self._q_THD[:, heads])
-            k_NBD, v_NBF = self._keys(head)
             for tiles in self._tiles(head):
                 places = tiles.rows_AI.numel() * self._heads + 1
                 parts_ZF = q_XED.new_empty(places, v_NBF.shape[2])
@@ -108,14 +106,12 @@ class _PastBlocks:
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
         dq_THD, dk_TGD, dv_TGF = gradients
-        for head in range(self._kv_heads):
-            heads = self._query_heads(head)
+        for head, heads, k_NBD, v_NBF in self._of_heads():
             lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
             # One gather serves for all three, and each is a view of it.
             rows = [x[:, heads] for x in (dout_THF, self._q_THD, out_THF)]
             rows_XEU, widths = self._with_dummy(*rows), [x.shape[2] for x in rows]
             dq_XED = self._with_dummy(dq_THD[:, heads])
-            k_NBD, v_NBF = self._keys(head)
             dk_NBD, dv_NBF = torch.zeros_like(k_NBD), torch.zeros_like(v_NBF)
             for tiles in self._tiles(head):
                 for _, rows_AI, blocks_A in self._chunks(tiles):
@@ -136,9 +132,12 @@ class _PastBlocks:
             dk_TGD[:, head] += self._layout.from_blocks(dk_NBD)
             dv_TGF[:, head] += self._layout.from_blocks(dv_NBF)
 
-    def _query_heads(self, head: int) -> slice:
-        number = self._rows_per_token * self._heads
-        return slice(head * number, (head + 1) * number)
+    def _of_heads(self) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+        """Every KV head, its query heads, and its keys and values by block."""
+        number, to_blocks = self._rows_per_token * self._heads, self._layout.to_blocks
+        for head in range(self._kv_heads):
+            heads = slice(head * number, (head + 1) * number)
+            yield head, heads, to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
 
     def _by_row(self, x_TH: Tensor) -> Tensor:
         """A KV head's query heads, [T, H / G, ...] to [X, E, ...]."""
@@ -158,10 +157,6 @@ class _PastBlocks:
     def _by_token(self, x_XE: Tensor) -> Tensor:
         """The inverse of :meth:`_by_row`."""
         return x_XE.unflatten(0, (-1, self._rows_per_token)).flatten(1, 2)
-
-    def _keys(self, head: int) -> tuple[Tensor, Tensor]:
-        to_blocks = self._layout.to_blocks
-        return to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
 
     def _tiles(self, head: int) -> Iterator[_Tiles]:
         """The tiles of some places of all lists, then of the next."""
