@@ -54,7 +54,10 @@ class Pipelines:
     @cached_property
     def rises_EU(self) -> np.ndarray:
         """Which units a level can raise at all."""
-        return self._added_ms_AQ.any(axis=1).reshape(self.groups, -1)
+        rises_YC = (self.ms_2YCQ[..., 0] < self.ms_2YCQ[..., -1]).any(axis=0)
+        rises_JC = np.zeros(self.shape_JC, dtype=bool)
+        np.logical_or.at(rises_JC, self.unit_Y[self.first_Y], rises_YC[self.first_Y])
+        return rises_JC.reshape(self.groups, -1)
 
     def makespans_ms(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> np.ndarray:
         """[X, I] ms until each rank group ends with its units at each candidate's levels."""
@@ -73,20 +76,19 @@ class Pipelines:
         np.maximum.at(through_A, unit_CYZ.ravel(), through_CYZ.ravel())
         return through_A.reshape(self.groups, -1)[groups_I]
 
-    def next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        """[I, U] forward and backward ms that one more level adds to every unit."""
-        unit_IU = np.arange(self.rises_EU.size).reshape(self.groups, -1)[groups_I]
-        return np.asarray(self._added_ms_AQ[unit_IU, level_IU])
-
-    @cached_property
-    def _added_ms_AQ(self) -> np.ndarray:
-        """Forward and backward ms that each level adds to the one before it, on one rank, of the
-        units of all rank groups."""
-        ms_YCQ = self.ms_2YCQ[:, self.first_Y].sum(axis=0)
-        held_J, first_J = np.unique(self.unit_Y[self.first_Y], return_index=True)
-        ms_JCQ = np.zeros((*self.shape_JC, self.levels + 1))
-        ms_JCQ[held_J] = np.add.reduceat(ms_YCQ, first_J)
-        return np.diff(ms_JCQ, append=ms_JCQ[..., -1:]).reshape(-1, self.levels + 1)
+    def next_level_ms(
+        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray
+    ) -> np.ndarray:
+        """[I, U] forward and backward ms that one more level adds to the rising units, on their
+        first ranks; 0 for others."""
+        level_EU = np.full(self.rises_EU.shape, -1)
+        level_EU[groups_I] = np.where(rising_IU, level_IU, -1)
+        level_YC = np.where(self.first_Y[:, None], level_EU.reshape(self.shape_JC)[self.unit_Y], -1)
+        y, c = np.nonzero(level_YC >= 0)
+        added_2 = self.ms_2YCQ[:, y, c, level_YC[y, c] + 1] - self.ms_2YCQ[:, y, c, level_YC[y, c]]
+        added_JC = np.zeros(self.shape_JC)
+        np.add.at(added_JC, (self.unit_Y[y], c), added_2.sum(axis=0))
+        return added_JC.reshape(self.groups, -1)[groups_I]
 
     @property
     def _side_by_side(self) -> bool:

@@ -179,10 +179,15 @@ def no_dearer_than_dense_LS(
     dearer_LS &= more_2LS(base_LS).sum(axis=0) < 0.0
     wanted_LS, becomes_LS = dearer_LS | costs.dense_LS, np.zeros_like(dearer_LS)
     order_S = np.lexsort((-wanted_LS.sum(axis=0), where.micro_batch_of_S))
-    first_J = np.unique(where.micro_batch_of_S[order_S], return_index=True)[1]
-    for samples in np.split(order_S, first_J[1:]):
-        follows_LS = np.logical_and.accumulate(wanted_LS[:, samples], axis=1)
-        becomes_LS[:, samples] = follows_LS & dearer_LS[:, samples]
+    first_J, size_J = np.unique(
+        where.micro_batch_of_S[order_S], return_index=True, return_counts=True
+    )[1:]
+    # Documents of the micro-batch up to this one that are not attended to densely.
+    sparse_LS = ~wanted_LS[:, order_S]
+    until_LS = np.cumsum(sparse_LS, axis=1)
+    before_LJ = until_LS[:, first_J] - sparse_LS[:, first_J]
+    follows_LS = until_LS == np.repeat(before_LJ, size_J, axis=1)
+    becomes_LS[:, order_S] = follows_LS & dearer_LS[:, order_S]
     # One that read everything by lists would be attended to densely.
     most_LS = np.where(may_be_dense_LS, np.minimum(raised_LS, costs.blocks_S - 1), raised_LS)
     low_LS, high_LS = np.where(may_be_dense_LS, base_LS, raised_LS), most_LS
