@@ -57,6 +57,7 @@ class SequencePacking:
     def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole packed sequence in tokens, padding included."""
         lengths_tokens = micro_batch.lengths_tokens
+        # Slices and segments are padded by themselves.
         if micro_batch.segments > 1:
             return packed_cu_seqlens(lengths_tokens)
         if self.groups is None:
