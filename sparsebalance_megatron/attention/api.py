@@ -168,7 +168,7 @@ def dense_attention(
     """
     selection = Selection.of_documents(layout)
     _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
-    if obstacle := dense.obstacle(q_THD, v_TGF, selection):
+    if obstacle := dense.obstacle(q_THD, v_TGF, layout):
         raise _error(f"dense attention {obstacle}")
     return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
 
@@ -182,7 +182,7 @@ def attends_densely(
     """
     if implementation in ("triton", "reference"):
         return False
-    return dense.obstacle(q_THD, v_TGF, Selection.of_documents(layout)) is None
+    return dense.obstacle(q_THD, v_TGF, layout) is None
 
 
 def checked_kernel(
