@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     prefix = tmp_path_factory.mktemp("documents") / "train"
     return write_documents(prefix, long_tailed_lengths(60, longest=250))
+
+
+@pytest.fixture(scope="session")
+def megatron_parser() -> ArgumentParser:
+    """Megatron's own, with the plugin's flags and defaults."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from sparsebalance_megatron.megatron.arguments import args_provider
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return args_provider(enabled=True, on_cpu=False)(parser)
 
 
 @pytest.fixture

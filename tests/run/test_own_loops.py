@@ -14,14 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
-    PROGRAMS,
-    REPOSITORY,
-    assert_same_steps,
-    measured_ms,
-    read_steps,
-    run_training,
-)
+from harness import PROGRAMS, REPOSITORY, assert_same_steps, measured_ms, read_steps, run_training
 
 pytestmark = pytest.mark.distributed
 
