@@ -54,7 +54,7 @@ def write(path: Path, *lines: Line) -> None:
 
 
 def test_a_resumed_run_appends_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "log.jsonl"
+    path = tmp_path / "deep" / "er" / "log.jsonl"
     write(path, Line(number=0))
     with path.open("a") as stream:
         stream.write('{"cut o')
