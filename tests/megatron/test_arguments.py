@@ -306,6 +306,8 @@ DIVIDED = [
             "--moe-token-dispatcher-type alltoall",
             "^--expert-model-parallel-size 4: .* or no FSDP2",
         ),
+        *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
+        *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
         (1, LAST_QUERIES, None),
         *((1, words, None) for words in LOOK_REFUSED),
         *(
