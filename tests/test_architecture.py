@@ -288,3 +288,8 @@ def test_the_package_runs_nothing_that_it_reads() -> None:
     assert found == {}
     source = (SOURCE / "megatron/saved_model.py").read_text("utf-8")
     assert set(re.findall(r"pickle\.(\w+)", source)) == {"Unpickler", "UnpicklingError"}
+
+
+def test_tests_that_judge_changes_exist() -> None:
+    named = re.findall(r'"(tests/[\w/]+\.py)"', (REPOSITORY / "scripts/mutation.py").read_text())
+    assert named and [name for name in named if not (REPOSITORY / name).exists()] == []
