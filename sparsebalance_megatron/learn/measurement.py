@@ -174,13 +174,6 @@ class StepMeasurement(MeasuredTimes):
     differing_ranks: tuple[int, ...]
     recompute: RecomputeTotals = field(default=RecomputeTotals())
 
-    @property
-    def times(self) -> MeasuredTimes:
-        """The times alone."""
-        return MeasuredTimes(
-            **{each.name: getattr(self, each.name) for each in fields(MeasuredTimes)}
-        )
-
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.
 

@@ -185,7 +185,7 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
         case "length":
             placement = balanced(problem.costs.lengths_tokens_S, lengths, job, cap_tokens)
         case _:
-            placement = problem.balanced_by(problem.expected_LS)
+            placement = problem.balanced_by(problem.expected_2SC)
     return Candidate.of(problem, Arrangement.of_groups(placement), batching)
 
 
@@ -358,7 +358,7 @@ def _in_segments(
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
         with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_LS))]
+            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_2SC))]
     found = _cut(problem, starts, most_tokens)
     if not problem.plans_cp_sizes or lockstep:
         return found

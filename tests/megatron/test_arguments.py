@@ -140,15 +140,6 @@ NOT_TYPED = {
 """Refused by what the arguments hold in the end."""
 
 
-@pytest.fixture(scope="module")
-def megatron_parser() -> ArgumentParser:
-    """Megatron's own, with the plugin's flags and defaults."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return args_provider(enabled=True, on_cpu=False)(parser)
-
-
 @pytest.mark.parametrize("flag", [flag for flag in MODEL | TRAINING if flag not in NOT_TYPED])
 def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
     """Through Megatron's parser, before Megatron's own assertions."""
@@ -337,6 +328,8 @@ DIVIDED = [
             "--moe-token-dispatcher-type alltoall",
             "^--expert-model-parallel-size 4: .* or no FSDP2",
         ),
+        *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
+        *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
         (1, LAST_QUERIES, None),
         *((1, words, None) for words in LOOK_REFUSED),
         *(

@@ -60,6 +60,8 @@ _EXCHANGES = 8
 wait."""
 _LEAST_ROUNDS = 32
 """Rounds that a search of few samples may take all the same."""
+_OPERATIONS_AT_ONCE = 1 << 17
+"""Operations whose times fit a core's cache; the simulator is several times as fast there."""
 _IDLE_ROUNDS = 400
 """Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
@@ -147,13 +149,18 @@ class _Annealing:
             )
             cp_sizes_IWM = np.maximum(cp_sizes_IWM, members)[:, ::members] // members
         self.effort.spend(self._waiting * ms_IWMF.size)
-        ms_FMR = ms_IWMF.reshape(-1, *ms_IWMF.shape[2:]).T
-        times = OperationTimes(
-            graph=self.job.graph,
-            ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, ms_FMR.shape[2]),
-            cp_sizes_RM=cp_sizes_IWM.reshape(-1, positions),
-        )
-        return np.repeat(makespans_ms(times), members).reshape(moves, ranks)
+        at_once = max(1, _OPERATIONS_AT_ONCE // ms_IWMF[0].size)
+        ends_R = []
+        for first in range(0, moves, at_once):
+            some = slice(first, first + at_once)
+            ms_FMR = ms_IWMF[some].reshape(-1, *ms_IWMF.shape[2:]).T
+            times = OperationTimes(
+                graph=self.job.graph,
+                ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, ms_FMR.shape[2]),
+                cp_sizes_RM=cp_sizes_IWM[some].reshape(-1, positions),
+            )
+            ends_R.append(makespans_ms(times))
+        return np.repeat(np.concatenate(ends_R), members).reshape(moves, ranks)
 
     def _order(self) -> None:
         """Give every rank group the best of its first orders."""
