@@ -16,7 +16,7 @@ from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
-from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.plan.pipeline.operation_times import imbalance
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan

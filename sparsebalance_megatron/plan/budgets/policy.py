@@ -27,7 +27,7 @@ from sparsebalance_megatron.plan.budgets.problem import (
 )
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import rounded_ms
 from sparsebalance_megatron.plan.search_effort import (
     SHARE_OF_STEP_FOR_FILLING,
     SHARE_OF_STEP_FOR_FILLING_SEGMENTS,
