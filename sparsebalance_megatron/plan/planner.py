@@ -140,8 +140,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
-        constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
-        for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
+        constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(

@@ -21,7 +21,6 @@ from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
     BudgetRange,
-    base_budgets_LS,
     feasible_range,
     raised_range,
 )
@@ -69,7 +68,7 @@ class BudgetPolicy:
         self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
         """Budgets that may be chosen."""
-        base_LS = base_budgets_LS(costs, coverage, plan_settings)
+        base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
