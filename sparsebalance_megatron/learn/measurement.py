@@ -15,7 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import (
+    imbalance,
+    rank_busy_ms,
+    stage_busy_ms,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")

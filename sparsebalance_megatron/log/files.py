@@ -267,8 +267,8 @@ class LinesHandler(RotatingFileHandler):
             self._discarded = _discarded_before(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         before = self._path.stat().st_size if self._path.exists() else 0
-        # A line that was cut off gets an end.
-        if before + 1 + len(self._header_line()) > self.maxBytes:
+        # A line that was cut off gets an end, of one byte.
+        if before + 1 > self._room_bytes:
             self.doRollover()
         cut = "\n" if _ends_cut_off(self._path) else ""
         header = structs.replace(self._header, lines_discarded=self._discarded or UNSET)

@@ -36,7 +36,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start

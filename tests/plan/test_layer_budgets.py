@@ -25,8 +25,7 @@ from plan.plan_cases import (
 from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron.cost.dense_length import crossing_tokens
-from sparsebalance_megatron.cost.model import CostModel, Efficiency
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, Efficiency, StageScales
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
 from sparsebalance_megatron.plan.segments import micro_batch_cuts

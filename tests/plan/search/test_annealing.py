@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, job_shape, placed, random_lengths, with_experts
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import group_times
