@@ -17,7 +17,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, max_cp_size
@@ -263,7 +263,8 @@ class HostPlanner:
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])
         own = self.config.dense_up_to_tokens
-        if (kept := state.get("dense_up_to_tokens", own)) == own:
+        kept = kept_dense_length(state, self._planner.plan_settings)
+        if kept in (None, own):
             return afresh
         line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
         if self._dense_by_costs:

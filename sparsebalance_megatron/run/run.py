@@ -148,7 +148,6 @@ class Run:
         """Forget what the running step has observed."""
         self.seen: list[LocalMicroBatch] = []
         self.running: PlannedStep | None = None
-        self._schedule: SegmentedSchedule
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._hears_collectives = self._knows_collectives

@@ -327,5 +327,7 @@ def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
     (line,) = named.load_state_dict(kept)
     assert line == f"--sparse-balance-dense-up-to is 0, in the state {20 * BLOCK}"
     assert by_costs.plan(lengths()).plan.digest() != named.plan(lengths()).plan.digest()
+    for other in ({"base_budget": 3}, {"layer_budgets": "dense:all"}):
+        assert planner(dense_up_to="auto", **other).load_state_dict(kept) == ()
     with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):
         planner(dense_up_to="999999")
