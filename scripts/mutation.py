@@ -49,27 +49,34 @@ LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 CP_SIZES = "tests/plan/test_cp_sizes.py"
+SEGMENTS = "tests/plan/segments/test_segments.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
-    "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
+    "plan/budgets/": (
+        *("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_units.py"),
+        *("tests/plan/test_layer_budgets.py", "tests/plan/test_lockstep_plans.py"),
+    ),
     "plan/search/cp_size_start": (CP_SIZES,),
     "plan/search/balance": (
         *("tests/plan/search/test_balance.py", "tests/plan/test_golden_plans.py"),
     ),
-    "plan/search/segments": ("tests/plan/segments/test_segments.py",),
-    "plan/search/": ("tests/plan/search/test_annealing.py", "tests/plan/search/test_state.py"),
-    "plan/step_costs": (CP_SIZES,),
+    "plan/search/segments": (SEGMENTS, "tests/plan/segments/test_shared.py"),
+    "plan/search/": (
+        *("tests/plan/search/test_annealing.py", "tests/plan/search/test_moves.py"),
+        *(CP_SIZES, "tests/plan/test_more_allowed.py"),
+    ),
+    "plan/step_costs": (CP_SIZES, "tests/plan/test_step_costs.py"),
+    "plan/step_problem": (CP_SIZES, SEGMENTS, "tests/plan/test_lockstep_plans.py"),
     "plan/arrangement": (CP_SIZES,),
-    "plan/bounds/step_bounds": (CP_SIZES, "tests/plan/bounds/test_step_bounds.py"),
-    "plan/bounds/chain_mixture": ("tests/plan/bounds/test_chain_mixture.py",),
-    "plan/bounds/segmented_bound": ("tests/plan/segments/test_segments.py",),
+    "plan/bounds": (CP_SIZES, SEGMENTS),
+    "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
     "plan/segments": (
-        *("tests/plan/segments/test_segments.py", "tests/plan/segments/test_lockstep.py"),
+        *(SEGMENTS, "tests/plan/segments/test_lockstep.py", "tests/plan/segments/test_shared.py"),
     ),
     "plan/": (
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
@@ -104,7 +111,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/bad_inputs/test_models.py",
     ),
     "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
-    "log/": ("tests/log/test_reader.py",),
+    "learn/planned_step": ("tests/learn/test_scheduler.py", "tests/learn/test_host_planner.py"),
+    "learn/": (
+        *("tests/learn/test_scheduler.py", "tests/learn/test_calibration.py"),
+        *("tests/learn/test_measurement.py", "tests/learn/test_host_planner.py"),
+    ),
+    "log/files": ("tests/log/test_log_file.py", "tests/log/test_reader.py"),
+    "log/": ("tests/log/test_reader.py", "tests/log/test_records.py"),
+    "run/": (
+        *("tests/run/test_sample_reader.py", "tests/run/test_timing.py"),
+        *("tests/run/test_forward_step.py", "tests/run/test_sinks.py"),
+        *("tests/run/test_resume.py", "tests/run/test_dry_run.py", "tests/run/test_segments.py"),
+    ),
     "data/samples": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),

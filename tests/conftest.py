@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,40 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     prefix = tmp_path_factory.mktemp("documents") / "train"
     return write_documents(prefix, long_tailed_lengths(60, longest=250))
+
+
+@pytest.fixture(scope="session")
+def megatron_parser() -> ArgumentParser:
+    """Megatron's own, with the plugin's flags and defaults."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from sparsebalance_megatron.megatron.arguments import args_provider
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return args_provider(enabled=True, on_cpu=False)(parser)
+
+
+@pytest.fixture
+def torch_without_cpu_adapter() -> Iterator[None]:
+    """Commands that install the CPU adapter in the tests' own process leave torch and Megatron as
+    they were: the adapter serves whole processes and cannot be removed."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.distributed.torch_fully_sharded_data_parallel as sharded
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import torch
+    from torch import _dynamo, overrides
+
+    from sparsebalance_megatron.megatron import cpu
+
+    changed = (torch.cuda, torch.cuda.nvtx, torch.accelerator)
+    changed += (dataset_utils, sharded, megatron_random, token_dispatcher)
+    before = [dict(vars(module)) for module in changed]
+    disabled, mode = _dynamo.config.disable, overrides._get_current_function_mode()
+    yield
+    for module, names in zip(changed, before, strict=True):
+        vars(module).update(names)
+    vars(torch.cuda).pop(cpu._INSTALLED, None)
+    _dynamo.config.disable = disabled
+    while overrides._get_current_function_mode() is not mode:
+        overrides._get_current_function_mode().__exit__(None, None, None)

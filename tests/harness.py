@@ -28,6 +28,8 @@ TIMEOUT_S = 240
 _GRACE_S = 40
 """More than torchrun gives its ranks to end by themselves."""
 VOCABULARY = 256
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Placements and layouts differ in the order of float32 sums only."""
 
 MODEL_FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128"),
@@ -50,6 +52,12 @@ BALANCE_FLAGS = (
     *("--sparse-balance-dense-up-to", "0"),
     *("--sparse-balance-config", "calibration=off"),
 )
+
+EXPERT_FLAGS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "64", "--moe-aux-loss-coeff", "0"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+EXPERT_PARALLEL_FLAGS = (*EXPERT_FLAGS, "--expert-model-parallel-size", "2")
 
 _ITERATION = re.compile(
     r"iteration +(\d+)/.*?lm loss: ([-+.\deE]+|nan) .*?grad norm: ([-+.\deE]+|nan) "

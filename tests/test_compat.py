@@ -134,10 +134,7 @@ def test_megatron_takes_what_is_passed_indirectly(symbol: str) -> None:
 
 
 def test_the_models_config_has_the_fields_that_are_read() -> None:
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     read = attributes_of("transformer_config") | {"kv_channels", "timers"}
     read |= {"finalize_model_grads_func", "attention_dropout"}

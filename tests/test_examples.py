@@ -31,7 +31,7 @@ from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.cost.dense_length import crossing_tokens
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
+from sparsebalance_megatron.megatron.arguments import check_typed_flags
 
 REPOSITORY = Path(__file__).parents[1]
 _NAMES = (
@@ -143,14 +143,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = json.loads(settings_path.read_text()) | {"chat_template": CHAT_TEMPLATE}
     settings_path.write_text(json.dumps(settings))
     return directory
-
-
-@pytest.fixture(scope="module")
-def megatron_parser() -> ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return args_provider(enabled=True, on_cpu=False)(parser)
 
 
 def one_process(**others: str) -> dict[str, str]:

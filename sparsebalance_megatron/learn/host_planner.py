@@ -185,26 +185,35 @@ class HostPlanner:
             micro_batches = micro_batches or max(map(len, placement), default=0)
         known = self._planner.knowledge()
         plan_settings = self._planner.plan_settings
-        counts: Sequence[int] = self._micro_batch_counts(lengths, micro_batches)
+        counts = self._micro_batch_counts(lengths, micro_batches)
+        tried: list[Sequence[int]] = [counts]
         if micro_batches is not None:
             plan_settings = replace(plan_settings, plans_positions=False)
         elif plan_settings.plans_positions_of(self.job.layout):
-            counts = counts[-1], *counts  # a plan for the most may have fewer
-        failures = []
-        for count in counts:
-            try:
-                return self._planner.plan(
-                    self.steps if step is None else step,
-                    lengths,
-                    replace(self.job.layout, micro_batches=count),
-                    known,
-                    placement=placement,
-                    pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
-                    plan_settings=plan_settings,
-                )
-            except PlanError as error:
-                failures.append(error)
-        raise failures[-1]
+            # A plan for the most may have fewer; of those that share, only by halves.
+            most = counts[-1:]
+            tried = [most, counts] if self.max_cp_size > 1 else [(*most, *counts)]
+        found, failures = [], []
+        for some in tried:
+            for count in some:
+                try:
+                    planned = self._planner.plan(
+                        self.steps if step is None else step,
+                        lengths,
+                        replace(self.job.layout, micro_batches=count),
+                        known,
+                        placement=placement,
+                        pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, np.int64),
+                        plan_settings=plan_settings,
+                    )
+                except PlanError as error:
+                    failures.append(error)
+                else:
+                    found.append(planned)
+                    break
+        if not found:
+            raise failures[-1]
+        return min(found, key=lambda planned: planned.plan.expectation.makespan_ms)
 
     def _padded_lengths(self, lengths_tokens: Sequence[int]) -> tuple[int, ...]:
         longest = self.job.max_sample_tokens

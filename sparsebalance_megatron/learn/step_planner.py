@@ -17,15 +17,14 @@ import numpy as np
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs

@@ -16,7 +16,7 @@ from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
-from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.plan.pipeline.operation_times import imbalance
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
@@ -140,8 +140,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
-        constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
-        for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
+        constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(

@@ -43,6 +43,8 @@ from sparsebalance_megatron.plan.step_costs import (
 _PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
 _LEAST_PLACES = 32
+_PAIRS_AT_ONCE = 1 << 16
+"""Numbers of block pairs of a column that fit a core's cache with what they are made of."""
 
 MicroBatch = tuple[int, ...]
 """The samples of a micro-batch, in order."""
@@ -282,14 +284,18 @@ def _prefix(
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
     in_column_XL = columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None]
-    pairs_XYE = np.empty((*budgets_LS.shape[:-2], len(in_column_XL), *length_YE.shape))
-    for level in np.ndindex(budgets_LS.shape[:-2]):
-        # One level at a time: arrays of all levels do not fit a core's cache.
+    levels, columns_X = budgets_LS.shape[:-2], len(in_column_XL)
+    budgets_QLS = budgets_LS.reshape(-1, *budgets_LS.shape[-2:])
+    pairs_QXYE = np.empty((len(budgets_QLS), columns_X, *length_YE.shape))
+    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (len(columns.column_of_L) * length_YE.size))
+    for first in range(0, len(budgets_QLS), at_once):
+        some = slice(first, first + at_once)
         for column, layers_L in enumerate(in_column_XL):
-            budgets_L1E = budgets_LS[level][layers_L][:, None, sample_E]
-            pairs_LYE = costs.work.attended_pairs(length_YE, budgets_L1E)
+            budgets_QL1E = budgets_QLS[some][:, layers_L][..., None, sample_E]
+            pairs_QLYE = costs.work.attended_pairs(length_YE, budgets_QL1E)
             dense_L1E = costs.dense_LS[layers_L][:, None, sample_E]
-            pairs_XYE[*level, column] = np.where(dense_L1E, 0.0, pairs_LYE).sum(axis=0)
+            pairs_QXYE[some, column] = np.where(dense_L1E, 0.0, pairs_QLYE).sum(axis=1)
+    pairs_XYE = pairs_QXYE.reshape(*levels, columns_X, *length_YE.shape)
     visible_YE = costs.work.visible_pairs(length_YE)
     dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
 

@@ -124,7 +124,7 @@ class StepPlan:
         return self._rank_plans[rank]
 
     def schedule_of(self, rank: int) -> SegmentedSchedule:
-        """The schedule of a data-parallel rank's stages in a step that has segments."""
+        """The schedule of a data-parallel rank's stages; in one piece where nothing is cut."""
         return self._schedules[rank]
 
     def rank_tokens_RM(self) -> np.ndarray:

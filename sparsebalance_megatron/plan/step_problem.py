@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     BudgetPolicy,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, dense_length_line
 from sparsebalance_megatron.data.samples import SampleIndex

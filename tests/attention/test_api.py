@@ -191,6 +191,7 @@ def test_wrong_arguments_are_named() -> None:
         ({"v": v[:, :1]}, "k and v must agree"),
         ({"q": q[:9]}, "20 tokens of the selection's query layout"),
         ({"q": q[:, :3]}, "no multiple"),
+        ({"k": k[:, :0], "v": v[:, :0]}, "no multiple of 0 KV heads"),
         ({"q": q.double()}, "must share one of float16"),
         ({"q": q.int(), "k": k.int(), "v": v.int()}, "must share one of float16"),
         ({"k": k[:, :1], "v": v[:, :1]}, r"\[3 rows, 1 heads, length\]"),

@@ -15,6 +15,8 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 
+pytestmark = pytest.mark.usefixtures("torch_without_cpu_adapter")
+
 PLAN = "plan --gpus 4 --lengths {folder}/lengths.txt --model {folder}/model --steps 1"
 TRAINED = "--global-batch-size 8 --pipeline-model-parallel-size 2"
 PREPARE = "prepare-data --input {folder}/good.jsonl --output-prefix {folder}/out"

@@ -14,7 +14,7 @@ NAN, INFINITY = float("nan"), float("inf")
 TYPES = get_type_hints(SparseBalanceConfig)
 CHOICES = [name for name, kind in TYPES.items() if get_origin(kind) is Literal]
 BEYOND: dict[str, tuple[Any, ...]] = {
-    "block_size": (0, 3, 96, 2**21, 2**63, 1.5),
+    "block_size": (0, 1, 3, 96, 2**21, 2**63, 1.5),
     "base_budget": (0, 2**31),
     "first_blocks": (17,),
     "coverage_threshold": (1.0, INFINITY),

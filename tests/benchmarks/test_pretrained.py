@@ -9,11 +9,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from convert.conversions import model_args
-from harness import BALANCE_FLAGS, TRAINING_FLAGS, run_program, run_training
 from pretrained import arms, measures, model, sensitivities
 from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
@@ -32,7 +29,6 @@ from pretrained.results import ScoreFiles, summarised, table
 from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
 from pretrained.session import Session
 from sparse_hf_models import SIZES
-from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
@@ -269,45 +265,3 @@ def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
     if kind == TEXT:
         assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
     assert all(name in table({"group": found}) for name in found["arms"])
-
-
-@pytest.fixture(scope="module")
-def pretrained_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return model.saved_model(tmp_path_factory.mktemp("pretrained") / "model")
-    except model.PretrainedError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.nightly
-@pytest.mark.distributed
-def test_converted_to_megatron_it_has_the_loss_of_transformers(
-    pretrained_directory: Path, tmp_path: Path
-) -> None:
-    """One document of text, through ``convert from-hf`` and ``--load --finetune``."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
-
-    tokenizer = Tokenizer.from_file(str(pretrained_directory / "tokenizer.json"))
-    (document,) = make_documents(TEXT, 512, 1, lambda text: tokenizer.encode(text).ids, seed=0)
-    builder = IndexedDatasetBuilder(f"{tmp_path / 'text'}.bin", dtype=np.uint16)
-    builder.add_document(np.array(document.tokens, np.uint16), [len(document.tokens)])
-    builder.finalize(get_idx_path(str(tmp_path / "text")))
-    checkpoint = tmp_path / "megatron"
-    program = ("-m", "sparsebalance_megatron.cli", "convert", "from-hf", str(pretrained_directory))
-    done = run_program((*program, "--output", str(checkpoint)), tmp_path, timeout_s=540)
-    assert done.returncode == 0, done.stderr[-4000:]
-    flags = (
-        *model_args(checkpoint),
-        *TRAINING_FLAGS,
-        *BALANCE_FLAGS,
-        *("--sparse-balance-base-budget", "1000", "--sparse-balance-tuning", "off"),
-        *("--seq-length", "512", "--tokenizer-type", "NullTokenizer", "--global-batch-size", "1"),
-        *("--train-iters", "1", "--lr", "1e-30", "--data-path", str(tmp_path / "text")),
-        *("--load", str(checkpoint), "--finetune", "--ckpt-format", "torch_dist"),
-    )
-    (step,) = (
-        run_training(1, flags, log_dir=tmp_path / "log", timeout_s=540).require_success().steps
-    )
-    read = Reader(model.load_model(pretrained_directory, "float32")).dense(document)
-    assert step["tokens"] == document.length
-    assert step["lm_loss"] == pytest.approx(float(read.loss_X.mean()), rel=1e-5)

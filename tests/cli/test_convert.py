@@ -24,6 +24,7 @@ from convert.conversions import (
     succeeded,
 )
 from convert.tiny_models import VARIANTS, VOCABULARY, save, tiny_config, tiny_model
+from harness import FEW_ROUNDINGS
 from safetensors.torch import load_file
 from sparse_hf_models import CAUSAL
 from torch.distributed.checkpoint import FileSystemReader
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.distributed
 
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
-FEW_ROUNDINGS = 8 * 2.0**-23
 TOLERANCE = 1e-4
 """Largest difference of logits, whose size is about 7."""
 

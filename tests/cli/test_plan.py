@@ -26,6 +26,7 @@ CONFIG = {
 STEP = ("--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
 SPARSE = (*STEP, "--sparse-balance-dense-up-to", "0", "--sparse-balance-base-budget", "4")
 Captured = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("torch_without_cpu_adapter")
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
-from sparsebalance_megatron.convert.mapping import (
-    pack_qkv,
-    parameters,
-    to_megatron,
-    unpack_qkv,
-)
+from sparsebalance_megatron.convert.mapping import pack_qkv, parameters, to_megatron, unpack_qkv
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
     WHOLE,

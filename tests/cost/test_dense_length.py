@@ -71,6 +71,8 @@ def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
     assert "up to 4,096 tokens" in line and f"would be {found.dense_up_to_tokens:,} here" in line
     exact = replace(CHOICES, layer_budgets="dense:all")
     assert dense_length_line(exact, cost, 1 << 20).startswith("documents of every length")
+    none = dense_length_line(replace(CHOICES, dense_up_to="0"), cost, 1 << 20)
+    assert "up to 1,024 tokens are" in none, "the base budget covers them"
     for lists in ("triton", "reference"):
         named = replace(CHOICES, attention=lists)
         assert with_dense_length(named, cost, 1 << 20).dense_up_to == "0"

@@ -174,6 +174,9 @@ def test_the_fullest_rank_and_its_fullest_neighbours_count() -> None:
     assert first.lists_bytes == pytest.approx(50 * 3 * 4 * 6 / 2)
     assert last.activations_bytes == pytest.approx(48 * 3 * per_token + 48 * 6 * 1000 / 2)
     assert first.total_bytes == first.weights_bytes + first.activations_bytes
+    # Five chunks of three neighbours, of which there are six.
+    chunks = stage_memory(replace(shape, virtual_stages=2), 0, tokens_RM)
+    assert chunks.activations_bytes == pytest.approx(60 * 5 / 6 * 3 * per_token)
 
 
 def test_recomputation_of_all_holds_one_whole_layer() -> None:

@@ -104,6 +104,9 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
         assert predict_ms(model, part, Direction.BACKWARD, row) == pytest.approx(2.5 * attention)
     for direction in Direction:
         assert predict_ms(model, Part.EXPERTS, direction, row) == 0.0
+    # Means of blocks, and scores of 8 heads and 128 queries for each of 36 pairs of blocks.
+    router = 1024 * (8 + 2) * 32 + 2 * 36 * 8 * 128 * 32
+    assert predict_ms(model, Part.ROUTER, Direction.FORWARD, row) == pytest.approx(router / sparse)
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 

@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.log.files import (
-    LogDirectory,
-    LogDirectoryError,
-    LogWriter,
-)
+from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError, LogWriter
 from sparsebalance_megatron.log.records import LOG_FORMAT, Header, Record
 
 
@@ -58,7 +54,7 @@ def write(path: Path, *lines: Line) -> None:
 
 
 def test_a_resumed_run_appends_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "log.jsonl"
+    path = tmp_path / "deep" / "er" / "log.jsonl"
     write(path, Line(number=0))
     with path.open("a") as stream:
         stream.write('{"cut o')
@@ -72,6 +68,7 @@ def test_a_resumed_run_appends_behind_a_line_that_was_cut_off(tmp_path: Path) ->
     sizes=st.lists(st.integers(0, 150), min_size=1, max_size=60),
     resumptions=st.sets(st.integers(0, 60), max_size=3),
 )
+@example(sizes=[0, 0, 57, 150, 45, 150, 150], resumptions={0, 1, 4})
 def test_size_is_bounded_and_every_line_kept_or_counted(
     sizes: list[int], resumptions: set[int]
 ) -> None:

@@ -28,11 +28,7 @@ from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.reader import (
-    RunLogError,
-    read_rank_logs,
-    read_run_log,
-)
+from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import encode
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report

@@ -141,15 +141,6 @@ NOT_TYPED = {
 """Refused by what the arguments hold in the end."""
 
 
-@pytest.fixture(scope="module")
-def megatron_parser() -> ArgumentParser:
-    """Megatron's own, with the plugin's flags and defaults."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return args_provider(enabled=True, on_cpu=False)(parser)
-
-
 @pytest.mark.parametrize("flag", [flag for flag in MODEL | TRAINING if flag not in NOT_TYPED])
 def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
     """Through Megatron's parser, before Megatron's own assertions."""
@@ -170,6 +161,28 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     check_supported(Namespace(**supported), config)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "chosen", "refused"),
+    [
+        ({}, {}, False),
+        ({}, {"max_context_parallel": 2}, True),
+        ({"context_parallel_size": 2}, {}, True),
+        ({"context_parallel_size": 2}, {"context_parallel": "static"}, False),
+        ({"use_torch_fsdp2": True}, {}, True),
+        ({"expert_model_parallel_size": 2}, {"positions": "fixed"}, False),
+        ({"pipeline_model_parallel_size": 2}, {"max_context_parallel": 2}, False),
+    ],
+)
+def test_a_stash_by_micro_batches_is_refused_where_steps_may_have_fewer(
+    megatron: dict[str, Any], chosen: dict[str, Any], refused: bool
+) -> None:
+    args = Namespace(moe_paged_stash=True, seq_length=256, calculate_per_token_loss=True)
+    vars(args).update(megatron, data_path=["prefix"], dataloader_type="external")
+    refusal = pytest.raises(ConfigError, match=r"^--sparse-balance with --moe-paged-stash: ")
+    with refusal if refused else nullcontext():
+        check_supported(args, SparseBalanceConfig(enabled=True, **chosen))
 
 
 @pytest.mark.parametrize(
@@ -341,6 +354,8 @@ DIVIDED = [
             "--moe-token-dispatcher-type alltoall",
             "^--expert-model-parallel-size 4: .* or no FSDP2",
         ),
+        *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
+        *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
         (1, LAST_QUERIES, None),
         *((1, words, None) for words in LOOK_REFUSED),
         *(

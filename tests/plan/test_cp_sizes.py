@@ -113,30 +113,6 @@ def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
 
 
-def test_what_a_shared_micro_batch_costs():
-    """Work in equal parts and the loss, what every sequence takes, and what is received."""
-    lengths, cp_size = [64 * 40, 64 * 24], 4
-    given_ = arguments((4, 1), 0, c=4, batching="arrival", tuning="off") | {
-        "lengths_tokens": lengths
-    }
-    given_["cost"] = replace(
-        given_["cost"],
-        exchange=Exchange(
-            bytes_per_token=1000.0, gradient_bytes_per_token=2000.0, ms_per_byte=1e-6, loss=0.1
-        ),
-    )
-    shared = planned(**given_).expectation.times_2RPVM
-    alone_job = replace(given_["job"], data_parallel_size=1, context_parallel_size=1)
-    alone = planned(**given_ | {"job": alone_job}).expectation.times_2RPVM
-    layers, sequences = 2, 2
-    constant = np.array([0.08 * layers + 0.11, 2 * (0.08 * layers + 0.11)])
-    per_sequence = np.array([0.007, 0.014]) * layers * sequences
-    received = np.array([1, 3]) * sum(lengths) * 1000.0 * 1e-6 * layers * (cp_size - 1) / cp_size
-    work = alone[:, 0, 0, 0, 0] - constant - per_sequence
-    wanted = constant + per_sequence + work * 1.1 / cp_size + received
-    np.testing.assert_allclose(shared[:, :, 0, 0, 0], np.tile(wanted[:, None], (1, 4)), rtol=1e-9)
-
-
 @pytest.mark.parametrize(("beyond_two", "widest"), [(1.0, 4), (1e6, 2)])
 def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int):
     """A giant lies on all ranks, unless the network between pairs of them is slow."""

@@ -26,11 +26,8 @@ from predict.predict_cases import SHAPE
 
 from sparsebalance_megatron.cost.dense_length import crossing_tokens
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
-from sparsebalance_megatron.plan.segments import micro_batch_cuts
-from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 PIPELINES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
@@ -143,42 +140,6 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
             for each in (ours, dense)
         )
         assert found <= 1.005 * exact, (seed, found / exact)
-
-
-@pytest.mark.parametrize("lockstep_ranks", [1, 2])
-def test_shared_and_cut_documents_cost_what_lists_of_all_blocks_do(lockstep_ranks):
-    """Where one rank does not hold a document as a whole, dense attention is not what runs."""
-    cost, lengths = counted(0.13), np.array([700, 3000, 5000, 900])
-    assert cost.covered_pair_share == pytest.approx(0.13 / 0.35)
-    cost = replace(cost, covered_pair_share=1.0)
-    job = replace(job_shape(4, 1, 2, 1), lockstep_ranks=lockstep_ranks)
-    scales, layers = StageScales.ones(2), job.layers
-    dense_LS = np.broadcast_to(lengths <= 3000, (layers, 4))
-    blocks_LS = np.broadcast_to(-(-lengths // BLOCK), (layers, 4))
-    lists, dense = (
-        step_costs(lengths, job, cost, scales, dense_LS=chosen) for chosen in (None, dense_LS)
-    )
-    whole = dense.sample_ms(blocks_LS)
-    assert (whole[:, :2] < lists.sample_ms(blocks_LS)[:, :2]).all()
-    for cp_size in (1, 2, 4):
-        ours, theirs = (
-            each.by_chunk.at_cp_size(each.sample_ms(blocks_LS), np.full(4, cp_size))
-            for each in (dense, lists)
-        )
-        np.testing.assert_allclose(ours, theirs if cp_size > 1 else whole, rtol=1e-12)
-        if lockstep_ranks > 1:
-            ours, theirs = (
-                each.layers.at_cp_size(each.layers.ms_2SX(blocks_LS), np.full(4, cp_size))
-                for each in (dense, lists)
-            )
-            assert np.allclose(ours, theirs, rtol=1e-12) == (cp_size > 1)
-    for starts in ((0,), (0, 20)):
-        ours, theirs = (
-            micro_batch_cuts(each, blocks_LS, [(1,)], [starts], [0], [1])[0].ms_2UP
-            for each in (dense, lists)
-        )
-        same = np.allclose(ours, theirs, rtol=1e-12)
-        assert same == (len(starts) > 1)
 
 
 @pytest.mark.parametrize("lockstep_ranks", [1, 2])

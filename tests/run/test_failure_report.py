@@ -158,8 +158,10 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     ],
 )
 def test_sigterm_is_reported_and_ends_the_process(
-    ranks: int, told: str, capfd: pytest.CaptureFixture[str]
+    ranks: int, told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As soon as the others are quiet."""
+    monkeypatch.setattr("sparsebalance_megatron.run.failure_report.LONGEST_WAIT_S", 1e4)
     alone = report(world_size=ranks, open_store=HashStore, quiet_s=0.1)
     with pytest.raises(SystemExit) as raised, alone:
         signal.raise_signal(signal.SIGTERM)

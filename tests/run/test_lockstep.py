@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from harness import (
     CHANGED,
+    EXPERT_FLAGS,
+    EXPERT_PARALLEL_FLAGS,
     TrainingRun,
     assert_same_steps,
     long_tailed_lengths,
@@ -26,9 +28,6 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.numbers import summarize
 
-EXPERTS = """
-    --num-experts 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
-    --moe-aux-loss-coeff 0 --expert-model-parallel-size 2"""
 _BALANCING_LOSS = re.compile(r"load_balancing_loss: ([-+.\deE]+)")
 _VALIDATION_LOSS = re.compile(r"validation loss at iteration .*? value: ([-+.\deE]+)")
 LEARNING = (
@@ -50,7 +49,7 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     prefix = write_documents(tmp_path / "train", long_tailed_lengths(70, longest=250))
     log_dir = tmp_path / "log"
     run = train(
-        *(2, prefix, *EXPERTS.split(), *LEARNING.split(), "--num-layers", "2"),
+        *(2, prefix, *EXPERT_PARALLEL_FLAGS, *LEARNING.split(), "--num-layers", "2"),
         *("--sparse-balance-config", "positions=fixed"),
         log_dir=log_dir,
         program=(CHANGED, "slow-rank"),
@@ -99,14 +98,13 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
 
 
 @pytest.mark.nightly
-def test_experts_resume_on_more_ranks_and_not_on_one(tmp_path: Path) -> None:
+def test_experts_resume_on_more_ranks_and_not_on_one(documents: Path, tmp_path: Path) -> None:
     """With budgets fixed, losses do not depend on who holds which experts."""
-    prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
-    flags = (*EXPERTS.split(), "--ckpt-format", "torch_dist")
+    flags = (*EXPERT_PARALLEL_FLAGS, "--ckpt-format", "torch_dist")
     flags += ("--sparse-balance-tuning", "off", "--sparse-balance-device", "cpu")
 
     def run(name: str, ranks: int, *more: str) -> TrainingRun:
-        return train(ranks, prefix, *flags, *more, log_dir=tmp_path / name)
+        return train(ranks, documents, *flags, *more, log_dir=tmp_path / name)
 
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
     whole = run("whole", 2, *save).require_success()
@@ -122,17 +120,13 @@ def test_experts_resume_on_more_ranks_and_not_on_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_routers_count_no_padding(tmp_path: Path) -> None:
+def test_routers_count_no_padding(documents: Path, tmp_path: Path) -> None:
     """Packed sequences are padded to a multiple of the two ranks, which compute half of each."""
-    prefix = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
-    experts = (
-        EXPERTS.replace("--expert-model-parallel-size 2", "")
-        + """
-        --moe-router-enable-expert-bias --moe-router-score-function sigmoid
-        --tensor-model-parallel-size 2 --sequence-parallel"""
-    )
+    flags = """
+        --moe-router-enable-expert-bias --moe-router-score-function sigmoid --train-iters 2
+        --tensor-model-parallel-size 2 --sequence-parallel --sparse-balance-device cpu"""
     run = train(
-        *(2, prefix, *experts.split(), "--train-iters", "2", "--sparse-balance-device", "cpu"),
+        *(2, documents, *EXPERT_FLAGS, *flags.split()),
         log_dir=tmp_path / "log",
         program=(CHANGED, "counted-experts"),
     ).require_success()
@@ -156,7 +150,7 @@ def test_runs_whose_numbers_of_positions_change_go_on_and_are_evaluated(
     save = ("--save", str(tmp_path / "saved"), "--save-interval", "3")
 
     def run(name: str, *more: str) -> TrainingRun:
-        words = (*EXPERTS.split(), *flags.split(), *more)
+        words = (*EXPERT_PARALLEL_FLAGS, *flags.split(), *more)
         return train(2, prefix, *words, log_dir=tmp_path / name).require_success()
 
     planned = run("planned", *save)

@@ -19,6 +19,7 @@ from data.tokenizers_of_tests import train_tokenizer
 from harness import (
     BALANCE_FLAGS,
     CHANGED,
+    FEW_ROUNDINGS,
     MODEL_FLAGS,
     PROGRAMS,
     TRAINING_FLAGS,
@@ -37,8 +38,6 @@ from sparsebalance_megatron.data.conversations import render_plain
 
 pytestmark = pytest.mark.distributed
 
-FEW_ROUNDINGS = 8 * 2.0**-23
-"""Layouts differ in the order of float32 sums only."""
 BFLOAT16_ROUNDING = 2.0**-8
 """A sum in another order may round a weight to its neighbour."""
 LAST_PRINTED_DIGIT = 1.01e-3

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import (
+    FEW_ROUNDINGS,
     PROGRAMS,
     REPOSITORY,
     assert_same_steps,
@@ -27,8 +28,6 @@ pytestmark = pytest.mark.distributed
 
 HOSTS = REPOSITORY / "examples" / "hosts"
 STEPS = 4
-FEW_ROUNDINGS = 8 * 2.0**-23
-"""Placements, layouts and attention implementations differ in the order of float32 sums only."""
 SHARDED_ROUNDINGS = 16 * 2.0**-23
 """Every step begins with the last one's, too."""
 LOGS = {"dp2": "pp1", "pp2": "pp2"}

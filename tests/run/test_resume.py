@@ -15,6 +15,8 @@ import pytest
 from cost.cost_cases import Times
 from harness import (
     BALANCE_FLAGS,
+    EXPERT_FLAGS,
+    FEW_ROUNDINGS,
     MODEL_FLAGS,
     TRAINING_FLAGS,
     TrainingRun,
@@ -29,7 +31,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import Calibration, StateError
@@ -37,9 +39,6 @@ from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks
 from sparsebalance_megatron.run.agreement import compare_runs
-
-FEW_ROUNDINGS = 8 * 2.0**-23
-"""Layouts differ in the order of float32 sums only."""
 
 LAYERS = 4
 
@@ -211,14 +210,12 @@ def test_a_resumed_run_equals_one_that_never_stopped_with_shards_and_without(
     documents: Path, tmp_path: Path
 ) -> None:
     """Weights, the optimizer's moments and its number of steps, and what the plugin has learnt."""
-    common = """
-        --num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0 --ckpt-format torch_dist
-        --moe-token-dispatcher-type alltoall --sparse-balance-device cpu"""
+    common = (*EXPERT_FLAGS, "--ckpt-format", "torch_dist", "--sparse-balance-device", "cpu")
     sharded = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
 
     def run(name: str, ranks: int, *flags: str) -> TrainingRun:
         return train_small_model(
-            *(ranks, documents, *common.split(), *flags),
+            *(ranks, documents, *common, *flags),
             log_dir=tmp_path / name,
             # Megatron refuses FSDP2 where kernels queue up behind one another.
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHANGED, train, write_documents
+from harness import CHANGED, EXPERT_PARALLEL_FLAGS, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.timeline import predicted_timeline
@@ -22,13 +22,8 @@ FEW_ROUNDINGS = 1e-5
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-EXPERT_PARALLEL = """
-    --num-experts 4 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
-    --moe-aux-loss-coeff 0 --expert-model-parallel-size 2"""
-
-
-@pytest.mark.parametrize(("ranks", "experts"), [(2, ""), (4, EXPERT_PARALLEL)])
-def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "experts"), [(2, ()), (4, EXPERT_PARALLEL_FLAGS)])
+def test_planned_segments_train(ranks: int, experts: tuple[str, ...], tmp_path: Path) -> None:
     """The planner itself cuts micro-batches, and the run learns what one piece learns.
 
     With experts, two ranks wait for each other in every layer, and cut a position alike.
@@ -36,7 +31,7 @@ def test_planned_segments_train(ranks: int, experts: str, tmp_path: Path) -> Non
     documents = write_documents(tmp_path / "train", [250, 230, 240, 245] * 4)
     one, four = (
         train(
-            *(ranks, documents, *PIPELINE, *experts.split(), "--sparse-balance-tuning", "off"),
+            *(ranks, documents, *PIPELINE, *experts, "--sparse-balance-tuning", "off"),
             *("--global-batch-size", str(ranks), "--sparse-balance-config", "segment-tokens=32"),
             *("--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,

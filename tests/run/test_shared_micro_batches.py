@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, TrainingRun
+from harness import FEW_ROUNDINGS, PROGRAMS, TrainingRun
 from harness import train as train_small_model
 
 pytestmark = pytest.mark.distributed
 
-FEW_ROUNDINGS = 8 * 2.0**-23
-"""Layouts differ in the order of float32 sums only."""
 PRINTED_DIGITS = 1e-6
 WIDE = ("--sparse-balance-max-context-parallel", "2")
 

@@ -21,13 +21,12 @@ from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
     BudgetRange,
-    base_budgets_LS,
     feasible_range,
     raised_range,
 )
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import rounded_ms
 from sparsebalance_megatron.plan.search_effort import (
     SHARE_OF_STEP_FOR_FILLING,
     SHARE_OF_STEP_FOR_FILLING_SEGMENTS,
@@ -69,7 +68,7 @@ class BudgetPolicy:
         self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
         """Budgets that may be chosen."""
-        base_LS = base_budgets_LS(costs, coverage, plan_settings)
+        base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:

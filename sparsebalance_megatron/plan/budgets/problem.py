@@ -48,7 +48,7 @@ def raised_range(
     costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
 ) -> BudgetRange:
     """Budgets from the base budget to all blocks of the sample."""
-    base_LS = base_budgets_LS(costs, coverage, plan_settings)
+    base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=top_LS)
@@ -64,13 +64,6 @@ def feasible_range(
         coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
     )[:, size_S]
     return replace(raised, floor_LS=np.where(costs.dense_LS, raised.base_LS, floor_LS))
-
-
-def base_budgets_LS(
-    costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
-) -> np.ndarray:
-    """Base budgets, no more than a sample has blocks."""
-    return plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
 
 
 @dataclass(frozen=True, kw_only=True)

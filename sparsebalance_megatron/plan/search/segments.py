@@ -35,8 +35,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import meeting_groups
-from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders

@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.kernels.triton import index
-from sparsebalance_megatron.attention.kernels.triton.index import (
-    inverse_lists,
-    readers_of,
-)
+from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists, readers_of
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.selection import Selection

@@ -21,10 +21,7 @@ from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
-from sparsebalance_megatron.attention.select import (
-    router_kernels,
-    selector_named,
-)
+from sparsebalance_megatron.attention.select import router_kernels, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.router_kernels import pooled_means

@@ -18,7 +18,7 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
