@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 
 from sparsebalance_megatron.errors import ConfigError as ConfigError
 from sparsebalance_megatron.layer_budgets import (
+    ALL_DENSE,
     MAX_BLOCKS,
     has_dense_layers,
     layer_budgets_text,
@@ -243,10 +244,10 @@ class SparseBalanceConfig:
             choices = get_args(each.type) if get_origin(each.type) is Literal else ()
             if choices and value not in choices:
                 raise ConfigError(
-                    f"{flag_name(each.name)} {value}: must be one of {', '.join(choices)}"
+                    f"{flag_with(each.name, value)}: must be one of {', '.join(choices)}"
                 )
             if each.name in RANGES and value is not None:
-                check_range(each.name, value, flag_name(each.name))
+                check_range(each.name, value, flag_with(each.name, value))
         check_name(self.selection)
         if self.first_blocks and self.first_blocks >= self.base_budget:
             raise ConfigError(
@@ -273,7 +274,7 @@ class SparseBalanceConfig:
             )
         if self.attention == "tokens" and has_dense_layers(self.layer_budgets):
             raise ConfigError(
-                f"{flag_name('attention')} tokens: serves no dense layers, which "
+                f"{flag_with('attention', 'tokens')}: serves no dense layers, which "
                 f"{flag_name('layer_budgets')} {self.layer_budgets} asks for; use auto"
             )
         if self.max_segments > 1 and self.tuning == "anchor":
@@ -284,14 +285,14 @@ class SparseBalanceConfig:
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
-                f"context parallelism; use {flag_name('context_parallel')}=dynamic"
+                f"context parallelism; use {flag_with('context_parallel', 'dynamic')}"
             )
 
     def leaves_attention(self, context_parallel_size: int) -> bool:
         """Whether Megatron's own attention may run: all layers are dense, and every micro-batch
         runs on one rank, in one piece, with nothing kept for a recomputed pass."""
         return (
-            self.layer_budgets == "dense:all"
+            self.layer_budgets == ALL_DENSE
             and self.tuning == "off"
             and self.max_segments == max(self.max_context_parallel or 1, context_parallel_size) == 1
             and self.recompute_attention == "again"
@@ -312,11 +313,11 @@ class SparseBalanceConfig:
         return f"{self.selection}, first blocks {first_blocks}" if first_blocks else self.selection
 
 
-def check_range(field_name: str, value: float, flag: str) -> None:
-    """Check a value of a field of :class:`SparseBalanceConfig`, by whichever flag it was given."""
+def check_range(field_name: str, value: float, given: str) -> None:
+    """Check a value of a field of :class:`SparseBalanceConfig`, however it was given."""
     allowed, rule = RANGES[field_name]
     if not isinstance(value, int | float) or not allowed(value):
-        raise ConfigError(f"{flag} {value}: {rule}")
+        raise ConfigError(f"{given}: {rule}")
 
 
 def flag_name(field_name: str) -> str:
@@ -326,3 +327,8 @@ def flag_name(field_name: str) -> str:
         return "--sparse-balance"
     name = field_name.replace("_", "-")
     return f"{FILE_FLAG} {name}" if field_name in ONLY_IN_FILE else f"--sparse-balance-{name}"
+
+
+def flag_with(field_name: str, value: object) -> str:
+    """How the command line gives a field of :class:`SparseBalanceConfig` a value."""
+    return f"{flag_name(field_name)}{'=' if field_name in ONLY_IN_FILE else ' '}{value}"

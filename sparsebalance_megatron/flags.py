@@ -27,14 +27,16 @@ from sparsebalance_megatron.config import (
     ConfigError,
     SparseBalanceConfig,
     flag_name,
+    flag_with,
 )
 from sparsebalance_megatron.json_file import UnreadableFileError, read_text
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 MODE_FLAG = "--sparse-balance-mode"
 
 MODES: Mapping[str, Mapping[str, str]] = {
     "default": {},
-    "exact": {"layer_budgets": "dense:all", "tuning": "off"},
+    "exact": {"layer_budgets": ALL_DENSE, "tuning": "off"},
     "placement": {"tuning": "off"},
     "paper": {"batching": "latency", "tuning": "anchor"},
     "baseline": {"batching": "arrival", "tuning": "off"},
@@ -204,8 +206,13 @@ def _checked(given: Mapping[str, Any], place: str, mode: str | None) -> tuple[st
                 if get_origin(known[name].type) is not Literal:
                     value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})
-            except (msgspec.ValidationError, ConfigError) as error:
-                raise ConfigError(f"{place}: {key}: {error}") from error
+            except msgspec.ValidationError as error:
+                named = "" if place.startswith(f"{FILE_FLAG} {key}=") else f"{key}: "
+                raise ConfigError(f"{place}: {named}{error}") from error
+            except ConfigError as error:
+                named = "" if place.startswith(f"{FILE_FLAG} {key}=") else f"{key} {value}: "
+                rule = str(error).removeprefix(f"{flag_with(name, value)}: ")
+                raise ConfigError(f"{place}: {named}{rule}") from error
         if name in found:
             raise ConfigError(f"{place}: {key} is given twice; keep one")
         found[name] = value

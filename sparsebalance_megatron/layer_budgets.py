@@ -15,6 +15,8 @@ MAX_BLOCKS = 2**24
 DENSE = MAX_BLOCKS + 1
 """Stands for the budget of a dense layer, whose queries read all visible blocks, unranked."""
 
+ALL_DENSE = "dense:all"
+"""Base budgets of mode exact."""
 OTHERS = -1
 """Stands for the layers that are not named: the word ``all``."""
 

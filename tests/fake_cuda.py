@@ -23,7 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparsebalance_megatron.attention import host_copy
+from sparsebalance_megatron.attention.device import copied_to
 
 CUDA = torch.device("cuda:0")
 HOPPER = (9, 0)
@@ -43,15 +43,15 @@ class FakeCuda(FakeTensorMode):
 
 
 def _by_copied_to() -> bool:
-    """Whether the caller was called by :func:`.host_copy.copied_to`."""
+    """Whether the caller was called by :func:`.device.copied_to`."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not host_copy.copied_to.__code__:
+    while frame is not None and frame.f_code is not copied_to.__code__:
         frame = frame.f_back
     return frame is not None
 
 
 class NoTraffic(TorchDispatchMode):
-    """Refuses copies between the host and the device, but for :func:`.host_copy.copied_to`."""
+    """Refuses copies between the host and the device, but for :func:`.device.copied_to`."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None

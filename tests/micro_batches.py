@@ -25,6 +25,7 @@ def params_with(
     *,
     padding: int = 0,
     device: torch.device = CPU,
+    step: int = -1,
 ) -> BudgetedPackedSeqParams:
     """A sequence of all samples, observed; ``padding`` tokens are one more document."""
     plan = MicroBatchPlan(
@@ -36,6 +37,6 @@ def params_with(
     )
     boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
     (micro_batch,) = local_micro_batches(
-        plan, boundaries, [None], block_size=BLOCK, observe=True, device=device
+        plan, boundaries, [None], block_size=BLOCK, observe=True, device=device, step=step
     )
     return micro_batch.params(256)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import (
     CoverageTotals,

@@ -60,7 +60,7 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.host_copy", "attention.repetitions", "attention.sequence", "cost", "data"),
+            *("attention.device", "attention.repetitions", "attention.sequence", "cost", "data"),
             *("learn", "log"),
             *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
         ),
@@ -200,11 +200,11 @@ def test_files_carry_the_licence() -> None:
 SOURCE = REPOSITORY / PACKAGE
 WAITING = {"cpu", "cuda", "item", "nonzero", "pin_memory", "synchronize"}
 """Methods that wait for the device, copy to the host, or copy to the device elsewhere than in
-``host_copy.copied_to``. ``torch.tensor`` with a device does too."""
+``device.copied_to``. ``torch.tensor`` with a device does too."""
 STEP = ("attention", "megatron", "run")
 """Packages whose code runs in a step."""
 ALLOWED = {
-    "attention/host_copy.py": {"non_blocking", "pin_memory"},
+    "attention/device.py": {"non_blocking", "pin_memory"},
     # Rows of Megatron's own data loader, which pins them.
     "megatron/plain_gpt.py": {"cuda", "non_blocking"},
     # The copy of a step that the host waits for: the next plan but one is made of it.

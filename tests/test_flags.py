@@ -80,14 +80,11 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
     [
         ("base-budgets = 16", "base-budgets is no option"),
         ('base-budget = "16"', "base-budget: Expected `int`, got `str`"),
-        ("base-budget = 0", "base-budget: --sparse-balance-base-budget 0: must be at least 1"),
+        ("base-budget = 0", "options.toml: base-budget 0: must be at least 1"),
         ("base-budget = true", "base-budget: Expected `int`, got `bool`"),
-        ('batching = "best"', "batching: --sparse-balance-batching best: must be one of arrival"),
-        (
-            'attention = "flash"',
-            "attention: --sparse-balance-config attention flash: must be one of auto",
-        ),
-        ("batching = [1]", "batching: --sparse-balance-batching [1]: must be one of arrival"),
+        ('batching = "best"', "options.toml: batching best: must be one of arrival"),
+        ('attention = "flash"', "options.toml: attention flash: must be one of auto"),
+        ("batching = [1]", "options.toml: batching [1]: must be one of arrival"),
         (f"log-megabytes = {'7' * 5000}", "log-megabytes: an integer of more than 64 bits"),
         (f"block-size = 0x{'7' * 5000}", "block-size: an integer of more than 64 bits"),
         ('mode = "fastest"', "mode fastest: must be one of default"),
@@ -122,9 +119,10 @@ def test_options_on_the_command_line(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["exchanges=ring"], "exchanges is no option"),
-        (["exchange=rings"], "exchange rings: must be one of"),
-        (["segment-tokens=0"], "segment-tokens 0: must be 1 to"),
-        (["segment-tokens=many"], "Expected `int`"),
+        (["exchange=rings"], "^--sparse-balance-config exchange=rings: must be one of"),
+        (["segment-tokens=0"], "^--sparse-balance-config segment-tokens=0: must be 1 to"),
+        (["segment-tokens=many"], "^--sparse-balance-config segment-tokens=many: Expected `int`"),
+        (["attention=tokens", "layer-budgets=dense:all"], "-config attention=tokens: serves no"),
         (["mode=exact"], "give --sparse-balance-mode exact"),
         (["one.toml", "other.toml"], "give one file"),
         (["device=cpu"], "give --sparse-balance-device"),
@@ -222,6 +220,6 @@ def test_layers_that_the_model_does_not_have() -> None:
 
 
 def test_dense_layers_have_an_implementation() -> None:
-    with pytest.raises(ConfigError, match="attention tokens: serves no dense layers"):
+    with pytest.raises(ConfigError, match="attention=tokens: serves no dense layers"):
         SparseBalanceConfig(attention="tokens", layer_budgets="dense:0")
     SparseBalanceConfig(attention="tokens", layer_budgets="4:0")

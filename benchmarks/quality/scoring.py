@@ -63,8 +63,9 @@ class Evaluation:
             budget: KV blocks a query reads; None is dense attention.
         """
         for some in in_rows(documents, ROW_TOKENS):
-            row = pack([document.sample for document in some])
-            context = self._context([document.sample.length_tokens for document in some], budget)
+            samples = [document.sample for document in some]
+            cu_seqlens = packed_cu_seqlens([sample.length_tokens for sample in samples])
+            row, context = pack(samples, cu_seqlens), self._context(cu_seqlens, budget)
             logits_1TW = self.model(
                 torch.from_numpy(row.tokens)[None],
                 torch.from_numpy(row.position_ids)[None],
@@ -81,13 +82,11 @@ class Evaluation:
                 document_X=np.repeat(np.arange(len(some)), [each.scored.sum() for each in some]),
             )
 
-    def _context(self, lengths_tokens: Sequence[int], budget: int | None) -> LocalMicroBatch:
-        width = budget or 1
+    def _context(self, cu_seqlens: Sequence[int], budget: int | None) -> LocalMicroBatch:
+        layout, width = packed_layout(cu_seqlens, self.block_size, "cpu"), budget or 1
         return LocalMicroBatch(
-            layout=packed_layout(
-                packed_cu_seqlens(lengths_tokens), self.block_size, torch.device("cpu")
-            ),
-            budgets_LS=torch.full((self.layers, len(lengths_tokens)), width, dtype=torch.int32),
+            layout=layout,
+            budgets_LS=torch.full((self.layers, layout.documents), width, dtype=torch.int32),
             max_budgets=(width,) * self.layers,
             observe=False,
             step=READS_ALL if budget is None else -1,

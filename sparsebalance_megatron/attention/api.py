@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.kernels import dense
+from sparsebalance_megatron.attention.device import copied_to
+from sparsebalance_megatron.attention.kernels import blocks, dense, reference, tokens, triton
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
-_KERNELS = ("triton", "blocks", "tokens", "reference")
+KERNELS: Mapping[str, Kernel] = {
+    "triton": triton,
+    "blocks": blocks,
+    "tokens": tokens,
+    "reference": reference,
+}
+"""By implementation, any but "auto"."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -140,8 +145,8 @@ def block_sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
-    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation)
-    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation, known, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
 
 
 def dense_attention(
@@ -162,11 +167,10 @@ def dense_attention(
         ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
     """
     selection = Selection.of_documents(layout)
-    _check_tensors(q_THD, k_TGD, v_TGF, selection)
-    if obstacle := dense.obstacle(q_THD, v_TGF, selection):
+    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
+    if obstacle := dense.obstacle(q_THD, v_TGF, layout):
         raise _error(f"dense attention {obstacle}")
-    kernel = cast("Kernel", dense)
-    return attended(q_THD, k_TGD, v_TGF, selection, kernel, softmax_scale, known, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
 
 
 def attends_densely(
@@ -178,7 +182,7 @@ def attends_densely(
     """
     if implementation in ("triton", "reference"):
         return False
-    return dense.obstacle(q_THD, v_TGF, Selection.of_documents(layout)) is None
+    return dense.obstacle(q_THD, v_TGF, layout) is None
 
 
 def checked_kernel(
@@ -187,24 +191,70 @@ def checked_kernel(
     v_TGF: Tensor,
     selection: Selection,
     implementation: AttentionImplementation,
+    known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
 ) -> Kernel:
     """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
-    _check_tensors(q_THD, k_TGD, v_TGF, selection)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
     _check_selection(q_THD, k_TGD, selection)
-    return kernel_named(_resolve(implementation, q_THD, v_TGF, selection))
+    return KERNELS[_resolve(implementation, q_THD, v_TGF, selection)]
 
 
-def attended(
+def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str:
+    other = "tokens" if selection.by_token else "blocks"
+    automatic = implementation == "auto"
+    if automatic and q_THD.device.type != "cuda":
+        return other
+    name = "triton" if automatic else implementation
+    if name not in KERNELS:
+        known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
+        raise _error(f"implementation {implementation!r}: must be one of {known}")
+    obstacle = KERNELS[name].obstacle(q_THD, v_TGF, selection)
+    if obstacle is None:
+        return name
+    if not automatic:
+        raise _error(f'implementation "{name}" {obstacle}')
+    warnings.warn(
+        f'block_sparse_attention: "auto" takes "{other}" on CUDA, slowly: "triton" {obstacle}',
+        stacklevel=4,
+    )
+    return other
+
+
+def _check_tensors(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGF: Tensor,
     selection: Selection,
-    kernel: Kernel,
-    softmax_scale: float,
     known: tuple[Tensor, Tensor] | None,
     sink_H: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """out_THF and lse_TH by a kernel that serves; ``known`` and ``sink_H`` are checked."""
+) -> None:
+    shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGF))
+    if not q_THD.ndim == k_TGD.ndim == v_TGF.ndim == 3:
+        raise _error(f"q, k, v have shapes {shapes}: must be [tokens, heads, head dim]")
+    if k_TGD.shape[:2] != v_TGF.shape[:2] or q_THD.shape[2] != k_TGD.shape[2]:
+        raise _error(
+            f"q, k, v have shapes {shapes}: k and v must agree in tokens and heads, q and k in the "
+            "head dim"
+        )
+    queries, keys = selection.query_layout.tokens, selection.kv_layout.tokens
+    if (q_THD.shape[0], k_TGD.shape[0]) != (queries, keys):
+        raise _error(
+            f"q, k, v have shapes {shapes}: q must have the {queries} tokens of the selection's "
+            f"query layout, k and v the {keys} tokens of its KV layout"
+        )
+    if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
+        raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
+    if not q_THD.dtype == k_TGD.dtype == v_TGF.dtype or q_THD.dtype not in _DTYPES:
+        raise _error(
+            f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGF.dtype}: must share one of "
+            "float16, bfloat16, float32, float64"
+        )
+    devices = {x.device for x in (q_THD, k_TGD, v_TGF, *selection.tensors())}
+    if len(devices) > 1:
+        raise _error(
+            f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
+        )
     if known is not None:
         found = [(tuple(x.shape), x.dtype, x.device) for x in known]
         expected = [
@@ -220,64 +270,6 @@ def attended(
         raise _error(
             f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "
             f"each of the {q_THD.shape[1]} query heads, on {q_THD.device}"
-        )
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
-
-
-def kernel_named(implementation: str) -> Kernel:
-    """The module of an implementation, any but "auto"; imported where it is first asked for."""
-    if implementation not in _KERNELS:
-        known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
-        raise _error(f"implementation {implementation!r}: must be one of {known}")
-    return cast(
-        "Kernel", import_module(f"sparsebalance_megatron.attention.kernels.{implementation}")
-    )
-
-
-def _resolve(implementation: str, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str:
-    other = "tokens" if selection.by_token else "blocks"
-    automatic = implementation == "auto"
-    if automatic and q_THD.device.type != "cuda":
-        return other
-    name = "triton" if automatic else implementation
-    obstacle = kernel_named(name).obstacle(q_THD, v_TGF, selection)
-    if obstacle is None:
-        return name
-    if not automatic:
-        raise _error(f'implementation "{name}" {obstacle}')
-    warnings.warn(
-        f'block_sparse_attention: "auto" takes "{other}" on CUDA, slowly: "triton" {obstacle}',
-        stacklevel=4,
-    )
-    return other
-
-
-def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> None:
-    shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGF))
-    if not q_THD.ndim == k_TGD.ndim == v_TGF.ndim == 3:
-        raise _error(f"q, k, v have shapes {shapes}: must be [tokens, heads, head dim]")
-    if k_TGD.shape[:2] != v_TGF.shape[:2] or q_THD.shape[2] != k_TGD.shape[2]:
-        raise _error(
-            f"q, k, v have shapes {shapes}: k and v must agree in tokens and heads, q and k in the "
-            "head dim"
-        )
-    tokens = selection.query_layout.tokens, selection.kv_layout.tokens
-    if (q_THD.shape[0], k_TGD.shape[0]) != tokens:
-        raise _error(
-            f"q, k, v have shapes {shapes}: q must have the {tokens[0]} tokens of the selection's "
-            f"query layout, k and v the {tokens[1]} tokens of its KV layout"
-        )
-    if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
-        raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
-    if not q_THD.dtype == k_TGD.dtype == v_TGF.dtype or q_THD.dtype not in _DTYPES:
-        raise _error(
-            f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGF.dtype}: must share one of "
-            "float16, bfloat16, float32, float64"
-        )
-    devices = {x.device for x in (q_THD, k_TGD, v_TGF, *selection.tensors())}
-    if len(devices) > 1:
-        raise _error(
-            f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""
@@ -30,7 +30,7 @@ class BlockGrid:
         boundaries: of documents in tokens, S + 1 entries from 0.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
-        first_block_S, blocks_S: a document's first block, and its blocks.
+        first_block_S, blocks_S, tokens_S: a document's first block, its blocks, its tokens.
     """
 
     block_size: int
@@ -41,11 +41,7 @@ class BlockGrid:
     length_N: np.ndarray
     first_block_S: np.ndarray
     blocks_S: np.ndarray
-
-    @property
-    def tokens_S(self) -> np.ndarray:
-        """A document's tokens."""
-        return np.diff(self.boundaries)
+    tokens_S: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +52,12 @@ class PackedLayout:
 
     Attributes:
         grid: the blocks on the host; tensors have the names that it has.
+        cu_seqlens: S + 1 document boundaries in tokens, from 0.
+        tokens, documents, blocks: how many there are.
+        max_blocks: of a document.
+        block_tokens: B, tokens of the longest block. Below ``block_size`` where every document is
+            shorter.
+        bounds_on_host: N + 1 tokens: where each block begins, and the end of the sequence.
         number_N: 0 to N - 1.
         document_first_N, document_end_N: the first block of a block's document, and one past the
             document's last token.
@@ -64,6 +66,14 @@ class PackedLayout:
     """
 
     grid: BlockGrid
+    block_size: int
+    cu_seqlens: tuple[int, ...]
+    tokens: int
+    documents: int
+    blocks: int
+    max_blocks: int
+    block_tokens: int
+    bounds_on_host: np.ndarray
     number_N: Tensor
     document_N: Tensor
     index_N: Tensor
@@ -81,7 +91,7 @@ class PackedLayout:
     def position_T(self) -> Tensor:
         """int64: a token's place in its document."""
         token_T = torch.arange(self.tokens, device=self.block_T.device)
-        first_T = self.start_N - self.index_N * self.grid.block_size
+        first_T = self.start_N - self.index_N * self.block_size
         return token_T - first_T[self.block_T]
 
     @cached_property
@@ -90,43 +100,8 @@ class PackedLayout:
         return torch.nn.functional.pad(self.tokens_S.cumsum(0), (1, 0)).int()
 
     @cached_property
-    def cu_seqlens(self) -> tuple[int, ...]:
-        """Document boundaries in tokens, S + 1 entries from 0."""
-        return tuple(self.grid.boundaries.tolist())
-
-    @cached_property
     def blocks_per_document(self) -> tuple[int, ...]:
         return tuple(self.grid.blocks_S.tolist())
-
-    @property
-    def block_size(self) -> int:
-        return self.grid.block_size
-
-    @property
-    def tokens(self) -> int:
-        return self.cu_seqlens[-1]
-
-    @property
-    def documents(self) -> int:
-        return len(self.grid.blocks_S)
-
-    @property
-    def blocks(self) -> int:
-        return len(self.grid.start_N)
-
-    @cached_property
-    def max_blocks(self) -> int:
-        return max(self.blocks_per_document)
-
-    @cached_property
-    def block_tokens(self) -> int:
-        """B: tokens of the longest block. Below ``block_size`` where every document is shorter."""
-        return int(self.grid.length_N.max())
-
-    @cached_property
-    def bounds_on_host(self) -> np.ndarray:
-        """N + 1 tokens: where each block begins, and the end of the sequence."""
-        return np.append(self.grid.start_N, self.tokens)
 
     def split(self, documents: int) -> tuple[PackedLayout, PackedLayout]:
         """Layouts of the first documents, and of all others, of which there are some; made once."""
@@ -166,9 +141,10 @@ def packed_layout(
 ) -> PackedLayout:
     """Cut a packed sequence into blocks, with tensors on ``device``; see :func:`block_grid`."""
     grid = block_grid(cu_seqlens, block_size)
+    tokens, block_tokens = int(grid.boundaries[-1]), int(grid.length_N.max())
     number_N = np.arange(len(grid.start_N))
     block_T = np.repeat(number_N, grid.length_N)
-    place_T = np.arange(grid.boundaries[-1]) - grid.start_N[block_T]
+    place_T = np.arange(tokens) - grid.start_N[block_T]
     tensors = {
         "number_N": number_N,
         "document_N": grid.document_N,
@@ -181,9 +157,20 @@ def packed_layout(
         "blocks_S": grid.blocks_S,
         "tokens_S": grid.tokens_S,
         "block_T": block_T,
-        "place_T": block_T * grid.length_N.max() + place_T,
+        "place_T": block_T * block_tokens + place_T,
     }
-    return PackedLayout(grid=grid, **_arrays_to(tensors, device))
+    return PackedLayout(
+        grid=grid,
+        block_size=block_size,
+        cu_seqlens=tuple(grid.boundaries.tolist()),
+        tokens=tokens,
+        documents=len(grid.blocks_S),
+        blocks=len(number_N),
+        max_blocks=int(grid.blocks_S.max()),
+        block_tokens=block_tokens,
+        bounds_on_host=np.append(grid.start_N, tokens),
+        **_arrays_to(tensors, device),
+    )
 
 
 def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> BlockGrid:
@@ -199,14 +186,14 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
         raise ValueError("packed sequence: cu_seqlens must hold at least one document: [0, tokens]")
     if boundaries[0] != 0:
         raise ValueError(f"packed sequence: cu_seqlens starts at {boundaries[0]}: must start at 0")
-    lengths = np.diff(boundaries)
-    if (lengths < 1).any():
-        document = int(np.argmax(lengths < 1))
+    tokens_S = np.diff(boundaries)
+    if (tokens_S < 1).any():
+        document = int(np.argmax(tokens_S < 1))
         raise ValueError(
             f"packed sequence: cu_seqlens must increase; document {document} has "
-            f"{lengths[document]} tokens: leave empty documents out"
+            f"{tokens_S[document]} tokens: leave empty documents out"
         )
-    blocks_S = -(-lengths // block_size)
+    blocks_S = -(-tokens_S // block_size)
     first_block_S = np.cumsum(blocks_S) - blocks_S
     document_N = np.repeat(np.arange(len(blocks_S)), blocks_S)
     index_N = np.arange(len(document_N)) - first_block_S[document_N]
@@ -220,6 +207,7 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
         length_N=np.minimum(block_size, boundaries[document_N + 1] - start_N),
         first_block_S=first_block_S,
         blocks_S=blocks_S,
+        tokens_S=tokens_S,
     )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.device import exact_product
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.precision import exact_product
 
 _ROWS_OF_A_DOCUMENT = 1024
 _RARE = 2

@@ -11,6 +11,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.work_model import features
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 
 def crossing_tokens(cost: CostModel, base_budget: int, longest_tokens: int) -> int:
@@ -55,6 +56,8 @@ def with_dense_length(
 
 def dense_length_line(config: SparseBalanceConfig, cost: CostModel, longest_tokens: int) -> str:
     """Which documents are attended to densely, and whether costs would have it otherwise."""
+    if config.layer_budgets == ALL_DENSE:
+        return "documents of every length are attended to densely"
     tokens = max(config.dense_up_to_tokens, config.base_budget * cost.block_size)
     now = with_dense_length(replace(config, dense_up_to="auto"), cost, longest_tokens)
     text = f"documents of up to {tokens:,} tokens are attended to densely"

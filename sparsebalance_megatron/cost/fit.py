@@ -23,6 +23,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
 )
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 _FOLDS = 5
 _DOUBTFUL_ERROR = 0.4
@@ -75,7 +76,7 @@ def configured_cost_model(
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
         compared = {**configured, **shape.flat(), **run}
-        if config.layer_budgets == "dense:all":
+        if config.layer_budgets == ALL_DENSE:
             # Nothing is selected.
             del compared["selection"]
         return measured_cost_model(config.cost_table, compared)

@@ -254,7 +254,8 @@ class CostTable:
         shape = self.identity.shape
         try:
             checked(msgspec.to_builtins(self), CostTable)
-            check_range("block_size", self.identity.block_size, "block_size")
+            size = self.identity.block_size
+            check_range("block_size", size, f"block_size {size}")
         except (UnreadableFileError, ConfigError) as error:
             raise CostTableError(f"{self.place}: {error}; {_REMEDY}") from error
         if shape.num_attention_heads % shape.num_query_groups:

@@ -104,8 +104,8 @@ class DataSet:
             )
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        documents, offsets = self._locate(np.asarray(samples, dtype=np.int64))
-        return np.minimum(self._max_tokens, self._lengths_tokens[documents] - 1 - offsets)
+        _, _, lengths_tokens = self._locate(np.asarray(samples, dtype=np.int64))
+        return lengths_tokens
 
     def samples_at(self, places: np.ndarray) -> np.ndarray:
         """Samples at the given places of the endless order, int64; places must not fall."""
@@ -122,8 +122,9 @@ class DataSet:
         return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
-        local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
-        length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
+        local_document, offset, length_tokens = (
+            int(value[0]) for value in self._locate(np.asarray([sample]))
+        )
         document = self._first_document + local_document
         tokens = self._documents.read_tokens(document, offset, length_tokens + 1)
         mask = self._documents.read_loss_mask(document, offset + 1, length_tokens)
@@ -148,13 +149,16 @@ class DataSet:
             digest.update(tokens.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Document within the split, and offset of the first input token in it, per sample."""
+    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Document within the split, offset of the first input token in it, and input tokens, per
+        sample."""
         if samples.size and not 0 <= samples.min() <= samples.max() < self.counts.samples:
             raise IndexError(f"sample number outside 0 to {self.counts.samples - 1}")
         documents = np.searchsorted(self._sample_ends, samples, side="right")
         first_samples = np.where(documents > 0, self._sample_ends[documents - 1], 0)
-        return documents, (samples - first_samples) * self._max_tokens
+        offsets = (samples - first_samples) * self._max_tokens
+        left_tokens = self._lengths_tokens[documents] - 1 - offsets
+        return documents, offsets, np.minimum(self._max_tokens, left_tokens)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:

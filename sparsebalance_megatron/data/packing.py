@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -51,14 +51,10 @@ class PackedSequence:
         return PackedSequence(**parts)
 
 
-def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
-    return -tokens % pad_to_multiple_of
-
-
 def packed_cu_seqlens(
     lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1, padding_documents: int = 0
 ) -> tuple[int, ...]:
-    """Boundaries of a packed sequence, as :func:`pack` lays it out, from the lengths alone.
+    """Boundaries of a packed sequence, from the lengths of its samples, of which there are some.
 
     Padding is a sequence of its own, so that no sample's attention, position or budget depends on
     it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers. ``padding_documents``, of
@@ -72,27 +68,22 @@ def packed_cu_seqlens(
         raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
     lengths = [*map(int, lengths_tokens), *[1] * padding_documents]
     boundaries = [0, *accumulate(lengths)]
-    padding = padding_tokens(boundaries[-1], pad_to_multiple_of)
-    if padding:
+    if padding := -boundaries[-1] % pad_to_multiple_of:
         boundaries.append(boundaries[-1] + padding)
     return tuple(boundaries)
 
 
-def pack(
-    samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, padding_documents: int = 0
-) -> PackedSequence:
-    """Pack samples, at least one, in the order given; arguments as of :func:`packed_cu_seqlens`.
+def pack(samples: Sequence[Sample], cu_seqlens: Sequence[int]) -> PackedSequence:
+    """Pack samples in the order given, to the boundaries that :func:`packed_cu_seqlens` gives.
 
     Inputs, labels and loss weights of padding are 0.
     """
-    lengths_tokens = [sample.length_tokens for sample in samples]
-    cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)
     packed_tokens = cu_seqlens[-1]
     tokens = np.zeros(packed_tokens, dtype=np.int64)
     labels = np.zeros(packed_tokens, dtype=np.int64)
     loss_mask = np.zeros(packed_tokens, dtype=np.float32)
-    for sample, start in zip(samples, cu_seqlens, strict=False):
-        place = slice(start, start + sample.length_tokens)
+    for sample, (start, end) in zip(samples, pairwise(cu_seqlens), strict=False):
+        place = slice(start, end)
         tokens[place] = sample.tokens[:-1]
         labels[place] = sample.tokens[1:]
         loss_mask[place] = 1.0 if sample.loss_mask is None else sample.loss_mask

@@ -17,7 +17,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, max_cp_size
@@ -185,26 +185,35 @@ class HostPlanner:
             micro_batches = micro_batches or max(map(len, placement), default=0)
         known = self._planner.knowledge()
         plan_settings = self._planner.plan_settings
-        counts: Sequence[int] = self._micro_batch_counts(lengths, micro_batches)
+        counts = self._micro_batch_counts(lengths, micro_batches)
+        tried: list[Sequence[int]] = [counts]
         if micro_batches is not None:
             plan_settings = replace(plan_settings, plans_positions=False)
         elif plan_settings.plans_positions_of(self.job.layout):
-            counts = counts[-1], *counts  # a plan for the most may have fewer
-        failures = []
-        for count in counts:
-            try:
-                return self._planner.plan(
-                    self.steps if step is None else step,
-                    lengths,
-                    replace(self.job.layout, micro_batches=count),
-                    known,
-                    placement=placement,
-                    pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
-                    plan_settings=plan_settings,
-                )
-            except PlanError as error:
-                failures.append(error)
-        raise failures[-1]
+            # A plan for the most may have fewer; of those that share, only by halves.
+            most = counts[-1:]
+            tried = [most, counts] if self.max_cp_size > 1 else [(*most, *counts)]
+        found, failures = [], []
+        for some in tried:
+            for count in some:
+                try:
+                    planned = self._planner.plan(
+                        self.steps if step is None else step,
+                        lengths,
+                        replace(self.job.layout, micro_batches=count),
+                        known,
+                        placement=placement,
+                        pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, np.int64),
+                        plan_settings=plan_settings,
+                    )
+                except PlanError as error:
+                    failures.append(error)
+                else:
+                    found.append(planned)
+                    break
+        if not found:
+            raise failures[-1]
+        return min(found, key=lambda planned: planned.plan.expectation.makespan_ms)
 
     def _padded_lengths(self, lengths_tokens: Sequence[int]) -> tuple[int, ...]:
         longest = self.job.max_sample_tokens
@@ -254,7 +263,8 @@ class HostPlanner:
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])
         own = self.config.dense_up_to_tokens
-        if (kept := state.get("dense_up_to_tokens", own)) == own:
+        kept = kept_dense_length(state, self._planner.plan_settings)
+        if kept in (None, own):
             return afresh
         line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
         if self._dense_by_costs:

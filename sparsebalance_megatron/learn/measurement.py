@@ -15,7 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import (
+    imbalance,
+    rank_busy_ms,
+    stage_busy_ms,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")
@@ -173,13 +177,6 @@ class StepMeasurement(MeasuredTimes):
     tokens: int
     differing_ranks: tuple[int, ...]
     recompute: RecomputeTotals = field(default=RecomputeTotals())
-
-    @property
-    def times(self) -> MeasuredTimes:
-        """The times alone."""
-        return MeasuredTimes(
-            **{each.name: getattr(self, each.name) for each in fields(MeasuredTimes)}
-        )
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
         """This step without the time that ranks waited for one another inside shared micro-batches.

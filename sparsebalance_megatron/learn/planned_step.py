@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from sparsebalance_megatron import __version__
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 
 

@@ -67,7 +67,7 @@ class BatchSizes:
         """Every step has ``size`` samples."""
         return cls(schedule=((0, size),))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Samples of the largest step."""
         return max(size for _, size in self.schedule)

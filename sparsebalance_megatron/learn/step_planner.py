@@ -17,14 +17,14 @@ import numpy as np
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -71,6 +71,19 @@ class Knowledge:
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
         return Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
+
+
+def kept_dense_length(state: Mapping[str, Any], settings: PlanSettings) -> int | None:
+    """The length of a saved state up to which documents are dense; None where it has none, or was
+    saved with other base budgets, to which that length says nothing."""
+    now = _budgets_of(settings)
+    return state.get("dense_up_to_tokens") if state.get("dense_up_to_of", now) == now else None
+
+
+def _budgets_of(settings: PlanSettings) -> str:
+    if settings.layer_budgets == ALL_DENSE:
+        return ALL_DENSE
+    return f"{settings.base_budget} blocks of {settings.block_size}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -157,6 +170,7 @@ class StepPlanner:
             "version": _STATE_VERSION,
             "selection": self.selection,
             "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
+            "dense_up_to_of": _budgets_of(self.plan_settings),
             "coverage": self.coverage.state_dict(),
             "calibration": self._calibration.state_dict(),
         }

@@ -27,6 +27,7 @@ from msgspec import UNSET, structs
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.json_file import UnreadableFileError, open_regular
 from sparsebalance_megatron.log.records import (
+    LARGEST_COUNT,
     Count,
     DamagedLineError,
     Header,
@@ -180,11 +181,16 @@ class LogWriter:
         self._process = os.getpid()
         self._listener.start()
         atexit.register(self.close)
-        self._put(None)
+        self.append(None)
 
-    def append(self, make_record: Callable[[], Record]) -> None:
-        """Queue a line, which is made on the thread from what no longer changes."""
-        self._put(make_record)
+    def append(self, make_record: Callable[[], Record] | None) -> None:
+        """Queue a line, which is made on the thread from what no longer changes; None writes the
+        header alone."""
+        try:
+            self._queue.put_nowait(logging.makeLogRecord({"msg": make_record}))
+        except Full:
+            self._lines.never_queued += 1
+            self._lines.warn("the disk is slower than training")
 
     def flush(self) -> None:
         """Wait until what is queued is written, or counted."""
@@ -197,13 +203,6 @@ class LogWriter:
             self._listener.stop()
             self._lines.close()
 
-    def _put(self, make_record: Callable[[], Record] | None) -> None:
-        try:
-            self._queue.put_nowait(logging.makeLogRecord({"msg": make_record}))
-        except Full:
-            self._lines.never_queued += 1
-            self._lines.warn("the disk is slower than training")
-
 
 class LinesHandler(RotatingFileHandler):
     """Writes what log records make: a line each, or where that is None, the header alone."""
@@ -213,6 +212,8 @@ class LinesHandler(RotatingFileHandler):
         self.terminator = ""
         self._path = path
         self._header = header
+        longest_header = encode(structs.replace(header, lines_discarded=LARGEST_COUNT))
+        self._room_bytes = self.maxBytes - len(longest_header)
         self._discarded: int | None = None
         # The queue's thread counts the first, the writing thread the others.
         self.never_queued = self._not_written = self._reported = 0
@@ -226,7 +227,7 @@ class LinesHandler(RotatingFileHandler):
             if make is not None:
                 made = make()
                 line = encode(structs.replace(made, lines_dropped=lost) if lost else made).decode()
-            if len(line) + len(self._header_line()) >= self.maxBytes:
+            if len(line) >= self._room_bytes:
                 raise ValueError(f"a line of {len(line)} bytes exceeds half of the log")
         except Exception as error:
             self._lose(record, error)
@@ -266,18 +267,14 @@ class LinesHandler(RotatingFileHandler):
             self._discarded = _discarded_before(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         before = self._path.stat().st_size if self._path.exists() else 0
-        # A line that was cut off gets an end.
-        if before + 1 + len(self._header_line()) > self.maxBytes:
+        # A line that was cut off gets an end, of one byte.
+        if before + 1 > self._room_bytes:
             self.doRollover()
         cut = "\n" if _ends_cut_off(self._path) else ""
+        header = structs.replace(self._header, lines_discarded=self._discarded or UNSET)
         stream = super()._open()
-        stream.write(cut + self._header_line())
+        stream.write(cut + encode(header).decode())
         return stream
-
-    def _header_line(self) -> str:
-        return encode(
-            structs.replace(self._header, lines_discarded=self._discarded or UNSET)
-        ).decode()
 
 
 class _Discarded(msgspec.Struct):

@@ -203,7 +203,8 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
 
 
 def read_rank_logs(directory: Path, iteration: int | None = None) -> RankLogs:
-    """Read the header of every rank, and one step if asked for; of lines of it the last counts.
+    """Read the header of every rank, and one step unless ``iteration`` is None; of lines of it the
+    last counts.
 
     Tensor-parallel ranks do the same work; the first of each group speaks for it.
     """

@@ -35,9 +35,10 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
-Count = Annotated[int, Meta(ge=0, le=2**40)]
+LARGEST_COUNT = 2**40
+Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
-Length = Annotated[int, Meta(ge=1, le=2**40)]
+Length = Annotated[int, Meta(ge=1, le=LARGEST_COUNT)]
 Number = float | None
 """None, null in the log, where nothing was measured."""
 LONGEST_MS = 1e12
@@ -161,7 +162,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
             raise ValueError(
                 f"cp_sizes_RM {str(self.cp_sizes_RM.tolist())[:60]} are no groups of neighbours"
             )
-        if not _are_counts(self.segments_RM) or (self.in_segments and chunks > 1):
+        if not _are_counts(self.segments_RM) or (chunks > 1 and self.segments_RM.max() > 1):
             raise ValueError(
                 f"segments_RM {str(self.segments_RM.tolist())[:60]} must be at least 1"
             )
@@ -175,10 +176,6 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     def places(self) -> tuple[Place, ...]:
         ranks, stages = self.shape[:2]
         return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
-
-    @property
-    def in_segments(self) -> bool:
-        return bool((self.segments_RM > 1).any())
 
     def times_2RPVM(self, side: str) -> np.ndarray:
         """Own times of every micro-batch, of one of :data:`SIDES`; NaN where nothing was
@@ -236,17 +233,13 @@ class RankMicroBatch(MicroBatchPlan):
 
     def __post_init__(self) -> None:
         samples = len(self.lengths_tokens)
-        if min((*self.lengths_tokens, samples, self.cp_size)) < 1 or min(self.place) < 0:
+        least = min((*self.lengths_tokens, samples, self.cp_size))
+        if least < 1 or min(self.rank, self.position) < 0:
             raise ValueError("a micro-batch holds samples of at least one token on some rank")
         if self.budgets_LS.size and self.budgets_LS.shape != (len(self.budgets_LS), samples):
             raise ValueError(f"budgets_LS {self.budgets_LS.shape} must be [layer][sample]")
         if not _are_counts(self.budgets_LS):
             raise ValueError("budgets_LS must be numbers of blocks, at least 1")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its first rank, and its position there."""
-        return self.rank, self.position
 
 
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
@@ -348,13 +341,13 @@ class FinishedStep:
 
 
 def step_record(step: FinishedStep) -> StepRecord:
-    planned, plan = step.planned, step.planned.plan
+    planned, plan, measured = step.planned, step.planned.plan, step.measured
     by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
         iteration=step.iteration,
         iteration_ms=step.iteration_ms,
-        lm_loss=step.measured.lm_loss,
-        tokens=step.measured.tokens,
+        lm_loss=measured.lm_loss,
+        tokens=measured.tokens,
         padded_tokens=step.padded_tokens,
         plan_ms=planned.plan_ms,
         plan_wait_ms=planned.wait_ms,
@@ -363,11 +356,15 @@ def step_record(step: FinishedStep) -> StepRecord:
         cp_sizes_RM=np.array([[each.cp_size for each in own] for own in by_rank]),
         segments_RM=np.array([[each.segments for each in own] for own in by_rank]),
         device_slowness_RP=np.broadcast_to(
-            planned.scales.device_slowness_RP, step.measured.schedule_ms.shape
+            planned.scales.device_slowness_RP, measured.schedule_ms.shape
         ),
         figures=step.figures,
         predicted=plan.expectation,
-        measured=step.measured.times,
+        measured=MeasuredTimes(
+            times_2RPVM=measured.times_2RPVM,
+            schedule_ms=measured.schedule_ms,
+            waiting_2RPVM=measured.waiting_2RPVM,
+        ),
     )
 
 
@@ -402,28 +399,22 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
         rows = step.executed_O[first : first + piece.samples]
         observed.setdefault(piece.position, []).append(rows)
         first += piece.samples
-
-    def recorded(plan: MicroBatchPlan) -> RankMicroBatch:
-        of_layers = observed.get(plan.position)
-        coverage_S = None
+    micro_batches = []
+    for plan in planned.plan.for_rank(place.data_parallel_rank).micro_batches:
+        of_layers, coverage = observed.get(plan.position), None
         if of_layers is not None:
-            coverage_S = tuple(np.mean(of_layers, axis=0).round(_COVERAGE_DIGITS).tolist())
-        return RankMicroBatch(
-            **vars(plan)
-            | {
-                "samples": tuple(planned.samples[list(plan.samples)].tolist()),
-                "budgets_LS": plan.budgets_LS[layers],
-                "coverage": coverage_S,
-            }
-        )
-
+            coverage = tuple(np.mean(of_layers, axis=0).round(_COVERAGE_DIGITS).tolist())
+        own = {
+            "samples": tuple(planned.samples[list(plan.samples)].tolist()),
+            "budgets_LS": plan.budgets_LS[layers],
+            "coverage": coverage,
+        }
+        micro_batches.append(RankMicroBatch(**vars(plan) | own))
     return RankStep(
         iteration=step.iteration,
         start_unix_s=times.start_unix_s,
         schedule_ms=times.schedule_ms,
-        micro_batches=tuple(
-            map(recorded, planned.plan.for_rank(place.data_parallel_rank).micro_batches)
-        ),
+        micro_batches=tuple(micro_batches),
         spans=tuple(
             span._replace(
                 start_ms=round(span.start_ms, _MS_DIGITS), end_ms=round(span.end_ms, _MS_DIGITS)

@@ -29,9 +29,8 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     dense_attention,
 )
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to, undisturbed
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.ranking import coverage_at
@@ -277,7 +276,7 @@ class BudgetedCoreAttention(MegatronModule):
             dense, listed = zip(*halves, strict=True)
             others = context.without(documents)
         if documents:
-            results.append(self._attend_densely(dense, layout))
+            results.append(self._attended(partial(dense_attention, layout=layout), dense))
         if documents < context.layout.documents:
             selection, *result = self._attend_to_lists(listed, others, selection)
             results.append(result)
@@ -314,35 +313,38 @@ class BudgetedCoreAttention(MegatronModule):
             return documents
         return 0
 
-    def _attend_densely(self, qkv: Sequence[Tensor], layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        q_THD, k_TGD, v_TGF, *known = qkv
-        return dense_attention(
-            *(q_THD, k_TGD, v_TGF, layout),
-            softmax_scale=self._softmax_scale,
-            known=(known[0], known[1]) if known else None,
-            sink_H=self._sink(q_THD),
-        )
-
     def _attend_to_lists(
         self, qkv: Sequence[Tensor], context: LocalMicroBatch, selection: Selection | None
     ) -> tuple[Selection, Tensor, Tensor]:
         """The selection, made anew where none is given, out_THF and lse_TH."""
-        q_THD, k_TGD, v_TGF, *known = qkv
         if selection is None:
-            with undisturbed(q_THD.device):
-                selection = self.select(q_THD, k_TGD, context)
+            with undisturbed(qkv[0].device):
+                selection = self.select(qkv[0], qkv[1], context)
         attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
         if context.sequence is not None:
             exchange = context.exchange(self._layer_index)
             attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
-        results = attend(
-            *(q_THD, k_TGD, v_TGF, selection),
+        implementation = self._options.config.attention
+        attend = partial(attend, selection=selection, implementation=implementation)
+        return selection, *self._attended(attend, qkv)
+
+    def _attended(
+        self, attend: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """out_THF and lse_TH from queries, keys and values, which known results may follow."""
+        q_THD, k_TGD, v_TGF, *known = qkv
+        # The score of the key, of value 0, that --softmax-type adds to the keys of each head.
+        sink_H: Tensor | None = None
+        if self.config.softmax_type == "learnable":
+            sink_H = self.softmax_offset
+        elif self.config.softmax_type != "vanilla":
+            sink_H = q_THD.new_zeros(q_THD.shape[1])
+        return attend(
+            *(q_THD, k_TGD, v_TGF),
             softmax_scale=self._softmax_scale,
-            implementation=self._options.config.attention,
-            sink_H=self._sink(q_THD),
             known=(known[0], known[1]) if known else None,
+            sink_H=sink_H,
         )
-        return selection, *results
 
     @torch.no_grad()
     def _observe_densely(
@@ -377,12 +379,6 @@ class BudgetedCoreAttention(MegatronModule):
         if others is not context:
             seen = seen.followed_by(others.observations[self._layer_index])
         context.observations[self._layer_index] = seen
-
-    def _sink(self, q_THD: Tensor) -> Tensor | None:
-        """Score of the key, of value 0, that ``--softmax-type`` adds to the keys of each head."""
-        if self.config.softmax_type == "learnable":
-            return self.softmax_offset
-        return q_THD.new_zeros(q_THD.shape[1]) if self.config.softmax_type != "vanilla" else None
 
     @torch.no_grad()
     def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:

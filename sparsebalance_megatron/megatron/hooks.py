@@ -7,8 +7,9 @@ Shape legend: T tokens that a rank computes, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,22 @@ def _masking(count: Callable[..., None]) -> Callable[..., None]:
         count(routing_map_TE)
 
     return count_tokens
+
+
+def packed_forward_step(
+    check_for_nan: bool, data_iterator: Iterator[dict[str, Any]], model: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
+    machinery."""
+    batch = next(data_iterator)
+    packed = batch["packed_seq_params"]
+    count_sequences(packed.cu_seqlens_q, packed.micro_batch)
+    output = model(
+        *(batch["tokens"], batch["position_ids"], None),
+        labels=batch["labels"],
+        packed_seq_params=packed,
+    )
+    return output, partial(token_loss, batch["loss_mask"], check_for_nan)
 
 
 def count_sequences(cu_seqlens: Tensor, micro_batch: LocalMicroBatch) -> None:

@@ -72,16 +72,16 @@ class KeptResult:
     samples: tuple[Tensor, ...]
 
 
+@dataclass(eq=False)
 class KeptAttention:
     """The results of one micro-batch in one model chunk, by layer, until backward takes them.
 
     Results of a layer that runs forward twice under the same parameters are let go: which of the
-    two a backward means cannot be told, so it attends again, and that is counted.
+    two a backward means cannot be told, so it attends again, and that is counted in ``counts``.
     """
 
-    def __init__(self, counts: RecomputeCounts) -> None:
-        self._counts = counts
-        self._by_layer: dict[int, KeptResult | None] = {}
+    counts: RecomputeCounts
+    _by_layer: dict[int, KeptResult | None] = field(default_factory=dict, init=False)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class KeptAttention:
         """Give a layer's result to its recomputed pass and let go of it; None to attend again."""
         kept = self._by_layer.get(layer)
         if kept is None:
-            self._counts.again += 1
+            self.counts.again += 1
             return None
         del self._by_layer[layer]
         shapes = tuple(x.shape for x in inputs)
@@ -131,7 +131,7 @@ class KeptAttention:
             torch.isclose(_some_tokens(x), sample, rtol=0.0, atol=0.0, equal_nan=True).all()
             for x, sample in zip(inputs, kept.samples, strict=True)
         ]
-        self._counts.changed.append(~torch.stack(same).all())
+        self.counts.changed.append(~torch.stack(same).all())
         return kept
 
 

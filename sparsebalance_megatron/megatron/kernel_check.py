@@ -12,7 +12,7 @@ import torch
 
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.self_check import check_attention
-from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import has_dense_layers
 from sparsebalance_megatron.supported import installed_version
@@ -59,8 +59,8 @@ def check_kernels(
             names = " or ".join(sorted(others - {config.attention}))
             raise KernelCheckError(
                 f"kernel check of {selection} on {on}, {dtype}, head dims {shape.head_dim} and "
-                f"{shape.value_dim}: {'; '.join(problems)}; train with {flag_name('attention')} "
-                f"{names}, and {flag_name('router')} torch where the selection has that choice, or "
-                "with another ptxas (TRITON_PTXAS_PATH)"
+                f"{shape.value_dim}: {'; '.join(problems)}; train with "
+                f"{flag_with('attention', names)}, and {flag_with('router', 'torch')} where the "
+                "selection has that choice, or with another ptxas (TRITON_PTXAS_PATH)"
             )
     return f"kernels agree with the reference ({on})"

@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.sequence.earlier_segments import MicroBatchSegments
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
@@ -61,9 +61,12 @@ class LocalMicroBatch:
         budgets_LS: on the device.
         max_budgets: each layer's largest, on the host.
         observe: whether coverage is observed, in a training step.
+        observes_all: whether documents that are attended to densely are routed, too: what smaller
+            budgets would cover is learnt from them.
         step: the training step; -1 outside of one.
         position: its place in the rank's order.
         sequence: the slice that runs; None where that is the whole packed sequence.
+        segment: number of the micro-batch's segment that runs; 0 where it has one.
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
@@ -80,10 +83,12 @@ class LocalMicroBatch:
     budgets_LS: Tensor
     max_budgets: tuple[int, ...]
     observe: bool
+    observes_all: bool = False
     step: int = -1
     position: int = 0
     chunk: int = 0
     sequence: SequenceSlice | None = None
+    segment: int = 0
     segments: MicroBatchSegments | None = None
     padding_documents: int = 0
     sample_tokens: int | None = None
@@ -92,12 +97,6 @@ class LocalMicroBatch:
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
-
-    @property
-    def observes_all(self) -> bool:
-        """Whether documents that are attended to densely are routed, too: what smaller budgets
-        would cover is learnt from them."""
-        return self.observe and self.step % STEPS_PER_FULL_OBSERVATION == 0
 
     def dense_documents(self, layer: int, dense_blocks: int) -> int:
         """Number of first documents, padding left out and those of later segments included, of
@@ -132,11 +131,6 @@ class LocalMicroBatch:
             budgets_on_host_LS=None,
             observations={},
         )
-
-    @property
-    def segment(self) -> int:
-        """Number of the micro-batch's segment that runs; 0 where it has one."""
-        return 0 if self.sequence is None else self.sequence.segment
 
     @property
     def counts(self) -> bool:
@@ -240,10 +234,12 @@ def local_micro_batches(
                 budgets_LS=copied_to(budgets_LS[:, :begun].contiguous(), device),
                 max_budgets=max_budgets,
                 observe=observe,
+                observes_all=observe and step % STEPS_PER_FULL_OBSERVATION == 0,
                 step=step,
                 position=plan.position,
                 chunk=chunk,
                 sequence=sequence,
+                segment=number,
                 segments=segments,
                 padding_documents=padding,
                 sample_tokens=plan.tokens,

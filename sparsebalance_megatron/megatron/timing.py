@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +39,7 @@ class Clock(Protocol):
 class HostClock:
     """Host time; for a model on the CPU."""
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3
@@ -62,7 +62,8 @@ class MicroBatchRecorder:
     """Marks of the forwards and backwards of one rank's micro-batches or segments within one step.
 
     Forwards name themselves (:meth:`bind_forward`). Backwards do not, so the k-th backward is the
-    k-th backward of the schedule's order.
+    k-th of ``backward_order``, the step's backwards on this stage in their order, which is set
+    before the step's first forward is bound.
 
     ``unix_clock``: seconds since 1970, to set the ranks' steps side by side.
     """
@@ -70,7 +71,7 @@ class MicroBatchRecorder:
     def __init__(self, clock: Clock, *, unix_clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
-        self._backward_order: Sequence[Place] = ()
+        self.backward_order: Sequence[Place] = ()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -84,11 +85,6 @@ class MicroBatchRecorder:
         self._passes: Counter[tuple[str, Place, int]] = Counter()
         self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
-
-    def expect(self, backward_order: Sequence[Place]) -> None:
-        """Name the step's backwards on this stage in their order, before its first forward is
-        bound."""
-        self._backward_order = backward_order
 
     def bind_forward(self, chunk: int, micro_batch: int, segment: int = 0) -> None:
         """Name the forward that is running."""
@@ -120,7 +116,7 @@ class MicroBatchRecorder:
         if timer_name == FORWARD_TIMER:
             return self._bound
         index = self._backwards
-        return self._backward_order[index] if index < len(self._backward_order) else None
+        return self.backward_order[index] if index < len(self.backward_order) else None
 
     def begin_collective(self, number: int) -> None:
         """A collective of the running chunk begins, in which ranks may wait for one another."""
@@ -181,12 +177,12 @@ class NoTimers:
     stop = start
 
 
+@dataclass(eq=False)
 class RecordingTimers:
     """Stands in for Megatron's ``Timers`` in ``config.timers`` and hands everything on to it."""
 
-    def __init__(self, inner: Any, recorder: MicroBatchRecorder) -> None:
-        self.inner = inner
-        self.recorder = recorder
+    inner: Any
+    recorder: MicroBatchRecorder
 
     def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         timer = self.inner(name, *arguments, **keywords)
@@ -198,19 +194,19 @@ class RecordingTimers:
         return getattr(self.inner, attribute)
 
 
+@dataclass(eq=False)
 class _RecordingTimer:
-    def __init__(self, inner: Any, name: str, recorder: MicroBatchRecorder) -> None:
-        self._inner = inner
-        self._name = name
-        self._recorder = recorder
+    inner: Any
+    name: str
+    recorder: MicroBatchRecorder
 
     def start(self, *arguments: Any, **keywords: Any) -> None:
-        self._inner.start(*arguments, **keywords)
-        self._recorder.start(self._name)
+        self.inner.start(*arguments, **keywords)
+        self.recorder.start(self.name)
 
     def stop(self, *arguments: Any, **keywords: Any) -> None:
-        self._recorder.stop(self._name)
-        self._inner.stop(*arguments, **keywords)
+        self.recorder.stop(self.name)
+        self.inner.stop(*arguments, **keywords)
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._inner, attribute)
+        return getattr(self.inner, attribute)

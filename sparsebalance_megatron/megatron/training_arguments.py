@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 from sparsebalance_megatron.megatron.compat import (
     arguments_of_weights,
@@ -105,7 +106,7 @@ def settle_attention(args: Namespace) -> list[str]:
 
     First blocks are those of the checkpoint that the run starts from, where it was trained with
     this selection, else the selection's default. The length up to which documents are dense is the
-    checkpoint's, where flags say the same of attention otherwise.
+    checkpoint's, where flags say the same of attention otherwise and not all documents are dense.
     """
     trained, lines = arguments_of_weights(args), []
 
@@ -127,7 +128,11 @@ def settle_attention(args: Namespace) -> list[str]:
             )
     name = destination("dense_up_to")
     length = getattr(trained, name, "auto")
-    if getattr(args, name) == "auto" != length and agree("block_size", "base_budget"):
+    are_dense = ALL_DENSE in (
+        getattr(each, destination("layer_budgets"), None) for each in (trained, args)
+    )
+    alike = not are_dense and agree("block_size", "base_budget")
+    if getattr(args, name) == "auto" != length and alike:
         setattr(args, name, length)
         flag = flag_name("dense_up_to")
         lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")

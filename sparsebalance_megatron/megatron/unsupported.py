@@ -55,6 +55,23 @@ def _has_experts(get: Settings) -> bool:
     return bool(get("num_experts") or get("num_moe_experts"))
 
 
+def _plans_positions(get: Settings) -> bool:
+    """Whether steps may have fewer micro-batches than Megatron counts; as
+    :meth:`.PlanSettings.plans_positions_of` says of a job."""
+    config = get.config
+    most_ranks = config.max_context_parallel or get("context_parallel_size", 1)
+    return bool(
+        config.positions == "planned"
+        and config.batching == "makespan"
+        and get("pipeline_model_parallel_size", 1) == 1
+        and (
+            get("expert_model_parallel_size", 1) > 1
+            or get("use_torch_fsdp2")
+            or (config.context_parallel == "dynamic" and most_ranks > 1)
+        )
+    )
+
+
 def shards_unequally(get: Settings) -> bool:
     """Whether ranks that share parameters cannot save them: rows of a weight do not divide. Sizes
     that Megatron has not set yet are left out."""
@@ -245,13 +262,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--moe-router-load-balancing-type": lambda get: (
         _has_experts(get) and "global_aux_loss" in get("moe_router_load_balancing_type", ())
     ),
-    "--moe-paged-stash": lambda get: (
-        get("moe_paged_stash")
-        and get("expert_model_parallel_size", 1) > 1
-        and get("pipeline_model_parallel_size", 1) == 1
-        and get.config.positions == "planned"
-        and get.config.batching == "makespan"
-    ),
+    "--moe-paged-stash": lambda get: get("moe_paged_stash") and _plans_positions(get),
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
     ),

@@ -36,7 +36,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.metrics import imbalance, rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
 from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
@@ -185,7 +185,7 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
         case "length":
             placement = balanced(problem.costs.lengths_tokens_S, lengths, job, cap_tokens)
         case _:
-            placement = problem.balanced_by(problem.expected_LS)
+            placement = problem.balanced_by(problem.expected_2SC)
     return Candidate.of(problem, Arrangement.of_groups(placement), batching)
 
 
@@ -208,6 +208,7 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
         plan_ms=effort * problem.search_ms(start.makespan_ms, share),
         enough_ms=stop * _bound_ms(problem, max_cp_size),
         layer_2SX=problem.layer_2SX,
+        spends_all=problem.plan_settings.plan_ms is not None,
     )
     candidate = Candidate.of(problem, found)
     if job.lockstep_ranks == 1 or job.pipeline_stages > 1 or max_cp_size > 1:
@@ -358,7 +359,7 @@ def _in_segments(
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
         with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_LS))]
+            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_2SC))]
     found = _cut(problem, starts, most_tokens)
     if not problem.plans_cp_sizes or lockstep:
         return found

@@ -80,7 +80,7 @@ class Job:
     def virtual_stages(self) -> int:
         return len(self.stage_layers[0])
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return sum(len(chunk) for stage in self.stage_layers for chunk in stage)
 

@@ -7,6 +7,7 @@ The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) a
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
-from sparsebalance_megatron.plan.lockstep_times import own_times
-from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
+from sparsebalance_megatron.plan.pipeline.operation_times import imbalance
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -67,37 +69,36 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     return plan
 
 
-def _dense_first(dense_LS: np.ndarray, micro_batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Samples that most layers attend to densely first, so that these find them side by side; else
-    in the order given. A caller's own placement keeps its order: the caller may have packed by
-    it."""
-    layers_S = dense_LS[:, list(micro_batch)].sum(axis=0)
-    return tuple(micro_batch[each] for each in np.argsort(-layers_S, kind="stable"))
+def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarray) -> list[int]:
+    """The samples of all micro-batches, one after another.
+
+    Those of a micro-batch in one piece on one rank that most layers attend to densely are first, so
+    that these find them side by side; else samples keep their order. A caller's own placement keeps
+    its order, too: the caller may have packed by it.
+    """
+    sample_I = np.array([*chain.from_iterable(chain.from_iterable(arrangement.samples))])
+    if problem.inputs.placement is not None or arrangement.segment_starts_blocks:
+        return sample_I.tolist()
+    place_I = arrangement.micro_batch_of_S[sample_I]
+    alone_I = arrangement.cp_sizes_RM.reshape(-1)[place_I] == 1
+    dense_layers_I = np.where(alone_I, dense_LS.sum(axis=0)[sample_I], 0)
+    return sample_I[np.lexsort((-dense_layers_I, place_I))].tolist()
 
 
 def _micro_batches(
     problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets
 ) -> tuple[MicroBatchPlan, ...]:
     """Every micro-batch on its first rank, with its budgets cut from one array of all."""
-    reorders = problem.inputs.placement is None and not arrangement.segment_starts_blocks
-    placed = [
-        [
-            _dense_first(tuned.dense_LS, micro_batch)
-            if reorders and arrangement.cp_size(rank, position) == 1
-            else micro_batch
-            for position, micro_batch in enumerate(in_rank)
-        ]
-        for rank, in_rank in enumerate(arrangement.samples)
-    ]
-    samples = [sample for rank in placed for micro_batch in rank for sample in micro_batch]
+    samples = _in_order(problem, arrangement, tuned.dense_LS)
     placed_LS = np.ascontiguousarray(tuned.budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
     first = 0
-    for rank, in_rank in enumerate(placed):
-        for position, micro_batch in enumerate(in_rank):
-            if not micro_batch:
+    for rank, in_rank in enumerate(arrangement.samples):
+        for position, held in enumerate(in_rank):
+            if not held:
                 continue
+            micro_batch = tuple(samples[first : first + len(held)])
             lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
             micro_batches.append(
                 MicroBatchPlan(
@@ -128,17 +129,18 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         segment_ms = tuple(np.split(ms_2UP.swapaxes(1, 2), end_R[:-1], axis=2))
     else:
         segment_ms = ()
-        times_2RPVM = costs.micro_batch_ms(tuned_2SC, arrangement).by_micro_batch_2RPVM
-        at_costs = replace(problem.budgets, costs=costs)
-        makespans_R = at_costs.makespans_ms(tuned.budgets_LS, arrangement)
+        times = costs.micro_batch_ms(tuned_2SC, arrangement)
+        times_2RPVM = times.by_micro_batch_2RPVM
+        if costs.job.lockstep_ranks > 1:
+            times = group_times(costs, tuned.budgets_LS, arrangement)
+        makespans_R = makespans_ms(times)
     if costs.job.lockstep_ranks > 1:
         times_2RPVM = own_times(costs, times_2RPVM, arrangement)
     times_2RPVM.flags.writeable = False
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
-        constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
-        for sample_2SC in (tuned_2SC, problem.costs.sample_ms(problem.budgets.allowed.base_LS))
+        constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(

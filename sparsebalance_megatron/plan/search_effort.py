@@ -18,7 +18,10 @@ SHARE_OF_STEP_FOR_CP_SIZES = 0.10
 for one another are simulated together, few candidates at a time."""
 
 SHARE_OF_STEP_FOR_FILLING = 0.05
-"""Share of a step's time that filling ranks with attention may take, over all step times tried."""
+"""Share of a step's time that filling ranks with attention may take."""
+
+SHARE_OF_STEP_FOR_FILLING_SEGMENTS = 0.15
+"""Share where micro-batches pass in segments: more price levels are more coverage there."""
 
 SHARE_OF_STEP_FOR_SEGMENTS = 0.03
 """Share of a step's time that searching cuts may take."""

@@ -11,15 +11,15 @@ begin every layer of a segment together. So the segment takes the sum over layer
 member, and the group is one pipeline. Ranks that share micro-batches and do not wait in layers are
 pipelines that begin shared operations together.
 
-Shape legend: R data-parallel ranks, C = P chunks, W members of a row, U segments of a member or of
-all, I samples of all micro-batches, E pieces (parts of samples), Y prefixes, X places or columns: L
-layers, then C embeddings and heads, then C experts.
+Shape legend: Q levels of budgets, R data-parallel ranks, C = P chunks, W members of a row, U
+segments of a member or of all, I samples of all micro-batches, E pieces (parts of samples), Y
+prefixes, X places or columns: L layers, then C embeddings and heads, then C experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, batched, chain, pairwise
+from itertools import accumulate, batched, chain, pairwise, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ from sparsebalance_megatron.plan.step_costs import (
 _PLACES_PER_SEGMENT = 4
 """Places of a sample where it may be cut, for each segment that it may have."""
 _LEAST_PLACES = 32
+_PAIRS_AT_ONCE = 1 << 16
+"""Numbers of block pairs of a column that fit a core's cache with what they are made of."""
 
 MicroBatch = tuple[int, ...]
 """The samples of a micro-batch, in order."""
@@ -74,29 +76,47 @@ def segmented_times(
     In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
     rank's by itself.
     """
-    cp_sizes_RM, holder_J = where.cp_sizes_RM, first_places(where.cp_sizes_RM).tolist()
-    held = sorted(set(holder_J))
+    cp_sizes_RM = where.cp_sizes_RM
+    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
+    own_2UP = _own_segment_ms(costs, where, budgets_LS)
+    first_J = [0, *accumulate(chain.from_iterable(segments_RM))][:-1]
+    ms_2JP = np.add.reduceat(own_2UP, first_J, axis=1)
+    times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
+    lockstep = costs.job.lockstep_ranks > 1
+    ms_2UP = _lockstep_2UP(costs, where, budgets_LS) if lockstep else own_2UP
+    times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
+    return times_2RPM[:, :, :, None], makespans_ms(times), ms_2UP
+
+
+def segment_ms_Q2UP(costs: StepCosts, where: Arrangement, budgets_QLS: np.ndarray) -> np.ndarray:
+    """Ms of the segments of all ranks at several budgets, as those of :func:`segmented_times`."""
+    if costs.job.lockstep_ranks > 1:
+        return np.stack([_lockstep_2UP(costs, where, budgets_LS) for budgets_LS in budgets_QLS])
+    return _own_segment_ms(costs, where, budgets_QLS)
+
+
+def _own_segment_ms(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> np.ndarray:
+    """Ms [..., 2, U, P] of the segments of all ranks, each by itself, at budgets [..., L, S]."""
+    cp_size_J, first_J = where.cp_sizes_RM.reshape(-1), first_places(where.cp_sizes_RM)
+    held_M, number_J = np.unique(first_J, return_inverse=True)
     micro_batches, starts = (
         list(chain.from_iterable(of)) for of in (where.samples, where.segment_starts_blocks)
     )
-    cuts = micro_batch_cuts(
+    ms, _ = _segments(
         costs,
         budgets_LS,
-        [micro_batches[place] for place in held],
-        [starts[place] for place in held],
-        [place // cp_sizes_RM.shape[1] for place in held],
-        cp_sizes_RM.reshape(-1)[held].tolist(),
+        [micro_batches[place] for place in held_M.tolist()],
+        [starts[place] for place in held_M.tolist()],
+        held_M // where.cp_sizes_RM.shape[1],
+        cp_size_J[held_M],
     )
-    cut_of = dict(zip(held, cuts, strict=True))
-    ms_2UP = joined_2UP(cut_of[place] for place in holder_J)
-    first_J = [0, *accumulate(map(len, starts[:-1]))]
-    ms_2JP = np.add.reduceat(ms_2UP, first_J, axis=1)
-    times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
-    if costs.job.lockstep_ranks > 1:
-        ms_2UP = _lockstep_2UP(costs, where, budgets_LS)
-    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
-    times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
-    return times_2RPM[:, :, :, None], makespans_ms(times), ms_2UP
+    if len(held_M) == len(first_J):
+        return ms
+    segments_J = np.array(list(map(len, starts)))
+    first_segment_M = np.cumsum(segments_J[held_M]) - segments_J[held_M]
+    before_J = np.cumsum(segments_J) - segments_J
+    shared_U = np.repeat(first_segment_M[number_J] - before_J, segments_J)
+    return ms[..., shared_U + np.arange(len(shared_U)), :]
 
 
 def micro_batch_cuts(
@@ -107,26 +127,45 @@ def micro_batch_cuts(
     first_ranks: Sequence[int],
     cp_sizes: Sequence[int],
 ) -> list[Cut]:
-    """Micro-batches in segments, on the devices of their ranks.
+    """Micro-batches in segments, on the devices of their ranks."""
+    ms_2UP, tokens_U = _segments(
+        *(costs, budgets_LS, micro_batches, starts), np.array(first_ranks), np.array(cp_sizes)
+    )
+    parts = starmap(slice, pairwise(accumulate(map(len, starts), initial=0)))
+    return [Cut(ms_2UP[:, part], tokens_U[part]) for part in parts]
+
+
+def _segments(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    micro_batches: Sequence[MicroBatch],
+    starts: Sequence[Starts],
+    first_rank_M: np.ndarray,
+    cp_size_M: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ms [..., 2, U, P] of the segments of micro-batches on the devices of their ranks, at budgets
+    [..., L, S], and their tokens [U] on a rank.
 
     Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
     others' part of the keys and values so far.
     """
-    ms_2UP, tokens_U = _pieces(
-        *(costs, costs.by_chunk, budgets_LS, micro_batches, starts),
-        costs.share_W[np.array(cp_sizes)],
+    ms, tokens_U = _pieces(
+        costs, costs.by_chunk, budgets_LS, micro_batches, starts, costs.share_W[cp_size_M]
     )
-    ms_2UP += _whatever_it_holds_2C(costs)[:, None]
-    ends = accumulate(map(len, starts), initial=0)
-    cuts = []
-    for rank, cp_size, part in zip(first_ranks, cp_sizes, pairwise(ends), strict=True):
-        own_2UP, own_U = ms_2UP[:, slice(*part)], tokens_U[slice(*part)]
-        if cp_size > 1:
-            so_far_U1 = np.cumsum(own_U)[:, None] * costs.received_W[cp_size]
-            own_2UP += so_far_U1 * costs.by_chunk.exchange_2X[:, None]
-        slowest_P = costs.slowness_RP[rank : rank + cp_size].max(axis=0)
-        cuts.append(Cut(own_2UP * slowest_P, -(-own_U // cp_size)))
-    return cuts
+    ms += _whatever_it_holds_2C(costs)[:, None]
+    segments_M = np.array(list(map(len, starts)))
+    cp_size_U = np.repeat(cp_size_M, segments_M)
+    if cp_size_M.max() > 1:
+        until_U = np.cumsum(tokens_U)
+        first_M = np.cumsum(segments_M) - segments_M
+        so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
+        received_U1 = (so_far_U * costs.received_W[cp_size_U])[:, None]
+        ms += received_U1 * costs.by_chunk.exchange_2X[:, None]
+    if (costs.slowness_RP != 1.0).any():
+        ranks = zip(first_rank_M.tolist(), cp_size_M.tolist(), strict=True)
+        slowest_MP = [costs.slowness_RP[rank : rank + size].max(axis=0) for rank, size in ranks]
+        ms *= np.repeat(slowest_MP, segments_M, axis=0)
+    return ms, -(-tokens_U // cp_size_U)
 
 
 def row_cuts(
@@ -194,7 +233,8 @@ def _pieces(
     starts: Sequence[Starts],
     share_M: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ms [2, U, X] of what segments hold, on an average device, and their tokens [U].
+    """Ms [..., 2, U, X] of what segments hold, on an average device, at budgets [..., L, S], and
+    their tokens [U].
 
     Args:
         share_M: of the work of each micro-batch that a rank does.
@@ -213,18 +253,17 @@ def _pieces(
     # Where dense attention needs a whole micro-batch on one rank.
     lists_M = (segments_M > 1) | (np.asarray(share_M) < 1.0)
     lists_I = np.repeat(lists_M, np.fromiter(map(len, micro_batches), dtype=np.int64))
-    tokens_2E, ms_22EX = _prefix(
+    tokens_2E, ms = _prefix(
         *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]),
         lists_E=lists_I[place_E],
     )
     piece_U = np.searchsorted(start_E, start_U)
-    work_2UX = np.add.reduceat(ms_22EX[:, 1] - ms_22EX[:, 0], piece_U, axis=1)
+    work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * share_M
-    ms_2UX = (
-        work_2UX * np.repeat(slowness_M, segments_M)[:, None]
-        + np.diff(piece_U, append=len(start_E))[:, None] * columns.sparse_2XF[:, None, :, SEQUENCES]
-    )
-    return ms_2UX, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
+    work *= np.repeat(slowness_M, segments_M)[:, None]
+    pieces_U1 = np.diff(piece_U, append=len(start_E))[:, None]
+    work += pieces_U1 * columns.sparse_2XF[:, None, :, SEQUENCES]
+    return work, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
 
 
 def _prefix(
@@ -236,7 +275,8 @@ def _prefix(
     *,
     lists_E: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [Y, E] and ms [2, Y, E, X] of the first blocks of samples, in one piece.
+    """Tokens [Y, E] of the first blocks of samples and, at budgets [..., L, S], their ms
+    [..., 2, Y, E, X], in one piece.
 
     What a micro-batch and a sequence cost whatever their length is not in it. ``lists_E``: lists of
     all blocks stand for dense attention.
@@ -244,16 +284,18 @@ def _prefix(
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
     in_column_XL = columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None]
-    pairs_XYE = np.stack(
-        [
-            np.where(
-                costs.dense_LS[layers_L][:, None, sample_E],
-                0.0,
-                costs.work.attended_pairs(length_YE, budgets_LS[layers_L][:, None, sample_E]),
-            ).sum(0)
-            for layers_L in in_column_XL
-        ]
-    )
+    levels, columns_X = budgets_LS.shape[:-2], len(in_column_XL)
+    budgets_QLS = budgets_LS.reshape(-1, *budgets_LS.shape[-2:])
+    pairs_QXYE = np.empty((len(budgets_QLS), columns_X, *length_YE.shape))
+    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (len(columns.column_of_L) * length_YE.size))
+    for first in range(0, len(budgets_QLS), at_once):
+        some = slice(first, first + at_once)
+        for column, layers_L in enumerate(in_column_XL):
+            budgets_QL1E = budgets_QLS[some][:, layers_L][..., None, sample_E]
+            pairs_QLYE = costs.work.attended_pairs(length_YE, budgets_QL1E)
+            dense_L1E = costs.dense_LS[layers_L][:, None, sample_E]
+            pairs_QXYE[some, column] = np.where(dense_L1E, 0.0, pairs_QLYE).sum(axis=1)
+    pairs_XYE = pairs_QXYE.reshape(*levels, columns_X, *length_YE.shape)
     visible_YE = costs.work.visible_pairs(length_YE)
     dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
 
@@ -271,7 +313,7 @@ def _prefix(
         + visible_YE[..., None] * ms_2EX(VISIBLE)[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YE > 0)[..., None] * ms_2EX(SEQUENCES, sparse=0.0)[:, None]
-        + pairs_XYE.transpose(1, 2, 0) * columns.pair_2X[:, None, None]
+        + np.moveaxis(pairs_XYE, -3, -1)[..., None, :, :, :] * columns.pair_2X[:, None, None]
     )
 
 
@@ -297,6 +339,7 @@ class Places:
         self._costs = costs
         self._work_SX, self._blocks_SX = ms_2XSP.sum(axis=(0, 3)).T, blocks_XS.T
         self.work_S = self._work_SX[:, -1]
+        self._along: dict[MicroBatch, tuple[np.ndarray, ...]] = {}
 
     def starts(
         self, row: Row, segments: int, least_tokens: int, least_blocks: int = 1
@@ -307,6 +350,8 @@ class Places:
         They are fewer where a segment would have too few tokens in every member, or a member too
         few blocks.
         """
+        if segments == 1:
+            return ((0,),) * len(row)
         blocks = min(int(self._costs.blocks_S[list(samples)].sum()) for samples in row)
         for number in range(min(segments, blocks // least_blocks), 1, -1):
             ends = [self._ends(samples, number, least_blocks) for samples in row]
@@ -319,15 +364,9 @@ class Places:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and tokens before each segment of a micro-batch and at its end: at the places
         nearest to equal work, moved as far as the least blocks ask for."""
-        samples_I = list(samples)
-        blocks_I, tokens_I = (
-            of_S[samples_I] for of_S in (self._costs.blocks_S, self._costs.lengths_tokens_S)
-        )
-        first_block_I, first_token_I = (np.cumsum(of_I) - of_I for of_I in (blocks_I, tokens_I))
-        work_I = self.work_S[samples_I]
-        before_I = np.cumsum(work_I) - work_I
-        work_X = (self._work_SX[samples_I] + before_I[:, None]).reshape(-1)
-        blocks_X = (self._blocks_SX[samples_I] + first_block_I[:, None]).reshape(-1)
+        if samples not in self._along:
+            self._along[samples] = self._places_along(samples)
+        tokens_I, first_block_I, first_token_I, work_X, blocks_X = self._along[samples]
         number_U = np.arange(segments + 1)
         wanted_U = work_X[-1] * number_U / segments
         after_U = np.searchsorted(work_X, wanted_U).clip(1, len(work_X) - 1)
@@ -339,3 +378,18 @@ class Places:
         place_U = np.searchsorted(first_block_I, blocks_U, side="right") - 1
         in_sample_U = (blocks_U - first_block_I[place_U]) * self._costs.block_size
         return blocks_U, first_token_I[place_U] + np.minimum(in_sample_U, tokens_I[place_U])
+
+    def _places_along(self, samples: MicroBatch) -> tuple[np.ndarray, ...]:
+        """Tokens of the samples, blocks and tokens before each, and work and blocks before every
+        place of the micro-batch."""
+        samples_I = list(samples)
+        blocks_I, tokens_I, work_I = (
+            of_S[samples_I]
+            for of_S in (self._costs.blocks_S, self._costs.lengths_tokens_S, self.work_S)
+        )
+        first_block_I, first_token_I, before_I = (
+            np.cumsum(of_I) - of_I for of_I in (blocks_I, tokens_I, work_I)
+        )
+        work_X = (self._work_SX[samples_I] + before_I[:, None]).reshape(-1)
+        blocks_X = (self._blocks_SX[samples_I] + first_block_I[:, None]).reshape(-1)
+        return tokens_I, first_block_I, first_token_I, work_X, blocks_X

@@ -18,9 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.model import CostModel, Direction, Part
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part, StageScales
 from sparsebalance_megatron.cost.parts import SegmentCost
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import Members, first_places

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import batched, pairwise
+from itertools import batched
 from operator import attrgetter
 
 import numpy as np
@@ -124,7 +124,7 @@ class StepPlan:
         return self._rank_plans[rank]
 
     def schedule_of(self, rank: int) -> SegmentedSchedule:
-        """The schedule of a data-parallel rank's stages in a step that has segments."""
+        """The schedule of a data-parallel rank's stages; in one piece where nothing is cut."""
         return self._schedules[rank]
 
     def rank_tokens_RM(self) -> np.ndarray:
@@ -194,20 +194,21 @@ class StepPlan:
                 f"{job.data_parallel_size}"
             )
         covered_RM = np.zeros((job.data_parallel_size, job.micro_batches), dtype=np.int64)
-        seen: Counter[int] = Counter()
+        samples: list[int] = []
         for micro_batch in self.micro_batches:
             rank, position = micro_batch.rank, micro_batch.position
             if defect := _defect(micro_batch, lengths_tokens, job, plan_settings):
                 raise PlanError(f"step {self.step}, rank {rank}, micro-batch {position}: {defect}")
             covered_RM[rank : rank + micro_batch.cp_size, position] += 1
-            seen.update(micro_batch.samples)
+            samples += micro_batch.samples
         if (covered_RM != 1).any():
             rank, position = np.argwhere(covered_RM != 1)[0]
             raise PlanError(
                 f"step {self.step}, rank {rank}, micro-batch {position}: in "
                 f"{covered_RM[rank, position]} micro-batches, must be in exactly 1"
             )
-        for group in batched(self._schedules, job.lockstep_ranks):
+        groups = batched(self._schedules, job.lockstep_ranks) if job.lockstep_ranks > 1 else ()
+        for group in groups:
             if any(of_rank != group[0] for of_rank in group):
                 raise PlanError(
                     f"step {self.step}: ranks of a lockstep group have "
@@ -215,10 +216,14 @@ class StepPlan:
                     f"that they meet at most {[of_rank.most_segments_M for of_rank in group]}, "
                     "must have equally many"
                 )
-        if seen != Counter(range(len(lengths_tokens))):
+        if sorted(samples) != list(range(len(lengths_tokens))):
+            seen = Counter(samples)
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
             repeated = sorted(sample for sample, count in seen.items() if count > 1)
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
+        if self.budgets_LS.min() < 1:
+            sample = int(self.budgets_LS.min(axis=0).argmin())
+            raise PlanError(f"step {self.step}, sample {sample}: a budget is below 1 block")
 
 
 def _defect(
@@ -239,23 +244,20 @@ def _defect(
         return f"job has {job.micro_batches} micro-batches"
     if not samples:
         return "empty"
-    blocks = sum(-(-length // plan_settings.block_size) for length in micro_batch.lengths_tokens)
-    bounds = (*micro_batch.segment_starts_blocks, blocks)
-    # A whole micro-batch with too few blocks for its ranks is padded.
-    least = cp_size if micro_batch.segments > 1 else 1
-    if bounds[0] != 0 or any(end - first < least for first, end in pairwise(bounds)):
-        starts = micro_batch.segment_starts_blocks
-        return f"segments begin at blocks {starts} of {blocks} on {cp_size} ranks"
-    if micro_batch.segments > plan_settings.max_segments:
-        return f"{micro_batch.segments} segments, at most {plan_settings.max_segments}"
+    if (starts := micro_batch.segment_starts_blocks) != (0,):
+        block_size = plan_settings.block_size
+        blocks = sum(-(-length // block_size) for length in micro_batch.lengths_tokens)
+        # A whole micro-batch with too few blocks for its ranks is padded.
+        if starts[0] != 0 or min(np.diff([*starts, blocks])) < cp_size:
+            return f"segments begin at blocks {starts} of {blocks} on {cp_size} ranks"
+        if len(starts) > plan_settings.max_segments:
+            return f"{len(starts)} segments, at most {plan_settings.max_segments}"
     if micro_batch.tokens > cap_tokens:
         return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
-    if any(not 0 <= sample < len(lengths_tokens) for sample in samples):
+    if min(samples) < 0 or max(samples) >= len(lengths_tokens):
         return "sample index outside the global batch"
     if micro_batch.lengths_tokens != tuple(lengths_tokens[sample] for sample in samples):
         return "lengths differ from the samples' lengths"
     if micro_batch.budgets_LS.shape != shape:
         return f"budgets have shape {micro_batch.budgets_LS.shape}, expected {shape}"
-    if micro_batch.budgets_LS.min() < 1:
-        return "a budget is below 1 block"
     return None

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     BudgetPolicy,
@@ -180,7 +179,7 @@ class StepProblem:
         if not self.budget_policy.by_latency:
             return base_LS
         try:
-            where = Arrangement.of_groups(self.balanced_by(base_LS))
+            where = Arrangement.of_groups(self.balanced_by(self.budgets.base_2SC))
             return tune(self.budgets, where).budgets_LS
         except PlanError:
             return base_LS
@@ -188,7 +187,9 @@ class StepProblem:
     @cached_property
     def expected_2SC(self) -> np.ndarray:
         """Ms of every sample at the expected budgets."""
-        return self.costs.sample_ms(self.expected_LS)
+        budgets, expected_LS = self.budgets, self.expected_LS
+        at_base = expected_LS is budgets.allowed.base_LS
+        return budgets.base_2SC if at_base else self.costs.sample_ms(expected_LS)
 
     @property
     def layer_2SX(self) -> np.ndarray | None:
@@ -197,11 +198,10 @@ class StepProblem:
         layers = self.costs.layers
         return None if layers is None else layers.ms_2SX(self.expected_LS)
 
-    def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
-        """Latency-balanced placement at these budgets."""
-        forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
+    def balanced_by(self, sample_2SC: np.ndarray) -> Placement:
+        """Latency-balanced placement of samples that take so many ms."""
         return balanced(
-            (forward_SC + backward_SC).sum(axis=1),
+            sample_2SC.sum(axis=0).sum(axis=1),
             self.lengths_tokens,
             self.job,
             self.cap_tokens,

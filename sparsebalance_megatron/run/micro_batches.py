@@ -24,7 +24,6 @@ from sparsebalance_megatron.data.packing import (
     Sample,
     pack,
     packed_cu_seqlens,
-    padding_tokens,
 )
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -57,7 +56,15 @@ class SequencePacking:
 
     def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole packed sequence in tokens, padding included."""
-        return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
+        lengths_tokens = micro_batch.lengths_tokens
+        # Slices and segments are padded by themselves.
+        if micro_batch.segments > 1:
+            return packed_cu_seqlens(lengths_tokens)
+        if self.groups is None:
+            return packed_cu_seqlens(lengths_tokens, self.pad_to_multiple_of)
+        blocks = sum(-(-length // self.block_size) for length in lengths_tokens)
+        missing_blocks = max(0, micro_batch.cp_size - blocks)
+        return packed_cu_seqlens(lengths_tokens, padding_documents=missing_blocks)
 
     def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
         """Slice of a micro-batch that this rank holds, which may be all of it."""
@@ -90,10 +97,7 @@ class SequencePacking:
 
     def packed(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> list[PackedSequence]:
         """Tokens that this rank computes of a micro-batch, segment by segment, from its samples."""
-        pad_to_multiple_of, padding_documents = self._padding(micro_batch)
-        whole = pack(
-            samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
-        )
+        whole = pack(samples, self.cu_seqlens(micro_batch))
         return [
             whole if held is None else whole.part(held.tokens_T, padding_tokens=held.padding_tokens)
             for held in self.slices(micro_batch)
@@ -101,36 +105,28 @@ class SequencePacking:
 
     def computed_tokens(self, micro_batch: MicroBatchPlan) -> list[int]:
         """Tokens that this rank computes of a micro-batch, segment by segment, with padding."""
-        tokens_U = self._tokens_of_ranks(micro_batch)[:, self._group(micro_batch).member].tolist()
-        return [tokens + padding_tokens(tokens, self.pad_to_multiple_of) for tokens in tokens_U]
+        member = self._group(micro_batch).member
+        return list(map(int, self._tokens_of_ranks(micro_batch)[:, member]))
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
-        tokens = self._tokens_of_ranks(micro_batch).ravel().tolist()
-        padding = sum(padding_tokens(each, self.pad_to_multiple_of) for each in tokens)
-        return sum(tokens) - micro_batch.tokens + padding
+        return int(self._tokens_of_ranks(micro_batch).sum()) - micro_batch.tokens
 
     def _tokens_of_ranks(self, micro_batch: MicroBatchPlan) -> np.ndarray:
-        """[segments, ranks] tokens that each rank holds of each segment, before padding."""
+        """[segments, ranks] tokens that each rank computes of each segment, padding included."""
         if micro_batch.cp_size == 1:
-            return micro_batch.segment_tokens(self.block_size)[:, None]
-        last = segment_slice(
-            self.cu_seqlens(micro_batch),
-            micro_batch.segment_starts_blocks,
-            micro_batch.segments - 1,
-            block_size=self.block_size,
-            ranks=SequenceGroup(members=micro_batch.cp_size),
-        )
-        return np.reshape(last.tokens_per_member, (micro_batch.segments, -1))
-
-    def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
-        """Divisor of the whole packed sequence's tokens, and its padding documents."""
-        if micro_batch.segments > 1:
-            return 1, 0
-        if self.groups is None:
-            return self.pad_to_multiple_of, 0
-        blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
-        return 1, max(0, micro_batch.cp_size - blocks)
+            held = micro_batch.segment_tokens(self.block_size)
+        else:
+            last = segment_slice(
+                self.cu_seqlens(micro_batch),
+                micro_batch.segment_starts_blocks,
+                micro_batch.segments - 1,
+                block_size=self.block_size,
+                ranks=SequenceGroup(members=micro_batch.cp_size),
+            )
+            held = np.asarray(last.tokens_per_member)
+        multiple = self.pad_to_multiple_of
+        return np.reshape(-(-held // multiple) * multiple, (micro_batch.segments, -1))
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -148,7 +148,6 @@ class Run:
         """Forget what the running step has observed."""
         self.seen: list[LocalMicroBatch] = []
         self.running: PlannedStep | None = None
-        self._schedule: SegmentedSchedule
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._hears_collectives = self._knows_collectives
@@ -174,8 +173,9 @@ class Run:
         if running is None:
             self.running = planned
             self._schedule = planned.plan.schedule_of(self.place.data_parallel_rank)
-            order = backward_order(self.job, self.place.pipeline_rank, self._schedule)
-            self._recorder.expect(order)
+            self._recorder.backward_order = backward_order(
+                self.job, self.place.pipeline_rank, self._schedule
+            )
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
                 f"a micro-batch of step {step} begins, but end_step was not called for step "
@@ -242,7 +242,7 @@ class Run:
         self._recorder.wait()
         with self._host_time.counted("reduce"):
             times = self._recorder.times(collectives=self._hears_collectives)
-            observed = ObservedCoverage.gather(self.seen)
+            observed = ObservedCoverage.gather(self.seen, self._reducer.buckets)
             measured, executed_O = self._reducer.reduce(
                 segments_M=self._schedule.segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron import __version__
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.repetitions import copies_T
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.cost.table import Sensitivities

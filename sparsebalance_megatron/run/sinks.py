@@ -47,7 +47,8 @@ class StepSinks:
     def __init__(
         self, inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
     ) -> None:
-        self._inputs = inputs
+        self._job, self._shape = inputs.job, inputs.settings.host_job.shape
+        self._block_size = inputs.config.block_size
         self._place = place
         self._coverage = coverage
         self._step_log = self._rank_log = None
@@ -55,7 +56,7 @@ class StepSinks:
         if directory is not None:
             self._rank_log = LogWriter(
                 rank_log_path(directory, place.world_rank),
-                rank_header(place, inputs.job, socket.gethostname()),
+                rank_header(place, self._job, socket.gethostname()),
                 max_bytes=max_bytes,
             )
         if directory is not None and place.world_rank == 0:
@@ -71,7 +72,7 @@ class StepSinks:
     def write(self, step: FinishedStep) -> None:
         """Hand the step to everything that wants it."""
         if self._rank_log is not None:
-            self._rank_log.append(partial(rank_step, step, self._place, self._inputs.job))
+            self._rank_log.append(partial(rank_step, step, self._place, self._job))
         if self._step_log is not None:
             self._step_log.append(partial(step_record, step))
             if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
@@ -80,8 +81,8 @@ class StepSinks:
         if self._writers is not None and step.iteration % self._writers[2] == 0:
             scalars = step_scalars(
                 step,
-                shape=self._inputs.settings.host_job.shape,
-                block_size=self._inputs.config.block_size,
+                shape=self._shape,
+                block_size=self._block_size,
                 world_size=self._place.world_size,
             )
             write_scalars(self._writers, step.iteration, scalars)

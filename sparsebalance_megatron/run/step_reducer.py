@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.learn.measurement import (
     DIRECTIONS,
     PASSES,
@@ -45,32 +45,33 @@ DIGEST_BYTES = 6
 class ObservedCoverage:
     """This rank's coverage observations of one step, laid side by side.
 
-    ``pieces`` says whose the rows are; ``values_OC`` holds the grid's coverage and then the extra
-    columns, float64, on the device that observed, or is None where nothing was.
+    ``pieces`` says whose the rows are, ``group_O`` their ``layer * U + bucket``; ``values_OC``
+    holds the grid's coverage and then the extra columns, float64, on the device that observed, or
+    is None where nothing was.
     """
 
     pieces: tuple[Piece, ...]
-    bucket_O: np.ndarray
+    group_O: np.ndarray
     values_OC: torch.Tensor | None
 
     @classmethod
-    def gather(cls, seen: Iterable[LocalMicroBatch]) -> ObservedCoverage:
+    def gather(cls, seen: Iterable[LocalMicroBatch], buckets: int) -> ObservedCoverage:
         """Gather what the layers of this rank's micro-batches observed, without padding documents.
 
         Ranks that share a micro-batch see the same, and only the first reports it; of segments, the
         last.
         """
-        pieces, buckets, columns = [], [], []
+        pieces, groups, columns = [], [], []
         for context in seen:
             if not context.counts:
                 continue
-            blocks = context.layout.blocks_per_document
-            samples = len(blocks) - context.padding_documents
-            bucket_S = length_bucket(np.array(blocks[:samples]))
+            layout = context.layout
+            samples = layout.documents - context.padding_documents
+            bucket_S = length_bucket(layout.grid.blocks_S[:samples]).astype(np.int64)
             for layer, observation in context.observations.items():
                 pieces.append(Piece(context.position, layer, samples))
-                buckets.append(bucket_S)
-                columns.append(_columns(observation, context.layout.tokens_S, samples))
+                groups.append(layer * buckets + bucket_S)
+                columns.append(_columns(observation, layout.tokens_S, samples))
         values_OC = None
         if columns:
             # The same few operations on the device, however many observations.
@@ -78,14 +79,9 @@ class ObservedCoverage:
             values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
         return cls(
             pieces=tuple(pieces),
-            bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
+            group_O=np.concatenate(groups) if groups else np.empty(0, dtype=np.int64),
             values_OC=values_OC,
         )
-
-    def group_O(self, buckets: int) -> np.ndarray:
-        """``layer * U + bucket`` of every row."""
-        layer_O = np.repeat([p.layer for p in self.pieces], [p.samples for p in self.pieces])
-        return layer_O.astype(np.int64) * buckets + self.bucket_O
 
 
 def _columns(
@@ -204,7 +200,7 @@ class StepReducer:
             # A document that was not routed has no curve, and all else.
             routed_O = values_OC.isfinite().all(1)
             values_OC = values_OC.masked_fill(broken_O[:, None] | ~values_OC.isfinite(), 0.0)
-            group_O = copied_to(torch.from_numpy(observed.group_O(self.buckets)), self.device)
+            group_O = copied_to(torch.from_numpy(observed.group_O), self.device)
             part["coverage"].view(-1, values_OC.shape[1]).index_add_(0, group_O, values_OC)
             part["counts"].view(-1).index_add_(0, group_O, routed_O.double())
             part["unobserved"][:] = broken_O.sum()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, dense_length_line
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -24,7 +24,7 @@ from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.learn.step_planner import StateError, kept_dense_length
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
@@ -332,7 +332,9 @@ class TrainerRun:
         if self._run is not None:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._loaded_state = state
-        self.inputs = self.inputs.with_kept_dense_length(state.get("dense_up_to_tokens"))
+        self.inputs = self.inputs.with_kept_dense_length(
+            kept_dense_length(state, self.inputs.plan_settings)
+        )
         self._options.config = self.inputs.config
 
 

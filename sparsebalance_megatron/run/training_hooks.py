@@ -5,25 +5,24 @@ once per model chunk, and the forward step, once per micro-batch."""
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
-from sparsebalance_megatron.megatron.hooks import count_sequences, token_loss
+from sparsebalance_megatron.megatron.hooks import packed_forward_step
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
 from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, checked_settings
 from sparsebalance_megatron.run.agreement import print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
-from sparsebalance_megatron.run.trainer import Batch, LossFunction, TrainerRun
+from sparsebalance_megatron.run.trainer import TrainerRun
 
 
 class TrainingHooks:
@@ -111,19 +110,3 @@ def make_training_hooks(
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)
-
-
-def packed_forward_step(
-    check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
-) -> tuple[Tensor, LossFunction]:
-    """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
-    machinery."""
-    batch = next(data_iterator)
-    packed = batch["packed_seq_params"]
-    count_sequences(packed.cu_seqlens_q, packed.micro_batch)
-    output = model(
-        *(batch["tokens"], batch["position_ids"], None),
-        labels=batch["labels"],
-        packed_seq_params=packed,
-    )
-    return output, partial(token_loss, batch["loss_mask"], check_for_nan)

@@ -14,8 +14,8 @@ from attention.cases import SCALE, SERVING, drawn, ranked, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsebalance_megatron.attention import precision
-from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
+from sparsebalance_megatron.attention.api import KERNELS, budgeted_attention
+from sparsebalance_megatron.attention.device import exact_product
 from sparsebalance_megatron.attention.kernels.contract import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import selector_named
@@ -79,7 +79,7 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
     lists = selector_named(selection).select(
         _ranking(selection, q_THD, k_TGD), torch.tensor([2, 3])
     )
-    kernel, dout_THF = kernel_named(implementation), torch.ones(139, 4, 16)
+    kernel, dout_THF = KERNELS[implementation], torch.ones(139, 4, 16)
     q_THD.requires_grad_()
     with _Seen() as seen:
         out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, lists, SCALE, kernel, None)
@@ -99,7 +99,7 @@ def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implement
     selector = selector_named(selection)
     q_THD, k_TGD, v_TGF = _qkv(torch.bfloat16)
     lists = selector.select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
-    kernel = kernel_named(implementation)
+    kernel = KERNELS[implementation]
     out_THF, lse_TH = kernel.forward(q_THD, k_TGD, v_TGF, lists, softmax_scale=SCALE)
     rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGF, out_THF)
     narrow = kernel.backward(rounded[0], saved(*rounded[1:], lse_TH, lists))
@@ -150,7 +150,7 @@ def test_products_are_taken_in_float64_where_tf32_is_on(
             seen.append(torch.float64)
             return torch.ones(1)
 
-    monkeypatch.setattr(precision.torch.backends, "cuda", SimpleNamespace(matmul=matmul))
-    product = precision.exact_product(Operand(), Operand())
+    monkeypatch.setattr(torch.backends, "cuda", SimpleNamespace(matmul=matmul))
+    product = exact_product(Operand(), Operand())
     assert product.dtype == torch.float32
     assert seen == ([torch.float64] * 2 if is_on else [torch.float32])

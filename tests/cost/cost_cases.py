@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 
 

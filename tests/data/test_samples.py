@@ -19,7 +19,7 @@ from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
 from sparsebalance_megatron.data.documents import Documents, check_loss_mask
-from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens, padding_tokens
+from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
@@ -186,21 +186,19 @@ def test_packing_equals_naive_packing(
     tokens: list[list[int]], multiple: int, dtype: type[np.number]
 ) -> None:
     samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
-    row = pack(samples, pad_to_multiple_of=multiple)
+    boundaries = packed_cu_seqlens([len(sample) - 1 for sample in tokens], multiple)
+    row = pack(samples, boundaries)
     expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, 0)
     columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
-    lengths_tokens = [len(sample) - 1 for sample in tokens]
     starts = [place for place, row in enumerate(expected) if row[2] == 0]
-    boundaries = packed_cu_seqlens(lengths_tokens, multiple)
     assert [*boundaries] == [*starts, len(expected)]
-    assert len(expected) == sum(lengths_tokens) + padding_tokens(sum(lengths_tokens), multiple)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
-        pack([])
+        packed_cu_seqlens([])
     with pytest.raises(ValueError, match="pad_to_multiple_of is 0"):
         packed_cu_seqlens([3], 0)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.conversations import Layout, Turn, characters
 
-from sparsebalance_megatron.data.packing import pack
+from sparsebalance_megatron.data.packing import pack, packed_cu_seqlens
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -136,7 +136,8 @@ def test_every_weight_of_the_packed_row(
         lines.write_text("".join(json.dumps(record) + "\n" for record in records))
         prepare(RecordFiles([lines]), prefix, tokenizer_name=str(tokenizer), append_eod=append_eod)
         index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
-        row = pack([index.read(i) for i in range(len(index))], pad_to_multiple_of=multiple)
+        samples = [index.read(i) for i in range(len(index))]
+    row = pack(samples, packed_cu_seqlens([each.length_tokens for each in samples], multiple))
     expected: list[tuple[int, int, int, float]] = []
     for document in expected_documents(tokenizer, LAYOUTS[layout], turns_of, append_eod):
         kept = document[:max_tokens] if overlong == "truncate" else document

@@ -9,7 +9,7 @@ from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
 
 SHAPE_RPVM = (2, 3, 2, 4)

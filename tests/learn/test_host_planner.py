@@ -268,6 +268,18 @@ def test_ranks_in_lockstep_get_the_number_of_micro_batches_of_the_shortest_step(
     assert fixed.micro_batches >= max(1, least)
 
 
+@given(st.integers(0, 1000), st.sampled_from([16, 24, 30]))
+def test_planned_cp_sizes_take_no_longer_than_in_the_least_number_of_micro_batches(
+    seed: int, count: int
+) -> None:
+    made = planner(host_job(4), context_parallel="dynamic", max_context_parallel=2)
+    tokens = lengths(count, seed)
+    chosen = made.plan(tokens).plan.expectation.makespan_ms
+    least = -(-sum(made.job.padded(each) for each in tokens) // (4 * LONGEST))
+    given_number = made.plan(tokens, micro_batches=least).plan.expectation.makespan_ms
+    assert chosen <= given_number * (1 + 1e-9)
+
+
 def test_state_of_another_version_is_refused_and_of_another_model_named() -> None:
     made = planner()
     with pytest.raises(StateError, match="version 0, not"):
@@ -315,5 +327,7 @@ def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
     (line,) = named.load_state_dict(kept)
     assert line == f"--sparse-balance-dense-up-to is 0, in the state {20 * BLOCK}"
     assert by_costs.plan(lengths()).plan.digest() != named.plan(lengths()).plan.digest()
+    for other in ({"base_budget": 3}, {"layer_budgets": "dense:all"}):
+        assert planner(dense_up_to="auto", **other).load_state_dict(kept) == ()
     with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):
         planner(dense_up_to="999999")

@@ -25,10 +25,10 @@ from step_cases import (
     step_measurement,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.learn.measurement import PASSES, StepFigures, lockstep_waiting
 from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
-from sparsebalance_megatron.plan.metrics import rank_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.sinks import StepSinks, step_scalars, write_scalars
 

@@ -59,10 +59,10 @@ def test_a_record_holds_what_the_run_knew() -> None:
     assert (step.tokens, step.padded_tokens, step.complete) == (sum(LENGTHS_TOKENS), 3, True)
     for ours, theirs in (
         (step.predicted, planned.plan.expectation),
-        (step.measured, measured.times),
+        (step.measured, measured),
         (step.figures, finished.figures),
     ):
-        for each in fields(theirs):
+        for each in fields(ours):
             found, expected = (getattr(of, each.name) for of in (ours, theirs))
             np.testing.assert_array_equal(
                 np.array(found, float), np.array(expected, float), err_msg=each.name
@@ -77,7 +77,7 @@ def test_a_record_holds_what_the_run_knew() -> None:
     assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
     np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
-    assert not step.in_segments
+    assert (step.segments_RM == 1).all()
 
 
 def test_what_was_not_measured_comes_back_as_none() -> None:

@@ -163,6 +163,28 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("megatron", "chosen", "refused"),
+    [
+        ({}, {}, False),
+        ({}, {"max_context_parallel": 2}, True),
+        ({"context_parallel_size": 2}, {}, True),
+        ({"context_parallel_size": 2}, {"context_parallel": "static"}, False),
+        ({"use_torch_fsdp2": True}, {}, True),
+        ({"expert_model_parallel_size": 2}, {"positions": "fixed"}, False),
+        ({"pipeline_model_parallel_size": 2}, {"max_context_parallel": 2}, False),
+    ],
+)
+def test_a_stash_by_micro_batches_is_refused_where_steps_may_have_fewer(
+    megatron: dict[str, Any], chosen: dict[str, Any], refused: bool
+) -> None:
+    args = Namespace(moe_paged_stash=True, seq_length=256, calculate_per_token_loss=True)
+    vars(args).update(megatron, data_path=["prefix"], dataloader_type="external")
+    refusal = pytest.raises(ConfigError, match=r"^--sparse-balance with --moe-paged-stash: ")
+    with refusal if refused else nullcontext():
+        check_supported(args, SparseBalanceConfig(enabled=True, **chosen))
+
+
+@pytest.mark.parametrize(
     ("differs", "refused"),
     [
         ({}, False),

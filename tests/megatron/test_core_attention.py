@@ -249,8 +249,7 @@ def test_dense_documents_need_no_lists(step: int) -> None:
     """Base budget 3: results are those of lists to rounding, and other documents' lists are equal;
     every few steps dense documents are routed, too, for their curves."""
     budgets_LS = np.array([[3, 3, 3], [3, 3, 3]], dtype=np.int32)
-    some, listed = (params_with(COVERED_FIRST, budgets_LS) for _ in range(2))
-    some.micro_batch.step = step
+    some, listed = (params_with(COVERED_FIRST, budgets_LS, step=step) for _ in range(2))
     ours, (of_others,) = _output_and_gradients(some)
     expected, (of_all,) = _output_and_gradients(listed, implementation="reference")
     for a, b in zip(ours, expected, strict=True):

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.model import CostModel, Part
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, Part, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.coverage import CoverageCurves

@@ -25,7 +25,7 @@ from plan.plan_cases import (
 from plan.test_lockstep_plans import arguments
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from plan.plan_cases import job_shape, planned, random_lengths, step_inputs
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 RECORD = Path(__file__).with_name("golden_plans.json")

@@ -22,7 +22,7 @@ from plan.plan_cases import (
     with_experts,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 

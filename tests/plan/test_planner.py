@@ -28,7 +28,7 @@ from plan.plan_cases import (
     step_inputs,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.step_costs import step_costs

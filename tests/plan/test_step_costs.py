@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import FORWARD_MS, cost_model, job_shape, placed
 
-from sparsebalance_megatron.cost.model import Part
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import Part, StageScales
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError

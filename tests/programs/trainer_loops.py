@@ -165,8 +165,8 @@ class Trainer:
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
         losses, batch_size = [], SIZES["global_batch_size"]
         for step in range(STEPS):
-            samples = index.global_batch(step * batch_size, batch_size)
-            rows = [pack([index.read(int(sample))]) for sample in samples]
+            samples = map(index.read, index.global_batch(step * batch_size, batch_size).tolist())
+            rows = [pack([sample], [0, sample.length_tokens]) for sample in samples]
             tokens = sum(row.loss_mask.sum() for row in rows)
             model.zero_grad_buffer()
             optimizer.zero_grad()

@@ -49,7 +49,7 @@ WAITS = {
     "megatron.training.utils.common_utils.reduce_max_stat_across_model_parallel_group",
 }
 COPIES = {
-    "to cuda: sparsebalance_megatron.attention.host_copy.copied_to",
+    "to cuda: sparsebalance_megatron.attention.device.copied_to",
     # Once a step: what was measured.
     "to cpu: sparsebalance_megatron.run.step_reducer._sum",
     *(f"to cuda: {name}" for name in WAITS if name.startswith("megatron.")),

@@ -29,6 +29,7 @@ def micro_batch(
     return LocalMicroBatch(
         **{"layout": None, "budgets_LS": None, "max_budgets": (), "observe": False},  # not read
         sequence=sequence,
+        segment=segment,
         segments=segments,
         padding_documents=padding_documents,
     )

@@ -88,7 +88,8 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                     observe=True,
                     sequence=SimpleNamespace(ranks=None, group=SimpleNamespace(member=member)),
                 )
-            ]
+            ],
+            BUCKETS,
         )
         for member in (0, 1)
     ]
@@ -97,10 +98,10 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
 
 
 def test_observations_keep_their_place_without_padding() -> None:
-    observed = ObservedCoverage.gather(seen(1, layer) for layer in (0, 1))
+    observed = ObservedCoverage.gather((seen(1, layer) for layer in (0, 1)), BUCKETS)
     assert observed.pieces == (Piece(0, 0, 2), Piece(1, 1, 2))
-    np.testing.assert_array_equal(observed.group_O(BUCKETS), [0, 2, BUCKETS, BUCKETS + 2])
-    assert ObservedCoverage.gather([]).group_O(BUCKETS).shape == (0,)
+    np.testing.assert_array_equal(observed.group_O, [0, 2, BUCKETS, BUCKETS + 2])
+    assert ObservedCoverage.gather([], BUCKETS).group_O.shape == (0,)
 
 
 def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> StepMeasurement:
@@ -141,7 +142,7 @@ def learnt_from(context: Any) -> tuple[StepMeasurement, np.ndarray]:
         segments_M=(1,),
         most_segments=1,
         times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
-        observed=ObservedCoverage.gather([context]),
+        observed=ObservedCoverage.gather([context], BUCKETS),
         loss_and_tokens=None,
         digest=b"digest",
     )

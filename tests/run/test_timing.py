@@ -48,7 +48,7 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
     order = [(each.direction, each.chunk, each.micro_batch) for each in operations]
     clock = WoundClock()
     recorder = MicroBatchRecorder(clock, unix_clock=lambda: UNIX_S + clock.now_ms / 1e3)
-    recorder.expect([(c, m, 0) for kind, c, m in order if kind == "backward"])
+    recorder.backward_order = [(c, m, 0) for kind, c, m in order if kind == "backward"]
     return order, clock, recorder
 
 
@@ -132,7 +132,7 @@ def test_times_land_on_their_segment() -> None:
     recorder = MicroBatchRecorder(clock)
     for segments_M, most_M in (((2, 1), (2, 1)), ((3,), (3,)), ((2, 1, 1), (2, 3, 1))):
         recorder.begin_step()
-        recorder.expect(backward_order(job, 0, SegmentedSchedule(segments_M, most_M)))
+        recorder.backward_order = backward_order(job, 0, SegmentedSchedule(segments_M, most_M))
         places = [(0, m, s) for m, segments in enumerate(segments_M) for s in range(segments)]
         for place in places:
             recorder.start(FORWARD_TIMER)

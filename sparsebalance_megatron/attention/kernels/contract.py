@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsebalance_megatron.attention.precision import undisturbed
+from sparsebalance_megatron.attention.device import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
 
 

@@ -102,12 +102,12 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-    """Say what torch's kernels do not serve on CUDA."""
+def obstacle(q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> str | None:
+    """Say what torch's kernels do not serve on CUDA, and the remedy; None where they serve."""
     if takes_flash(q_THD.device):
         return None
-    if selection.query_layout.documents > _MOST_DOCUMENTS:
-        return f"serves {_MOST_DOCUMENTS} documents, not {selection.query_layout.documents}"
+    if layout.documents > _MOST_DOCUMENTS:
+        return f"serves {_MOST_DOCUMENTS} documents, not {layout.documents}"
     capability = torch.cuda.get_device_capability(q_THD.device)
     if capability < (8, 0):
         found = "{}.{}".format(*capability)

@@ -48,11 +48,13 @@ class _Tiles:
 
     ``rows_AI``: numbers of rows, X where a tile is padded. ``blocks_A``: what a tile reads.
     ``place_XK``: where an entry of a list went, in [A * I]; A * I where there is none.
+    ``at_once``: tiles of one call, which divides A.
     """
 
     rows_AI: Tensor
     blocks_A: Tensor
     place_XK: Tensor
+    at_once: int
 
 
 class _PastBlocks:
@@ -79,11 +81,9 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
-        for head in range(self._kv_heads):
-            heads = self._query_heads(head)
+        for head, heads, k_NBD, v_NBF in self._of_heads():
             out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
             q_XED = self._with_dummy(self._q_THD[:, heads])
-            k_NBD, v_NBF = self._keys(head)
             for tiles in self._tiles(head):
                 places = tiles.rows_AI.numel() * self._heads + 1
                 parts_ZF = q_XED.new_empty(places, v_NBF.shape[2])
@@ -106,14 +106,12 @@ class _PastBlocks:
         self, dout_THF: Tensor, out_THF: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
         dq_THD, dk_TGD, dv_TGF = gradients
-        for head in range(self._kv_heads):
-            heads = self._query_heads(head)
+        for head, heads, k_NBD, v_NBF in self._of_heads():
             lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
             # One gather serves for all three, and each is a view of it.
             rows = [x[:, heads] for x in (dout_THF, self._q_THD, out_THF)]
             rows_XEU, widths = self._with_dummy(*rows), [x.shape[2] for x in rows]
             dq_XED = self._with_dummy(dq_THD[:, heads])
-            k_NBD, v_NBF = self._keys(head)
             dk_NBD, dv_NBF = torch.zeros_like(k_NBD), torch.zeros_like(v_NBF)
             for tiles in self._tiles(head):
                 for _, rows_AI, blocks_A in self._chunks(tiles):
@@ -134,9 +132,12 @@ class _PastBlocks:
             dk_TGD[:, head] += self._layout.from_blocks(dk_NBD)
             dv_TGF[:, head] += self._layout.from_blocks(dv_NBF)
 
-    def _query_heads(self, head: int) -> slice:
-        number = self._rows_per_token * self._heads
-        return slice(head * number, (head + 1) * number)
+    def _of_heads(self) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+        """Every KV head, its query heads, and its keys and values by block."""
+        number, to_blocks = self._rows_per_token * self._heads, self._layout.to_blocks
+        for head in range(self._kv_heads):
+            heads = slice(head * number, (head + 1) * number)
+            yield head, heads, to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
 
     def _by_row(self, x_TH: Tensor) -> Tensor:
         """A KV head's query heads, [T, H / G, ...] to [X, E, ...]."""
@@ -157,16 +158,13 @@ class _PastBlocks:
         """The inverse of :meth:`_by_row`."""
         return x_XE.unflatten(0, (-1, self._rows_per_token)).flatten(1, 2)
 
-    def _keys(self, head: int) -> tuple[Tensor, Tensor]:
-        to_blocks = self._layout.to_blocks
-        return to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
-
     def _tiles(self, head: int) -> Iterator[_Tiles]:
         """The tiles of some places of all lists, then of the next."""
         some = slice(head * self._rows_per_token, (head + 1) * self._rows_per_token)
         for lists_XK in self._lists_QCK[:, some].flatten(0, 1).split(_PLACES_AT_ONCE, 1):
             size = self._tile_rows(lists_XK.shape[1])
-            yield _gathered_tiles(lists_XK, self._layout.blocks, size, self._at_once(size))
+            at_once = tiles_at_once(size * self._heads, self._layout.block_tokens, lists_XK.device)
+            yield _gathered_tiles(lists_XK, self._layout.blocks, size, at_once)
 
     def _tile_rows(self, places: int) -> int:
         """I: by how many would read a block if all lists were full, which the host knows."""
@@ -174,15 +172,11 @@ class _PastBlocks:
         fitting = (size for size in _TILE_ROWS if _LEAST_TILES * size <= readers)
         return max(1, next(fitting, _TILE_ROWS[-1]) // self._heads)
 
-    def _at_once(self, rows: int) -> int:
-        return tiles_at_once(rows * self._heads, self._layout.block_tokens, self._q_THD.device)
-
     def _chunks(self, tiles: _Tiles) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Tiles of one call: their places in Z, their rows and their blocks."""
         count, size = tiles.rows_AI.shape
-        at_once = self._at_once(size)
-        for first in range(0, count, at_once):
-            some = slice(first, first + at_once)
+        for first in range(0, count, tiles.at_once):
+            some = slice(first, first + tiles.at_once)
             places = slice(*(x * size * self._heads for x in (some.start, some.stop)))
             yield places, tiles.rows_AI[some], tiles.blocks_A[some]
 
@@ -231,5 +225,8 @@ def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _
     place_U.masked_fill_(sorted_U == blocks, tile_A.numel() * size)
     place_XK = torch.empty_like(place_U).index_copy_(0, entry_U, place_U).view(rows, places)
     return _Tiles(
-        rows_AI=rows_AI.masked_fill_(padding_AI, rows), blocks_A=blocks_A, place_XK=place_XK
+        rows_AI=rows_AI.masked_fill_(padding_AI, rows),
+        blocks_A=blocks_A,
+        place_XK=place_XK,
+        at_once=at_once,
     )

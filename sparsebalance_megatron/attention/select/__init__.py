@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.config import ConfigError, Router, flag_name
+from sparsebalance_megatron.config import ConfigError, Router, flag_with
 from sparsebalance_megatron.selector_registry import load_selector
 
 
@@ -99,7 +99,7 @@ def selector_named(
     for option, value in chosen.items():
         if not hasattr(selector, f"with_{option}"):
             raise ConfigError(
-                f"{flag_name(option)} {value}: selection {name} leaves no choice of "
+                f"{flag_with(option, value)}: selection {name} leaves no choice of "
                 f"{option.replace('_', ' ')}; drop the flag"
             )
         selector = getattr(selector, f"with_{option}")(value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
@@ -51,11 +51,25 @@ class RankingSelector:
 
     @torch.no_grad()
     def coverage(self, ranking: Ranking) -> Tensor:
-        """Score coverage of every budget; a ranking without mass is a ValueError."""
+        """Coverage curves_SK of documents: float32, the mean of the ranking's mass up to each
+        budget.
+
+        Curves rise to exactly 1 at the document's number of blocks. A document with mass that is
+        not finite has NaN throughout. A ranking without mass is a ValueError.
+        """
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
-        heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
+        layout, heads = ranking.layouts.kv_layout, ranking.indices_QCK.shape[1]
+        mean_SK = ranking.mass_SK / (layout.tokens_S * heads)[:, None]
+        # A product with a triangle, since CUDA's cumsum is not reproducible; one number that is not
+        # finite makes its row NaN throughout. cummax heals rounding.
+        triangle_KK = torch.ones_like(mean_SK[:1]).expand(mean_SK.shape[1], -1).triu()
+        curves_SK = (mean_SK @ triangle_KK).float()
+        broken_S1 = curves_SK[:, :1].isnan()
+        budget_K = torch.arange(1, mean_SK.shape[1] + 1, device=curves_SK.device)
+        complete_SK = budget_K >= layout.blocks_S[:, None]
+        curves_SK = curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
+        return curves_SK.masked_fill(broken_S1, torch.nan)
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
@@ -86,23 +100,6 @@ class RankingSelector:
             own_block_N=layouts.own_block_N,
             columns=columns,
         )
-
-
-def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
-    """Coverage curves_SK of documents: float32, the mean of a ranking's mass up to each budget.
-
-    Curves rise to exactly 1 at the document's number of blocks. A document with mass that is not
-    finite has NaN throughout.
-    """
-    mean_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
-    # A product with a triangle, since CUDA's cumsum is not reproducible; one number that is not
-    # finite makes its row NaN throughout. cummax heals rounding.
-    curves_SK = (mean_SK @ torch.ones_like(mean_SK[:1]).expand(mean_SK.shape[1], -1).triu()).float()
-    broken_S1 = curves_SK[:, :1].isnan()
-    budget_K = torch.arange(1, mean_SK.shape[1] + 1, device=curves_SK.device)
-    complete_SK = budget_K >= layout.blocks_S[:, None]
-    curves_SK = curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
-    return curves_SK.masked_fill(broken_S1, torch.nan)
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:

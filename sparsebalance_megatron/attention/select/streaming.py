@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebalance_megatron.attention.device import exact_product
 from sparsebalance_megatron.attention.layout import LayoutPair
-from sparsebalance_megatron.attention.precision import exact_product
 from sparsebalance_megatron.attention.select.summaries import ranks_in_triton
 from sparsebalance_megatron.config import Router
 

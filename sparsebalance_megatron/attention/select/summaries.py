@@ -110,15 +110,14 @@ def ranks_in_triton(
 
 def takes_triton(router: Router, device: torch.device, obstacle: str | None = None) -> bool:
     """Whether kernels serve; see :func:`ranks_in_triton`. Means over blocks have no obstacle."""
-    if router == "torch":
+    if router == "torch" or (router == "auto" and device.type != "cuda"):
         return False
     obstacle = _obstacle_of_device(device) or obstacle
     if obstacle is None:
-        return router == "triton" or device.type == "cuda"
+        return True
     if router == "triton":
         raise ValueError(f'router "triton" {obstacle}; or use "torch" or "auto"')
-    if device.type == "cuda":
-        warnings.warn(f'router "auto" takes "torch" on CUDA: "triton" {obstacle}', stacklevel=3)
+    warnings.warn(f'router "auto" takes "torch" on CUDA: "triton" {obstacle}', stacklevel=3)
     return False
 
 

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.device import copied_to, exact_product, undisturbed
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.precision import exact_product, undisturbed
 from sparsebalance_megatron.attention.select.ranking import (
     Ranking,
     RankingSelector,

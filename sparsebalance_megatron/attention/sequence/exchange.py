@@ -13,12 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import (
-    attended,
-    block_sparse_attention,
-    checked_kernel,
-)
+from sparsebalance_megatron.attention.api import block_sparse_attention, checked_kernel
 from sparsebalance_megatron.attention.kernels.contract import (
+    Attention,
     Kernel,
     Saved,
     merge_partials,
@@ -79,9 +76,11 @@ def sequence_attention(
         )
     # What is checked are the tensors that are here.
     here = replace(selection, kv_layout=sequence.local_layout)
-    kernel = checked_kernel(q_THD, k_TGD, v_TGF, here, implementation)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, here, implementation, known, sink_H)
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
-    return attended(q_THD, k_TGD, v_TGF, selection, exchanging, softmax_scale, known, sink_H)
+    return Attention.apply(
+        *(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ class Filling:
         operations = 2 * level_IU.size * pipelines.operation_cost
         self.effort.spend(operations * _CALLS_OF_LONGEST_THROUGH)
         through_IU = pipelines.longest_through_ms(groups_I, level_IU)
-        added_IU = pipelines.next_level_ms(groups_I, level_IU)
+        added_IU = pipelines.next_level_ms(groups_I, level_IU, rising_IU)
         fits_IU = through_IU + added_IU <= limit_ms
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)

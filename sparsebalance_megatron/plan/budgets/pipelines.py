@@ -8,8 +8,7 @@ columns of times, O operations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,11 +16,10 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pipelines:
     """Pipelines of all ranks, and what their operations take at every level.
 
-    Attributes:
+    Args:
         times: at level 0: a column for each rank, or one where micro-batches pass in segments and
             all ranks are pipelines side by side.
         ms_2YCQ: of every chunk's operation on every micro-batch or segment.
@@ -31,30 +29,40 @@ class Pipelines:
         units_J: of how many micro-batches or rows there are units.
         groups: rank groups, of neighbouring ranks.
         operation_cost: cost of an operation, for :class:`.SearchEffort`.
+
+    Attributes:
+        levels: the highest level.
+        shape_JC: shape of the levels of all units.
+        rises_EU: which units a level can raise at all.
     """
 
-    times: OperationTimes
-    ms_2YCQ: np.ndarray
-    unit_Y: np.ndarray
-    first_Y: np.ndarray
-    units_J: int
-    groups: int
-    operation_cost: int = 1
-
-    @property
-    def levels(self) -> int:
-        """The highest level."""
-        return self.ms_2YCQ.shape[-1] - 1
-
-    @property
-    def shape_JC(self) -> tuple[int, int]:
-        """Shape of the levels of all units."""
-        return self.units_J, self.ms_2YCQ.shape[2]
-
-    @cached_property
-    def rises_EU(self) -> np.ndarray:
-        """Which units a level can raise at all."""
-        return self._added_ms_AQ.any(axis=1).reshape(self.groups, -1)
+    def __init__(
+        self,
+        *,
+        times: OperationTimes,
+        ms_2YCQ: np.ndarray,
+        unit_Y: np.ndarray,
+        first_Y: np.ndarray,
+        units_J: int,
+        groups: int,
+        operation_cost: int,
+    ) -> None:
+        _, rows, chunks, levels = ms_2YCQ.shape
+        self.times, self.ms_2YCQ, self.unit_Y, self.first_Y = times, ms_2YCQ, unit_Y, first_Y
+        self.groups, self.operation_cost = groups, operation_cost
+        self.levels, self.shape_JC = levels - 1, (units_J, chunks)
+        rises_YC = (ms_2YCQ[..., 0] < ms_2YCQ[..., -1]).any(axis=0)
+        rises_JC = np.zeros(self.shape_JC, dtype=bool)
+        np.logical_or.at(rises_JC, unit_Y[first_Y], rises_YC[first_Y])
+        self.rises_EU = rises_JC.reshape(groups, -1)
+        self._side_by_side = times.graph.last_PR.shape[1] > 1
+        # Of every operation of one direction: its unit, and where its times begin in the table.
+        unit_YC = unit_Y[:, None] * chunks + np.arange(chunks)
+        place_YC = np.arange(rows * chunks).reshape(rows, chunks) * levels
+        self._unit_CYZ, self._place_CYZ = (
+            np.ascontiguousarray(of_YC.reshape(times.ms_OR.shape[1], -1, chunks).transpose(2, 1, 0))
+            for of_YC in (unit_YC, place_YC)
+        )
 
     def makespans_ms(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> np.ndarray:
         """[X, I] ms until each rank group ends with its units at each candidate's levels."""
@@ -73,24 +81,19 @@ class Pipelines:
         np.maximum.at(through_A, unit_CYZ.ravel(), through_CYZ.ravel())
         return through_A.reshape(self.groups, -1)[groups_I]
 
-    def next_level_ms(self, groups_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
-        """[I, U] forward and backward ms that one more level adds to every unit."""
-        unit_IU = np.arange(self.rises_EU.size).reshape(self.groups, -1)[groups_I]
-        return np.asarray(self._added_ms_AQ[unit_IU, level_IU])
-
-    @cached_property
-    def _added_ms_AQ(self) -> np.ndarray:
-        """Forward and backward ms that each level adds to the one before it, on one rank, of the
-        units of all rank groups."""
-        ms_YCQ = self.ms_2YCQ[:, self.first_Y].sum(axis=0)
-        held_J, first_J = np.unique(self.unit_Y[self.first_Y], return_index=True)
-        ms_JCQ = np.zeros((*self.shape_JC, self.levels + 1))
-        ms_JCQ[held_J] = np.add.reduceat(ms_YCQ, first_J)
-        return np.diff(ms_JCQ, append=ms_JCQ[..., -1:]).reshape(-1, self.levels + 1)
-
-    @property
-    def _side_by_side(self) -> bool:
-        return self.times.graph.last_PR.shape[1] > 1
+    def next_level_ms(
+        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray
+    ) -> np.ndarray:
+        """[I, U] forward and backward ms that one more level adds to the rising units, on their
+        first ranks; 0 for others."""
+        level_EU = np.full(self.rises_EU.shape, -1)
+        level_EU[groups_I] = np.where(rising_IU, level_IU, -1)
+        level_YC = np.where(self.first_Y[:, None], level_EU.reshape(self.shape_JC)[self.unit_Y], -1)
+        y, c = np.nonzero(level_YC >= 0)
+        added_2 = self.ms_2YCQ[:, y, c, level_YC[y, c] + 1] - self.ms_2YCQ[:, y, c, level_YC[y, c]]
+        added_JC = np.zeros(self.shape_JC)
+        np.add.at(added_JC, (self.unit_Y[y], c), added_2.sum(axis=0))
+        return added_JC.reshape(self.groups, -1)[groups_I]
 
     def _columns_Z(self, groups_I: np.ndarray) -> np.ndarray:
         """Columns of the times in which rank groups are simulated."""
@@ -98,21 +101,6 @@ class Pipelines:
             return np.zeros(1, dtype=np.int64)
         ranks = self.times.ms_OR.shape[1] // self.groups
         return (groups_I[:, None] * ranks + np.arange(ranks)).ravel()
-
-    @cached_property
-    def _unit_CYZ(self) -> np.ndarray:
-        """The unit of every operation of one direction."""
-        return self._in_order(self.unit_Y[:, None] * self.shape_JC[1] + np.arange(self.shape_JC[1]))
-
-    @cached_property
-    def _place_CYZ(self) -> np.ndarray:
-        """Where the table begins for every operation of one direction."""
-        places_YC = np.arange(self.ms_2YCQ[0, ..., 0].size).reshape(len(self.unit_Y), -1)
-        return self._in_order(places_YC * (self.levels + 1))
-
-    def _in_order(self, values_YC: np.ndarray) -> np.ndarray:
-        values_ZYC = values_YC.reshape(self.times.ms_OR.shape[1], -1, self.shape_JC[1])
-        return np.ascontiguousarray(values_ZYC.transpose(2, 1, 0))
 
     def _times(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> OperationTimes:
         """Times of rank groups with their units at these levels, candidate by candidate."""

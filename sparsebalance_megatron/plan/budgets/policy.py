@@ -21,14 +21,17 @@ from sparsebalance_megatron.plan.budgets.problem import (
     ROUNDING,
     BudgetProblem,
     BudgetRange,
-    base_budgets_LS,
     feasible_range,
     raised_range,
 )
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
+from sparsebalance_megatron.plan.pipeline.operation_times import rounded_ms
+from sparsebalance_megatron.plan.search_effort import (
+    SHARE_OF_STEP_FOR_FILLING,
+    SHARE_OF_STEP_FOR_FILLING_SEGMENTS,
+    SearchEffort,
+)
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -65,7 +68,7 @@ class BudgetPolicy:
         self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
     ) -> BudgetRange:
         """Budgets that may be chosen."""
-        base_LS = base_budgets_LS(costs, coverage, plan_settings)
+        base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
@@ -144,8 +147,11 @@ class RaisePolicy(BudgetPolicy):
         if (base_LS == problem.allowed.top_LS).all():
             return base_LS, nobody_S
         limit_ms = float(problem.makespans_ms(base_LS, where).max()) * ROUNDING
-        pipelines, budgets_of = units_of(problem, where)
-        effort = SearchEffort(SHARE_OF_STEP_FOR_FILLING * rounded_ms(limit_ms))
+        share = SHARE_OF_STEP_FOR_FILLING
+        if where.segment_starts_blocks:
+            share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS
+        effort = SearchEffort(share * rounded_ms(limit_ms))
+        pipelines, budgets_of = units_of(problem, where, effort)
         raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
@@ -179,10 +185,15 @@ def no_dearer_than_dense_LS(
     dearer_LS &= more_2LS(base_LS).sum(axis=0) < 0.0
     wanted_LS, becomes_LS = dearer_LS | costs.dense_LS, np.zeros_like(dearer_LS)
     order_S = np.lexsort((-wanted_LS.sum(axis=0), where.micro_batch_of_S))
-    first_J = np.unique(where.micro_batch_of_S[order_S], return_index=True)[1]
-    for samples in np.split(order_S, first_J[1:]):
-        follows_LS = np.logical_and.accumulate(wanted_LS[:, samples], axis=1)
-        becomes_LS[:, samples] = follows_LS & dearer_LS[:, samples]
+    first_J, size_J = np.unique(
+        where.micro_batch_of_S[order_S], return_index=True, return_counts=True
+    )[1:]
+    # Documents of the micro-batch up to this one that are not attended to densely.
+    sparse_LS = ~wanted_LS[:, order_S]
+    until_LS = np.cumsum(sparse_LS, axis=1)
+    before_LJ = until_LS[:, first_J] - sparse_LS[:, first_J]
+    follows_LS = until_LS == np.repeat(before_LJ, size_J, axis=1)
+    becomes_LS[:, order_S] = follows_LS & dearer_LS[:, order_S]
     # One that read everything by lists would be attended to densely.
     most_LS = np.where(may_be_dense_LS, np.minimum(raised_LS, costs.blocks_S - 1), raised_LS)
     low_LS, high_LS = np.where(may_be_dense_LS, base_LS, raised_LS), most_LS

@@ -7,6 +7,7 @@ Shape legend: Z sizes (samples of as many blocks).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def raised_range(
     costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
 ) -> BudgetRange:
     """Budgets from the base budget to all blocks of the sample."""
-    base_LS = base_budgets_LS(costs, coverage, plan_settings)
+    base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=top_LS)
@@ -63,13 +64,6 @@ def feasible_range(
         coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
     )[:, size_S]
     return replace(raised, floor_LS=np.where(costs.dense_LS, raised.base_LS, floor_LS))
-
-
-def base_budgets_LS(
-    costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
-) -> np.ndarray:
-    """Base budgets, no more than a sample has blocks."""
-    return plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +92,18 @@ class BudgetProblem:
         """Expected coverage; NaN where the curve is not known."""
         return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
 
+    @cached_property
+    def base_2SC(self) -> np.ndarray:
+        """Ms of every sample at base budgets."""
+        return self.costs.sample_ms(self.allowed.base_LS)
+
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
         if self.costs.job.lockstep_ranks > 1:
             return group_times(self.costs, budgets_LS, where)
-        return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)
+        at_base = budgets_LS is self.allowed.base_LS
+        sample_2SC = self.base_2SC if at_base else self.costs.sample_ms(budgets_LS)
+        return self.costs.micro_batch_ms(sample_2SC, where)
 
     def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
         """[R] ms until the last operation of each rank, or of its lockstep group, ends."""

@@ -19,6 +19,7 @@ X = E x M rows, Y segments of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
@@ -35,31 +36,44 @@ from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST
-from sparsebalance_megatron.plan.segments import segmented_times
+from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
+from sparsebalance_megatron.plan.segments import segment_ms_Q2UP
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
 _MEMBER_LEVELS = slice(0, None, 4)
 """Price levels of the ladder that members of a row may have, of 0 to LEVELS."""
-_LEVELS_OF_SEGMENTS = 32
-"""Price levels of units whose micro-batches pass in segments, of 1 to LEVELS."""
+_LEAST_LEVELS_OF_SEGMENTS = 8
+"""Price levels of units whose micro-batches pass in segments, where effort pays for no more."""
 _LEAST_MS = 1e-12
 
 BudgetsOfLevels = Callable[[np.ndarray], np.ndarray]
 """Budgets [L, S] at levels [J, C] of all units."""
 
 
-def units_of(problem: BudgetProblem, where: Arrangement) -> tuple[Pipelines, BudgetsOfLevels]:
-    """The units of placed samples, and the budgets that their levels mean."""
+def units_of(
+    problem: BudgetProblem, where: Arrangement, effort: SearchEffort
+) -> tuple[Pipelines, BudgetsOfLevels]:
+    """The units of placed samples, and the budgets that their levels mean.
+
+    Where micro-batches pass in segments, cutting them at each level takes effort: there are as many
+    levels as a third of it pays for.
+    """
     grown = _rows if problem.costs.job.lockstep_ranks > 1 else _micro_batches
     growth_JCQ, budgets_LS = grown(problem, Ladder.of(problem), where)
     if not where.segment_starts_blocks:
         return _in_one_piece(problem, where, growth_JCQ), budgets_LS
-    stride = LEVELS // _LEVELS_OF_SEGMENTS
-    budgets_QLS = [
-        budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in range(0, LEVELS + 1, stride)
-    ]
+    segments = sum(map(len, chain.from_iterable(where.segment_starts_blocks)))
+    each = SEGMENT_COST * 2 * problem.costs.job.pipeline_stages * segments
+    levels = LEVELS
+    while levels > max(_LEAST_LEVELS_OF_SEGMENTS, effort.affordable(3 * each)):
+        levels //= 2
+    effort.spend(levels * each)
+    stride = LEVELS // levels
+    every_level = range(0, LEVELS + 1, stride)
+    budgets_QLS = np.stack(
+        [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
+    )
     pipelines = _in_segments(problem, where, budgets_QLS)
     return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
 
@@ -72,9 +86,12 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
     unit_J = first_places(times.cp_sizes_RM)
     ranks = int(times.cp_sizes_RM.max())
+    growth_YCQ = growth_JCQ if ranks == 1 else growth_JCQ[unit_J]
+    ms_2YCQ = growth_YCQ * share_2C[:, None, :, None]
+    ms_2YCQ += floor_2JC[..., None]
     return Pipelines(
         times=times,
-        ms_2YCQ=floor_2JC[..., None] + growth_JCQ[unit_J] * share_2C[:, None, :, None],
+        ms_2YCQ=ms_2YCQ,
         unit_Y=unit_J,
         first_Y=unit_J == np.arange(rows),
         units_J=rows,
@@ -83,15 +100,11 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     )
 
 
-def _in_segments(
-    problem: BudgetProblem, where: Arrangement, budgets_QLS: list[np.ndarray]
-) -> Pipelines:
+def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
     """Pipelines in segments, from the budgets with all units at one level."""
     costs, cp_sizes_RM = problem.costs, where.cp_sizes_RM
     job, places = costs.job, np.arange(cp_sizes_RM.size)
-    ms_2YPQ = np.stack(
-        [segmented_times(costs, where, budgets_LS)[2] for budgets_LS in budgets_QLS], axis=-1
-    )
+    ms_2YPQ = np.ascontiguousarray(np.moveaxis(segment_ms_Q2UP(costs, where, budgets_QLS), 0, -1))
     segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
     if job.lockstep_ranks > 1:
         ranks = job.lockstep_ranks
@@ -124,8 +137,8 @@ def _micro_batches(
         share_RM[..., None] * costs.pair_ms_C, (2, *share_RM.shape, costs.chunks)
     )
     pair_ms_RMC = costs.on_devices(pair_ms_2RMC, cp_sizes_RM)[0]
-    growth_JCQ = _pairs_JXQ(problem, ladder, place_S, layers_CL)
-    growth_JCQ *= pair_ms_RMC.reshape(-1, costs.chunks, 1)
+    pair_ms_SC = pair_ms_RMC.reshape(-1, costs.chunks)[place_S]
+    growth_JCQ = _growth_JXQ(problem, ladder, place_S, layers_CL, pair_ms_SC)
     unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
     return growth_JCQ, lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS])
 
@@ -150,8 +163,8 @@ def _rows(
     floor_2SX = layer_ms_2SX(costs, problem.allowed.floor_LS, where)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
     every_L = np.eye(job.layers, dtype=bool)
-    ms_JLQ = _pairs_JXQ(problem, ladder, place_S, every_L, _MEMBER_LEVELS, share_S)
-    ms_JLQ *= costs.pair_ms_L[:, None]
+    pair_ms_SL = share_S[:, None] * costs.pair_ms_L
+    ms_JLQ = _growth_JXQ(problem, ladder, place_S, every_L, pair_ms_SL, _MEMBER_LEVELS)
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
     ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
@@ -196,24 +209,24 @@ def _rows(
     return growth_XCQ, budgets_LS
 
 
-def _pairs_JXQ(
+def _growth_JXQ(
     problem: BudgetProblem,
     ladder: Ladder,
     place_S: np.ndarray,
     layers_XL: np.ndarray,
+    pair_ms_SX: np.ndarray,
     levels: slice = slice(None),
-    share_S: np.ndarray | float = 1.0,
 ) -> np.ndarray:
-    """Block pairs that micro-batches add in sets of layers at some price levels: a share of each
-    sample's.
+    """Ms that some price levels add to micro-batches in sets of layers.
 
-    They are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the layers of the terms
-    of :meth:`.WorkModel.growth`.
+    They are ``sum_S pair_ms_S (length_S a_S - b_S)``, where a and b are the sums over the layers of
+    the terms of :meth:`.WorkModel.growth`.
     """
-    costs, columns = problem.costs, []
-    length_S1, share_S1 = costs.length_blocks_S[:, None], np.reshape(share_S, (-1, 1))
+    costs = problem.costs
+    length_S1 = costs.length_blocks_S[:, None]
     budgets_QLZ = ladder.budgets_QLZ[levels]
-    for layers_L in layers_XL:
+    growth_JXQ = np.zeros((costs.job.places, len(layers_XL), len(budgets_QLZ)))
+    for column, layers_L in enumerate(layers_XL):
         terms = costs.work.growth(budgets_QLZ[:, layers_L])
         a_ZQ, b_ZQ = (term_QLZ.sum(axis=1).T for term_QLZ in terms)
         # Rows of sizes are taken whole, which is several times as fast as single entries.
@@ -221,14 +234,16 @@ def _pairs_JXQ(
             np.ascontiguousarray(each_ZQ - each_ZQ[:, :1])[ladder.size_S]
             for each_ZQ in (a_ZQ, b_ZQ)
         )
-        columns.append((length_S1 * a_SQ - b_SQ) * share_S1)
-    return _sums_J(np.stack(columns, axis=1), place_S, costs.job.places)
+        # In place: arrays of many samples are large.
+        growth_SQ = length_S1 * a_SQ
+        growth_SQ -= b_SQ
+        growth_SQ *= pair_ms_SX[:, column, None]
+        np.add.at(growth_JXQ[:, column], place_S, growth_SQ)
+    return growth_JXQ
 
 
 def _sums_J(values_S: np.ndarray, place_S: np.ndarray, places: int) -> np.ndarray:
     """Sums [J, ...] over the samples of micro-batches."""
-    order_S = np.argsort(place_S, kind="stable")
-    filled_J, first_J = np.unique(place_S[order_S], return_index=True)
     sums_J = np.zeros((places, *values_S.shape[1:]))
-    sums_J[filled_J] = np.add.reduceat(values_S[order_S], first_J)
+    np.add.at(sums_J, place_S, values_S)
     return sums_J

@@ -60,6 +60,8 @@ _EXCHANGES = 8
 wait."""
 _LEAST_ROUNDS = 32
 """Rounds that a search of few samples may take all the same."""
+_OPERATIONS_AT_ONCE = 1 << 17
+"""Operations whose times fit a core's cache; the simulator is several times as fast there."""
 _IDLE_ROUNDS = 400
 """Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
@@ -73,6 +75,7 @@ def anneal(
     plan_ms: float,
     enough_ms: float = 0.0,
     layer_2SX: np.ndarray | None = None,
+    spends_all: bool = False,
 ) -> Arrangement:
     """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
 
@@ -80,11 +83,13 @@ def anneal(
         sample_2SC: ms of every sample on a rank by itself.
         layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
         enough_ms: a step that takes so long or less ends the search.
+        spends_all: enough moves do not end the search.
     """
     contents = Contents(costs, sample_2SC, layer_2SX, shared=rules.max_cp_size > 1)
     weights_S = sample_2SC.sum(axis=(0, 2))
     effort = SearchEffort(plan_ms)
-    return _Annealing(start, costs.job, contents, weights_S, rules, effort).best(enough_ms)
+    annealing = _Annealing(start, costs.job, contents, weights_S, rules, effort)
+    return annealing.best(enough_ms, spends_all)
 
 
 class _Annealing:
@@ -108,7 +113,7 @@ class _Annealing:
         if self.job.pipeline_stages > 1 and rules.max_cp_size == 1:
             self._order()
 
-    def best(self, enough_ms: float) -> Arrangement:
+    def best(self, enough_ms: float, spends_all: bool) -> Arrangement:
         """The arrangement with the shortest step of all rounds."""
         best, idle = (self.ms_R.max(), self.ms_R.sum()), 0
         place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
@@ -120,7 +125,7 @@ class _Annealing:
         each = (
             self.drawn * pipelines * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
         )
-        if self.rules.group_ranks == 1:
+        if self.rules.group_ranks == 1 and not spends_all:
             tried = _EXCHANGES * self.samples**2 // (self.groups * self.drawn)
             self.effort.limit(max(_LEAST_ROUNDS, tried) * each)
         while idle < most and best[0] > enough_ms and self.effort.affordable(each):
@@ -147,13 +152,18 @@ class _Annealing:
             )
             cp_sizes_IWM = np.maximum(cp_sizes_IWM, members)[:, ::members] // members
         self.effort.spend(self._waiting * ms_IWMF.size)
-        ms_FMR = ms_IWMF.reshape(-1, *ms_IWMF.shape[2:]).T
-        times = OperationTimes(
-            graph=self.job.graph,
-            ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, ms_FMR.shape[2]),
-            cp_sizes_RM=cp_sizes_IWM.reshape(-1, positions),
-        )
-        return np.repeat(makespans_ms(times), members).reshape(moves, ranks)
+        at_once = max(1, _OPERATIONS_AT_ONCE // ms_IWMF[0].size)
+        ends_R = []
+        for first in range(0, moves, at_once):
+            some = slice(first, first + at_once)
+            ms_FMR = ms_IWMF[some].reshape(-1, *ms_IWMF.shape[2:]).T
+            times = OperationTimes(
+                graph=self.job.graph,
+                ms_OR=np.ascontiguousarray(ms_FMR).reshape(-1, ms_FMR.shape[2]),
+                cp_sizes_RM=cp_sizes_IWM[some].reshape(-1, positions),
+            )
+            ends_R.append(makespans_ms(times))
+        return np.repeat(np.concatenate(ends_R), members).reshape(moves, ranks)
 
     def _order(self) -> None:
         """Give every rank group the best of its first orders."""

@@ -35,8 +35,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import meeting_groups
-from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders
@@ -96,6 +95,7 @@ class SegmentSearch:
         self._share_W = problem.costs.share_W.tolist()
         self._limits: dict[Row, tuple[float, int]] = {}
         self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
+        self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
         step_ms = rounded_ms(problem.budgets.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS))
         if self._lockstep:
@@ -148,26 +148,22 @@ class SegmentSearch:
         by_row = sorted(rows)
         ms_1M = np.array([[self._work_and_limit(row)[0] for row in by_row]])
         up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
-        starts = dict.fromkeys(
-            self._in_segments(order, segments)
-            for order in (*ends, rows, down, up)
-            for segments in _SEGMENTS_PER_GROUP
-        )
         pipelines = len(self._groups) if self._lockstep else sum(map(len, self._groups))
         segments = pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
         affordable = self._effort.affordable(2 * self._operations(segments))
-        most = max(len(_SEGMENTS_PER_GROUP), affordable - 1)
-        orders = [tuple((row, 1) for row in rows), *itertools.islice(starts, most)]
-        return [_Candidate(np.inf, group, order) for order in orders]
+        most = max(len(_SEGMENTS_PER_GROUP) + 1, affordable)
+        starts = {tuple((row, 1) for row in rows): None}
+        for order, number in itertools.product((*ends, rows, down, up), _SEGMENTS_PER_GROUP):
+            if len(starts) == most:
+                break
+            starts[self._in_segments(order, number)] = None
+        return [_Candidate(np.inf, group, order) for order in starts]
 
     def _in_segments(self, order: Sequence[Row], segments: int) -> _Order:
         """Rows with their shares of the segments of a group, by work."""
-        work_and_limit = list(map(self._work_and_limit, order))
-        each = segments / sum(work_ms for work_ms, _ in work_and_limit)
-        return tuple(
-            (row, max(1, min(round(each * work_ms), limit)))
-            for row, (work_ms, limit) in zip(order, work_and_limit, strict=True)
-        )
+        work_ms, limits = np.array(list(map(self._work_and_limit, order))).T
+        numbers = np.rint(segments / work_ms.sum() * work_ms).clip(1, limits)
+        return tuple(zip(order, numbers.astype(np.int64).tolist(), strict=True))
 
     def _moved(self, candidate: _Candidate) -> list[_Candidate]:
         """The candidate itself, and what one move makes of it."""
@@ -235,7 +231,7 @@ class SegmentSearch:
         return max(
             most_tokens_in_flight(
                 [
-                    np.pad(cut.tokens_U, (segments - len(cut.tokens_U), 0))
+                    [0] * (segments - len(cut.tokens_U)) + cut.tokens_U.tolist()
                     for cut, segments in zip(pipeline, most, strict=True)
                 ],
                 self._problem.job.pipeline_stages,
@@ -278,6 +274,11 @@ class SegmentSearch:
 
     def _segment_starts(self, row: Row, segments: int) -> tuple[Starts, ...]:
         """Where segments begin, by member; in lockstep all have as many."""
+        if (row, segments) not in self._starts_of:
+            self._starts_of[row, segments] = self._cut_by_work(row, segments)
+        return self._starts_of[row, segments]
+
+    def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
         least = self._settings.segment_tokens
         if self._lockstep:
             return self._places.starts(row, segments, least)

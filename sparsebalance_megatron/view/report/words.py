@@ -12,7 +12,7 @@ from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.log.reader import RankLogs
 from sparsebalance_megatron.log.records import SIDES, CoverageRecord, Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.text_table import printable, shown_ms
 from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary
 

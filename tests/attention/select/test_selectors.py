@@ -124,7 +124,7 @@ def test_selectors_are_told_who_computes(name: str, router: Router) -> None:
         assert found.router == router and found.with_router("auto") == selector_named(name)
         return
     with pytest.raises(
-        ConfigError, match=f"--sparse-balance-config router {router}: selection {name}"
+        ConfigError, match=f"--sparse-balance-config router={router}: selection {name}"
     ):
         selector_named(name, router)
 

@@ -14,7 +14,7 @@ from attention.cases import SCALE, Case, on_device, saved
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import kernel_named
+from sparsebalance_megatron.attention.api import KERNELS
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel, held_by
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceGroup, SequenceSlice
@@ -113,7 +113,7 @@ def in_parts(
     case: Case, implementation: str, dtype: torch.dtype, slices: Sequence[SequenceSlice], seed: int
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv put together from all members' calls; parts come in random order."""
-    kernel, generator = kernel_named(implementation), random.Random(seed)
+    kernel, generator = KERNELS[implementation], random.Random(seed)
     q, k, v, dout = (
         x.to(case.device, dtype) for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF)
     )

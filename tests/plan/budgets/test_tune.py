@@ -20,7 +20,7 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.budgets import policy as budget_policies
 from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
 from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder

@@ -18,11 +18,12 @@ from plan.plan_cases import (
     random_lengths,
 )
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -48,7 +49,7 @@ class Case:
             np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
         ]
         self.where = placed(micro_batch_of_S, self.job)
-        self.pipelines, self.budgets_LS = units_of(self.problem, self.where)
+        self.pipelines, self.budgets_LS = units_of(self.problem, self.where, SearchEffort(0.0))
         self.rows = self.job.places // lockstep_ranks
         self.level_XC = generator.integers(0, LEVELS + 1, (self.rows, self.costs.chunks))
 

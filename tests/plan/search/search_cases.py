@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes, random_lengths
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, job_shape, placed, random_lengths, with_experts
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.lockstep_times import group_times
@@ -210,13 +210,14 @@ def test_a_micro_batch_is_not_filled_by_a_token_too_much():
         assert tokens == expected
 
 
-def placement_and_ms(plan_ms, seed=5):
+def placement_and_ms(plan_ms, seed=5, **limits):
     job = job_shape(4, 6, 4)
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
     start = Arrangement.of_groups(arrival(lengths, job, 1 << 40))
-    found = anneal(start, costs, sample_2SC, rules=Rules(cap_tokens=1 << 40), plan_ms=plan_ms)
+    rules = Rules(cap_tokens=1 << 40)
+    found = anneal(start, costs, sample_2SC, rules=rules, plan_ms=plan_ms, **limits)
     return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SC, found)).max()
 
 
@@ -224,6 +225,7 @@ def test_more_effort_finds_better_placements():
     ms = [placement_and_ms(plan_ms)[1] for plan_ms in (0.0, 1.0, 4.0, 64.0)]
     assert ms == sorted(ms, reverse=True)
     assert ms[-1] < 0.97 * ms[0]
+    assert placement_and_ms(300.0, spends_all=True)[1] < placement_and_ms(300.0)[1]
 
 
 def test_no_clock_is_read(monkeypatch):

@@ -23,8 +23,8 @@ from plan.plan_cases import (
     step_inputs,
 )
 
+from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.cost.parts import SegmentCost
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import unshared

@@ -17,8 +17,7 @@ from record_cases import header_of
 from step_cases import finished_step, step_measurement
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (

@@ -8,7 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import (
+    imbalance,
+    rank_busy_ms,
+    stage_busy_ms,
+)
 
 
 def test_imbalance_is_max_over_mean() -> None:
