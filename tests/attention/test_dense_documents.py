@@ -142,6 +142,11 @@ def test_installed_torch_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> 
     assert "install torch 2.8 to 2.14" in missing()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert "needs a torch built with FlashAttention" in missing()
+    monkeypatch.setattr(dense, "missing_in_torch", missing)
+    monkeypatch.setattr(dense, "takes_flash", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    case = make_case([0, 40], [9], block=8, head_dim=8, dtype=torch.bfloat16)
+    assert dense.obstacle(case.q_THD, case.v_TGF, case.selection) == missing()
 
 
 @pytest.mark.gpu

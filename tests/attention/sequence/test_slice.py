@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,7 +126,11 @@ def test_what_does_not_belong_together_is_refused() -> None:
     case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
     first, second = (dealt([0, 3, 40], 2, member) for member in range(2))
     inputs = [x[first.tokens_T] for x in (case.q_THD, case.k_TGD, case.v_TGF)]
-    for held, message in ((second, "not made for this slice"), (first, "2 members needs an exch")):
+    right = local_selection(case.selection, first)
+    for lists, message in (
+        (replace(right, query_layout=second.local_layout), "not made for this slice"),
+        (replace(right, kv_layout=second.whole_layout), "not made for this slice"),
+        (right, "2 members needs an exch"),
+    ):
         with pytest.raises(ValueError, match=message):
-            lists = local_selection(case.selection, held)
             sequence_attention(*inputs, lists, first, exchange=None, softmax_scale=SCALE)

@@ -87,23 +87,6 @@ def with_segments(record: StepRecord, segment_ms: Sequence[np.ndarray]) -> StepR
     return structs.replace(record, predicted=predicted)
 
 
-def test_segments_take_what_is_predicted_of_them() -> None:
-    forward_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 1.0]], [[5.0, 2.0]]]])
-    record = times(forward_RPVM, segments_RM=((2, 3), (1, 1)))
-    generator = np.random.default_rng(0)
-    segment_ms = [generator.uniform(0.1, 5.0, (2, 2, count)) for count in (5, 2)]
-    found = predicted_timeline(with_segments(record, segment_ms))
-    assert found is not None
-    for (rank, stage), spans in found.spans.items():
-        held = {(span.position, span.segment): span.ms for span in spans if span[0] == "forward"}
-        places = [
-            (position, segment)
-            for position, segments in enumerate(record.segments_RM[rank])
-            for segment in range(segments)
-        ]
-        assert held == pytest.approx(dict(zip(places, segment_ms[rank][0, stage], strict=True)))
-
-
 def test_nothing_is_drawn_of_times_that_are_missing() -> None:
     broken = np.ones((1, 2, 1, 2))
     broken[0, 1, 0, 1] = np.nan
