@@ -449,7 +449,7 @@ def check_resumed_schedule(args: Namespace) -> None:
     """Refuse a schedule of the learning rate that is not the checkpoint's, before Megatron asserts
     as much."""
     follows_one = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if not args.load or args.no_load_optim or follows_one:
+    if not args.load or args.no_load_optim or args.skip_train or follows_one:
         return
     saved = arguments_of_weights(args, resumed=True)
     if saved is None or saved.no_save_optim or saved.lr is None:

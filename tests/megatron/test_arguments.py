@@ -247,6 +247,7 @@ SEGMENTS_REFUSED = {
     [
         ({"train_iters": 8}, "--train-iters 4, and this run has 8; give --override-opt-param-sch"),
         ({"train_iters": 8, "override_opt_param_scheduler": True}, None),
+        ({"train_iters": 8, "skip_train": True}, None),
         ({"train_iters": 8, "global_batch_size": 2}, None),
         ({"train_iters": 4, "global_batch_size": 2}, "--global-batch-size 4, and this run has 2"),
         ({"lr": 1e-4}, "--lr 0.001, and this run has 0.0001"),
@@ -261,7 +262,8 @@ def test_a_resume_with_another_schedule_names_the_flag(
     monkeypatch.setattr(
         *(unsupported, "arguments_of_weights"), lambda args, resumed: Namespace(**saved)
     )
-    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim")
+    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    other += ("no_load_optim", "skip_train")
     args = Namespace(**saved | {"load": "checkpoints"} | dict.fromkeys(other) | differs)
     with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
         check_resumed_schedule(args)
