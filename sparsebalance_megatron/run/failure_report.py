@@ -110,11 +110,11 @@ def describe(failures: Sequence[Failure], world_size: int) -> str:
         told = _ranks([failure.rank for failure in failures])
         return (
             f"SIGTERM came to {told} in iteration {first.iteration}; nothing was heard from "
-            f"{_ranks(silent)}, which ended before, hang, or wait for them"
+            f"{_ranks(silent)} (ended before, hanging, or waiting for them)"
         )
     return (
-        f"nothing was heard from {_ranks(silent)}, which hang, were killed, or cannot be reached; "
-        f"{ended}, waiting for others"
+        f"nothing was heard from {_ranks(silent)} (hanging, killed, or out of reach); {ended}, "
+        "waiting for others"
     )
 
 

@@ -98,7 +98,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "a length that is none": (
         f"{PLAN.replace('lengths.txt', 'model/config.json')} -- {TRAINED}",
-        "config.json: length 1 is {: must be a whole number from 1 to 1073741824; give a JSON list",
+        *("config.json: length 1 is", "must be a whole number from 1 to 1073741824"),
     ),
     "no lengths": ("plan --gpus 4 --model {folder}/model", "--lengths FILE", "--data-path"),
     "no model": (f"plan --gpus 4 --lengths {{folder}}/lengths.txt -- {TRAINED}", "--model DIR"),

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import pytest
 from bad_inputs.judge import check_refused
 
-from sparsebalance_megatron.config import RANGES, ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import RANGES, ConfigError, SparseBalanceConfig, flag_with
 
 NAN, INFINITY = float("nan"), float("inf")
 TYPES = get_type_hints(SparseBalanceConfig)
@@ -44,5 +44,5 @@ def test_every_range_has_values_beyond_it() -> None:
 @pytest.mark.parametrize(("field", "value"), REFUSED)
 def test_values(field: str, value: Any) -> None:
     check_refused(
-        lambda: SparseBalanceConfig(**{field: value}), ConfigError, f"{flag_name(field)} {value}"
+        lambda: SparseBalanceConfig(**{field: value}), ConfigError, flag_with(field, value)
     )

@@ -38,7 +38,7 @@ def test_wrong_kernels_stop_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> 
         tokens, "backward", lambda dout, saved: tuple(1.1 * x for x in right(dout, saved))
     )
     with pytest.raises(
-        KernelCheckError, match=r"--sparse-balance-config attention .*TRITON_PTXAS_PATH"
+        KernelCheckError, match=r"--sparse-balance-config attention=.*TRITON_PTXAS_PATH"
     ):
         _checked()
 

@@ -34,10 +34,10 @@ import torch  # noqa: E402
 from sparsebalance_megatron.attention.kernels import tokens  # noqa: E402
 from sparsebalance_megatron.errors import DataError  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
+from sparsebalance_megatron.megatron import hooks  # noqa: E402
 from sparsebalance_megatron.megatron.timing import MicroBatchRecorder  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.run import training_hooks  # noqa: E402
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
@@ -85,10 +85,10 @@ def differ_in(step: int) -> None:
 
 def lose_numbers_from(step: int) -> None:
     """The loss of rank 1 is NaN from a step on, whenever that is run."""
-    token_loss = training_hooks.token_loss
+    token_loss = hooks.token_loss
     lost = []
     at(step, lambda: lost.append(True))
-    training_hooks.token_loss = lambda mask, check, output: token_loss(
+    hooks.token_loss = lambda mask, check, output: token_loss(
         mask, check, output * (float("nan") if lost else 1.0)
     )
 

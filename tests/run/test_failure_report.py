@@ -26,7 +26,7 @@ DESCRIBED = {
     "alike": ({rank: ("OSError: x", False) for rank in (2, 0, 1)}, 3, ["(so did ranks 0, 1)"]),
     "silent": (
         {0: ECHO},
-        *(12, ["from ranks 1, 2, 3, 4, 5, 6, 7, 8, ..., which hang", "Timed out, waiting for"]),
+        *(12, ["from ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (hanging", "Timed out, waiting for"]),
     ),
     "no interface": (
         {0: (NO_INTERFACE, False), 1: (NO_INTERFACE, False)},
