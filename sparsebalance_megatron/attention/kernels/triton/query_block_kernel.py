@@ -231,7 +231,7 @@ def _query_block_kernel(
         tl.store(dq + place_YU, (result_YU * scale).to(dq.dtype.element_ty), mask=stored_YU)
     else:
         # A row without keys: out 0, lse -inf.
-        result_YU = result_YU / tl.where(total_Y > 0.0, total_Y, 1.0)[:, None]
-        lse_Y = tl.where(total_Y > 0.0, (peak_Y + tl.log2(total_Y)) * LN_2, float("-inf"))
+        result_YU = result_YU / tl.where(total_Y != 0.0, total_Y, 1.0)[:, None]
+        lse_Y = tl.where(total_Y != 0.0, (peak_Y + tl.log2(total_Y)) * LN_2, float("-inf"))
         tl.store(lse + place_Y, lse_Y, mask=valid_Y)
         tl.store(out + place_YU, result_YU.to(out.dtype.element_ty), mask=stored_YU)
