@@ -28,7 +28,7 @@ KERNELS: Mapping[str, Kernel] = {
     "tokens": tokens,
     "reference": reference,
 }
-"""By implementation, any but "auto"."""
+"""Kernels by implementation; "auto" stands for one of them."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
