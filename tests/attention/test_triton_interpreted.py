@@ -83,3 +83,4 @@ def run_interpreted(*tests: str) -> None:
     assert re.search(r"\d+ passed", result.stdout), result.stdout
     skipped = [line for line in result.stdout.splitlines() if line.startswith("SKIPPED")]
     assert all(line.endswith("kernels are interpreted") for line in skipped), result.stdout
+    assert bool(skipped) == (" skipped" in result.stdout), result.stdout
