@@ -58,6 +58,8 @@ _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 _SKIP_RATIO_TO_BOUND = 1.03
 """Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
 jobs without very long samples usually are; the search would double their planning time."""
+_FALL_TO_ENDS = 0.85
+"""How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 _STOP_RATIO_TO_BOUND, _STOP_RATIO_WITH_CP_SIZES = 1.001, 1.005
 """A search ends within this ratio of the lower bound."""
 
@@ -170,10 +172,12 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         except PlanError:
             raise failures[-1] from None
     if batching == "makespan":
-        starts = found[-1:]
+        starts, effort = found[-1:], 1.0
         if problem.job.lockstep_ranks > 1:
             starts = _best_rows(problem) or starts
-        found += [each for start in starts for each in (start, _searched(start))]
+            if problem.job.pipeline_stages > 1:
+                effort = 1.0 / len(starts)
+        found += [each for start in starts for each in (start, _searched(start, effort=effort))]
     return found
 
 
@@ -237,32 +241,43 @@ def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
 
 
 def _best_rows(problem: StepProblem) -> list[Candidate]:
-    """The best rows on lockstep groups, in as many positions as the job has, and in fewer.
+    """The best rows on lockstep groups: of equal height in as many positions as the job has, and
+    in fewer or of heights that fall to both ends.
 
     Without a pipeline, samples may be packed into rows of fewer positions; fewer, fuller positions
-    have more equal heights, and average errors of prediction.
+    have more equal heights, and average errors of prediction. In a pipeline, low rows at both ends
+    fill and empty it faster.
     """
-    positions = problem.job.micro_batches
-    own, fewer = _rows(problem), []
+    job, own, other = problem.job, _rows(problem), []
     if problem.plans_positions:
-        numbers = range(1, positions)
-        fewer = [each for number in numbers for each in _rows(problem.with_positions(number))]
-    return [min(each, key=_makespan_ms) for each in (own, fewer) if each]
+        numbers = range(1, job.micro_batches)
+        other = [each for number in numbers for each in _rows(problem.with_positions(number))]
+    elif job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places:
+        other = _rows(problem, falls_to_ends=True)
+    return [min(each, key=_makespan_ms) for each in (own, other) if each]
 
 
-def _rows(problem: StepProblem) -> list[Candidate]:
-    """Rows of equal height, the highest ones on the group with least work; none where the samples
-    do not fit so many."""
+def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidate]:
+    """Rows of equal height, the highest ones on the group with least work, or of heights that fall
+    to both ends of the schedule; none where the samples do not fit so many."""
     job, costs = problem.job, problem.costs
     members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
     of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
     weights_S = (problem.expected_2SC - costs.together_2SC).sum(axis=(0, 2))
+    order_M, floors_X = np.arange(job.micro_batches), None
+    if falls_to_ends:
+        middle_M = (2 * order_M + 1) / job.micro_batches - 1.0
+        profile_M = 1.0 - _FALL_TO_ENDS * np.abs(middle_M)
+        order_M = np.argsort(np.argsort(-profile_M, kind="stable"))
+        mean_weight = weights_S.sum() / job.places
+        floors_X = np.sort(np.repeat(profile_M * mean_weight / profile_M.mean(), groups))[::-1]
     packings = packed_rows(
         weights_S,
         costs.lengths_tokens_S,
         rows=groups * job.micro_batches,
         members=members,
         cap_tokens=problem.cap_tokens,
+        floors_X=floors_X,
     )
     found = []
     for rows in packings:
@@ -274,7 +289,8 @@ def _rows(problem: StepProblem) -> list[Candidate]:
             slowness_W = costs.slowness_R[group * members :][:members]
             # The fullest bins are on the fastest devices.
             place_W = np.argsort(np.argsort(slowness_W, kind="stable"))
-            samples += [tuple(rows[row][place] for row in falling) for place in place_W.tolist()]
+            in_order = [falling[height] for height in order_M.tolist()]
+            samples += [tuple(rows[row][place] for row in in_order) for place in place_W.tolist()]
         found.append(Candidate.of(problem, Arrangement.of_groups(tuple(samples))))
     return found
 

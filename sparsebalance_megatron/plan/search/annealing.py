@@ -62,6 +62,8 @@ _LEAST_ROUNDS = 32
 """Rounds that a search of few samples may take all the same."""
 _OPERATIONS_AT_ONCE = 1 << 17
 """Operations whose times fit a core's cache; the simulator is several times as fast there."""
+_MEMBER_TIMES_PER_OPERATION = 8
+"""Times of lockstep groups' members that are joined as fast as one operation is simulated."""
 _IDLE_ROUNDS = 400
 """Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
@@ -147,6 +149,7 @@ class _Annealing:
         if cp_sizes_IWM is None:
             cp_sizes_IWM = unshared(moves * ranks, positions).reshape(moves, ranks, positions)
         if members > 1:
+            self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
             ms_IWMF = self.contents.of_groups(
                 ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:])
             )

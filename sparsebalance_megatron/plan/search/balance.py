@@ -227,7 +227,12 @@ def _first_fit_decreasing(
 
 
 def packed_rows(
-    weights_S: np.ndarray, tokens_S: np.ndarray, rows: int, members: int, cap_tokens: int
+    weights_S: np.ndarray,
+    tokens_S: np.ndarray,
+    rows: int,
+    members: int,
+    cap_tokens: int,
+    floors_X: np.ndarray | None = None,
 ) -> list[list[list[tuple[int, ...]]]]:
     """Up to two packings: the samples of the bins of every row, the fullest bin first. None where
     the samples do not fit.
@@ -241,6 +246,7 @@ def packed_rows(
     Args:
         weights_S: predicted ms of every sample.
         cap_tokens: of a bin.
+        floors_X: heights below which a row is filled as if it had them, in falling order.
 
     >>> packed_rows(np.array([9.0, 4.0, 4.0, 1.0]), np.ones(4, int), 2, 2, 4)
     [[[(0,), (1,)], [(2,), (3,)]]]
@@ -252,7 +258,7 @@ def packed_rows(
     packings = []
     for first in dict.fromkeys((0, len(order_S) - bins)):
         opening = slice(first, first + bins)
-        bin_S = _filled(weights_S, tokens_S, order_S, opening, members, cap_tokens)
+        bin_S = _filled(weights_S, tokens_S, order_S, opening, members, cap_tokens, floors_X)
         if bin_S is None:
             continue
         samples: list[list[int]] = [[] for _ in range(bins)]
@@ -273,6 +279,7 @@ def _filled(
     opening: slice,
     members: int,
     cap_tokens: int,
+    floors_X: np.ndarray | None,
 ) -> np.ndarray | None:
     """The bin of every sample; None where one finds no room."""
     first = order_S[opening]
@@ -281,10 +288,11 @@ def _filled(
     load_J, used_J = weights_S[first].astype(np.float64), tokens_S[first].copy()
     if used_J.max() > cap_tokens:
         return None
+    floor_J = np.repeat(np.zeros(len(first) // members) if floors_X is None else floors_X, members)
     for sample in np.delete(order_S, opening).tolist():
         weight, tokens = weights_S[sample], tokens_S[sample]
         height_J = np.repeat(load_J.reshape(-1, members).max(axis=1), members)
-        over_J = load_J + weight - height_J
+        over_J = load_J + weight - np.maximum(height_J, floor_J)
         grows_J = np.where(used_J + tokens > cap_tokens, np.inf, np.maximum(over_J, 0.0))
         least = grows_J.min()
         if not np.isfinite(least):

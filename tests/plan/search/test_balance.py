@@ -183,7 +183,8 @@ def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
     weights_S, tokens_S = drawn(samples, seed)
     mean_tokens = tokens_S.sum() / (rows * members)
     cap_tokens = max(1, int(room * mean_tokens) + data.draw(st.integers(0, 150)))
-    packings = packed_rows(weights_S, tokens_S, rows, members, cap_tokens)
+    floors_X = data.draw(st.sampled_from((None, np.linspace(2.0, 0.5, rows) * mean_tokens)))
+    packings = packed_rows(weights_S, tokens_S, rows, members, cap_tokens, floors_X)
     if samples < rows * members or tokens_S.max() > cap_tokens:
         assert not packings
     for packing in packings:
@@ -192,6 +193,13 @@ def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
         assert sorted(sample for each in bins for sample in each) == [*range(samples)]
         assert all(bins)
         assert max(tokens_S[list(each)].sum() for each in bins) <= cap_tokens
+
+
+def test_rows_are_filled_up_to_their_floors():
+    weights_S, tokens_S = np.full(2 * 12, 1.0), np.ones(2 * 12, dtype=np.int64)
+    floors_X = np.array([6.0, 4.0, 2.0])
+    for packing in packed_rows(weights_S, tokens_S, 3, 2, 1 << 40, floors_X):
+        assert heights(packing, weights_S) == floors_X.tolist()
 
 
 def test_samples_that_a_cap_keeps_apart_are_apart():
