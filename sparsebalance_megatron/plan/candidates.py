@@ -9,14 +9,15 @@
     arrival, balanced by tokens,       always, or the one that the      -
     balanced by latency                policy names
     balanced by latency                ranks wait for nobody            places, orders
-    rows of equal height               ranks wait in every layer        places, orders
+    rows of equal height, or of        ranks wait in every layer        places, orders
+    heights that fall to both ends
     samples shared more or less        cp_sizes are planned             places, orders, cp_sizes
     eagerly
     balanced by latency, or rows       segments are planned             places, orders, segments
     shared, as if on one stage         segments and cp_sizes are        places, orders, segments
 
 All are placed at the expected budgets. The search is :mod:`.search.annealing`; that of segments,
-whose candidates differ in their operations, is :mod:`.segments.search`. Micro-batches of the job's
+whose candidates differ in their operations, is :mod:`.search.segments`. Micro-batches of the job's
 context-parallel size are placed on the job whose ranks are its context-parallel groups.
 """
 
@@ -58,6 +59,9 @@ _MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
 _SKIP_RATIO_TO_BOUND = 1.03
 """Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
 jobs without very long samples usually are; the search would double their planning time."""
+_EFFORT_FROM_BEST = 0.25
+"""Effort for a larger largest cp_size from the best step found before, over that from its own
+starts."""
 _FALL_TO_ENDS = 0.85
 """How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 _STOP_RATIO_TO_BOUND, _STOP_RATIO_WITH_CP_SIZES = 1.001, 1.005
@@ -298,36 +302,39 @@ def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidat
 def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     """The best of planned cp_sizes and of equal ones, if there are any.
 
-    No others are searched where equal ones are near the lower bound of all cp_sizes. Where steps
-    may have fewer positions than the job, so do starts, by halves: where there are no more samples
-    than positions, all ranks have to share every sample. All fewer positions together are searched
-    as long as the job's.
+    1. No others are searched where equal ones are near the lower bound of all cp_sizes.
+    2. Largest cp_sizes of 2, 4, ... to the limit are searched one after another, from the best
+       step found before and from starts of their own. So a higher limit never makes a step longer.
+    3. Where steps may have fewer positions than the job, so do starts, by halves: where there are
+       no more samples than positions, all ranks have to share every sample.
 
     Raises:
         PlanError: no placement of the samples exists.
     """
-    limit = problem.plan_settings.max_context_parallel
-    if equal is not None:
-        near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
-        if equal.makespan_ms <= near_ms:
-            return equal
-    starts, failures = [], []
-    positions = problem.job.micro_batches
-    while positions:
-        try:
-            starts.append(_shared_start(problem.with_positions(positions), limit))
-        except PlanError as error:
-            failures.append(error)
-        positions = positions // 2 if problem.plans_positions else 0
-    found = [] if equal is None else [equal]
-    most = problem.job.micro_batches
-    of_job = [start for start in starts if start.problem.job.micro_batches == most]
-    fewer = [start for start in starts if start.problem.job.micro_batches < most]
-    for some in (of_job, fewer):
-        found += [_searched(start, limit, 1.0 / len(some)) for start in some]
-    if not found:
-        raise failures[0]
-    return min(found, key=_makespan_ms)
+    limit, best = problem.plan_settings.max_context_parallel, equal
+    ranks = problem.job.data_parallel_size
+    near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
+    if best is not None and best.makespan_ms <= near_ms:
+        return best
+    largest, failures = 1, []
+    while largest < limit:
+        largest *= 2
+        starts, positions = [], problem.job.micro_batches
+        while positions:
+            try:
+                starts.append(_shared_start(problem.with_positions(positions), largest))
+            except PlanError as error:
+                failures.append(error)
+            positions = positions // 2 if problem.plans_positions else 0
+        found = [] if best is None else [best]
+        if best is not None and best.problem.job.data_parallel_size == ranks:
+            found.append(_searched(best, largest, _EFFORT_FROM_BEST))
+        found += [_searched(start, largest, 1.0 / len(starts)) for start in starts]
+        if found:
+            best = min(found, key=_makespan_ms)
+    if best is None:
+        raise failures[-1]
+    return best
 
 
 def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
