@@ -332,11 +332,12 @@ class StageScales:
     """Factors on the predicted forward and backward ms of every stage and chunk; read-only arrays.
 
     ``slowness_RP``: factors on top, of every data-parallel rank's device in a stage; None where
-    all are alike.
+    all are alike. ``cut_ratio``: factor on top, of micro-batches in segments.
     """
 
     scales_2PV: np.ndarray
     slowness_RP: np.ndarray | None = None
+    cut_ratio: float = 1.0
 
     @classmethod
     def ones(cls, stages: int, virtual_stages: int = 1) -> StageScales:

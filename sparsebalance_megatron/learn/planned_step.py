@@ -37,7 +37,13 @@ class PlannedStep:
     @property
     def in_segments(self) -> bool:
         """Whether stages run segments: some micro-batch of some rank has several."""
-        return any(micro_batch.segments > 1 for micro_batch in self.plan.micro_batches)
+        return bool(self.cut_RM.any())
+
+    @property
+    def cut_RM(self) -> np.ndarray:
+        """Which micro-batches of every rank pass in segments."""
+        ranks = map(self.plan.for_rank, range(self.plan.data_parallel_size))
+        return np.array([[each.segments > 1 for each in rank.micro_batches] for rank in ranks])
 
     @property
     def times_2RPVM(self) -> np.ndarray:

@@ -64,13 +64,17 @@ class Knowledge:
         return {
             "coverage": self.coverage.state_dict(),
             "scales_2PV": self.scales.scales_2PV.tolist(),
+            "cut_ratio": self.scales.cut_ratio,
         }
 
     def restored(self, state: Mapping[str, Any]) -> Knowledge:
         """Saved knowledge of the job that this is about."""
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
-        return Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
+        scales = StageScales.of(np.array(state["scales_2PV"]))
+        # Earlier releases learnt no ratio.
+        scales = replace(scales, cut_ratio=state.get("cut_ratio", 1.0))
+        return Knowledge(coverage=coverage, scales=scales)
 
 
 def kept_dense_length(state: Mapping[str, Any], settings: PlanSettings) -> int | None:
@@ -210,16 +214,22 @@ class Calibration:
     make up the step. The median of the last nine steps outvotes odd steps; an exponential average
     smooths what is left. Nothing moves before three steps have been seen; the first estimate is
     taken whole.
+
+    Where some micro-batches of a step pass in segments and others in one piece, the latter speak
+    for the stages, and the ratio of the two is learnt as well, as a median of nine such steps.
     """
 
     def __init__(self, stages: int, virtual_stages: int = 1) -> None:
         self._scales_2PV = np.ones((2, stages, virtual_stages))
         # The oldest step first; NaN where a step measured nothing.
         self._history_W2PV = np.full((_HISTORY_STEPS, 2, stages, virtual_stages), np.nan)
+        self._cut_ratios: list[float] = []
 
     def snapshot(self) -> StageScales:
         """Current factors; later updates do not change what was returned."""
-        return StageScales.of(self._scales_2PV)
+        known = len(self._cut_ratios) >= _FIRST_ESTIMATE_STEPS
+        cut_ratio = float(np.median(self._cut_ratios)) if known else 1.0
+        return replace(StageScales.of(self._scales_2PV), cut_ratio=cut_ratio)
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step, leaving out times that are not finite and positive."""
@@ -228,6 +238,15 @@ class Calibration:
         ratio_2RPVM = np.full(usable.shape, np.nan)
         np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
         weight_2RPVM = np.where(usable, predicted_2RPVM, 0.0)
+        cut_2RPVM = np.broadcast_to(planned.cut_RM[:, None, None], usable.shape)
+        if (weight_2RPVM[cut_2RPVM] > 0.0).any() and (weight_2RPVM[~cut_2RPVM] > 0.0).any():
+            of_cut, of_whole = (
+                float(_weighted_median(ratio_2RPVM[some], weight_2RPVM[some]))
+                for some in (cut_2RPVM, ~cut_2RPVM)
+            )
+            ratio = planned.scales.cut_ratio * of_cut / of_whole
+            self._cut_ratios = [*self._cut_ratios, ratio][-_HISTORY_STEPS:]
+            weight_2RPVM[cut_2RPVM] = 0.0
         ratio_I2PV, weight_I2PV = (
             np.moveaxis(values, (1, 4), (0, 1)).reshape(-1, *self._scales_2PV.shape)
             for values in (ratio_2RPVM, weight_2RPVM)
@@ -250,7 +269,11 @@ class Calibration:
         """Plain Python types; floats survive exactly, and equal states compare equal."""
         history_W2PV = self._history_W2PV.astype(object)
         history_W2PV[np.isnan(self._history_W2PV)] = None
-        return {"scales_2PV": self._scales_2PV.tolist(), "history_W2PV": history_W2PV.tolist()}
+        return {
+            "scales_2PV": self._scales_2PV.tolist(),
+            "history_W2PV": history_W2PV.tolist(),
+            "cut_ratios": list(self._cut_ratios),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over saved state; of another number of stages it is a ValueError."""
@@ -264,6 +287,8 @@ class Calibration:
                 f"{list(own[1:])}"
             )
         self._scales_2PV, self._history_W2PV = scales_2PV, history_W2PV
+        # Earlier releases learnt none.
+        self._cut_ratios = list(state.get("cut_ratios", ()))
 
 
 def _finite_and_positive(values: np.ndarray) -> np.ndarray:

@@ -406,7 +406,7 @@ def step_costs(
         experts_2CF=scale_2C[..., None] * layers_C[:, None] * experts_2F[:, None],
         exchange_2=np.array([cost.exchange.ms_per_token(direction) for direction in Direction]),
         exchange=cost.exchange,
-        segments=cost.segments,
+        segments=cost.segments.times(scales.cut_ratio),
         covered_pair_share=cost.covered_pair_share,
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),

@@ -69,6 +69,13 @@ class Times:
     times_2RPVM: np.ndarray
     scales: StageScales
 
+    cut_M: tuple[bool, ...] = ()
+
     @property
     def own_2RPVM(self) -> np.ndarray:
         return self.times_2RPVM
+
+    @property
+    def cut_RM(self) -> np.ndarray:
+        _, ranks, *_, positions = self.times_2RPVM.shape
+        return np.tile(self.cut_M or (False,) * positions, (ranks, 1))

@@ -134,6 +134,22 @@ def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:
     assert calibration.state_dict() == before
 
 
+def test_what_cutting_takes_is_learnt_apart_from_the_stages() -> None:
+    """Predictions hold what was learnt; a step whose micro-batches are all cut teaches stages."""
+    calibration, truth = Calibration(STAGES, CHUNKS), 1.27
+    base_2RPVM = np.random.default_rng(0).uniform(1.0, 10.0, (2, *SHAPE_RPVM))
+    for cut_M in [(True, False, False, True)] * 12 + [(True,) * 4] * 3:
+        scales, cut = calibration.snapshot(), np.array(cut_M)
+        predicted = base_2RPVM * scales.factors_2RPV[..., None] * np.where(cut, scales.cut_ratio, 1)
+        measured = 3.0 * base_2RPVM * np.where(cut, truth, 1.0)
+        calibration.update(Times(predicted, scales, cut_M), Times(measured, scales, cut_M))
+    assert calibration.snapshot().cut_ratio == pytest.approx(truth)
+    np.testing.assert_allclose(calibration.snapshot().scales_2PV, 3.0)
+    restored = Calibration(STAGES, CHUNKS)
+    restored.load_state_dict(calibration.state_dict())
+    assert restored.snapshot().cut_ratio == calibration.snapshot().cut_ratio
+
+
 DEVICES_RPVM = (4, 2, 2, 3)
 ALIKE_RP = np.ones(DEVICES_RPVM[:2])
 
