@@ -31,7 +31,7 @@ PROCESS_PATHS = (
     "run/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
-NIGHTLY_PATHS = ("hosts/", "test_distribution.py", "test_pages.py", "test_patches.py")
+NIGHTLY_PATHS = ("test_distribution.py", "test_pages.py", "test_patches.py")
 """What they guard changes with other projects, with the build, or with pages."""
 LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "run/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
