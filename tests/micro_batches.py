@@ -26,14 +26,17 @@ def params_with(
     padding: int = 0,
     device: torch.device = CPU,
     step: int = -1,
+    dense: Sequence[int] = (),
 ) -> BudgetedPackedSeqParams:
-    """A sequence of all samples, observed; ``padding`` tokens are one more document."""
+    """A sequence of all samples, observed; ``padding`` tokens are one more document. ``dense``: so
+    many first documents each layer attends to densely."""
     plan = MicroBatchPlan(
         samples=tuple(range(len(lengths))),
         lengths_tokens=tuple(lengths),
         budgets_LS=budgets_LS,
         rank=0,
         position=0,
+        dense_documents_L=np.array(dense, dtype=np.int32),
     )
     boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
     (micro_batch,) = local_micro_batches(

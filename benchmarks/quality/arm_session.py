@@ -125,12 +125,17 @@ def on_one_rank(plan: StepPlan) -> StepPlan:
     parts = sorted(plan.micro_batches, key=lambda each: (each.rank, each.position))
     budgets_LS = np.concatenate([each.budgets_LS for each in parts], axis=1)
     budgets_LS.flags.writeable = False
+    dense_ML = np.array([each.dense_documents_L for each in parts])
+    # Of a micro-batch behind one that is not wholly dense, no document is.
+    whole_ML = dense_ML == [[len(each.samples)] for each in parts]
+    dense_ML[1:] *= np.cumprod(whole_ML, axis=0)[:-1]
     whole = MicroBatchPlan(
         samples=tuple(sample for each in parts for sample in each.samples),
         lengths_tokens=tuple(length for each in parts for length in each.lengths_tokens),
         budgets_LS=budgets_LS,
         rank=0,
         position=0,
+        dense_documents_L=dense_ML.sum(axis=0),
     )
     expected = plan.expectation
     expected = replace(

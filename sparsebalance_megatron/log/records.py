@@ -407,6 +407,7 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
         own = {
             "samples": tuple(planned.samples[list(plan.samples)].tolist()),
             "budgets_LS": plan.budgets_LS[layers],
+            "dense_documents_L": plan.dense_documents_L[layers],
             "coverage": coverage,
         }
         micro_batches.append(RankMicroBatch(**vars(plan) | own))

@@ -37,7 +37,7 @@ from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.layer_budgets import DENSE, MAX_BLOCKS, base_budgets, dense_up_to_blocks
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,
@@ -236,12 +236,13 @@ class BudgetedCoreAttention(MegatronModule):
         blocks_S = layout.grid.blocks_S
         budget_S = np.where(blocks_S <= self._dense_blocks, blocks_S, self._base_budget)
         budgets_LS = np.broadcast_to(budget_S.astype(np.int32), (layers, len(budget_S)))
+        sparse_S = np.append(blocks_S > self._dense_blocks, True)
         return LocalMicroBatch(
             layout=layout,
             budgets_LS=copied_to(torch.from_numpy(budgets_LS.copy()), device),
             max_budgets=(int(budget_S.max()),) * layers,
             observe=False,
-            budgets_on_host_LS=budgets_LS,
+            dense_documents_L=(int(sparse_S.argmax()),) * layers,
         )
 
     def _attend(
@@ -291,7 +292,7 @@ class BudgetedCoreAttention(MegatronModule):
 
     @property
     def _dense_blocks(self) -> int:
-        """The longest document that this layer attends to densely."""
+        """The longest document that this layer attends to densely where no plan says which."""
         chosen = self._options.config
         return dense_up_to_blocks(
             *(self._base_budget, chosen.base_budget, chosen.dense_up_to_tokens, chosen.block_size)
@@ -301,13 +302,7 @@ class BudgetedCoreAttention(MegatronModule):
         """Number of first documents that are attended to densely, without lists."""
         if context.sequence is not None:
             return 0
-        documents = context.layout.documents
-        if self._base_budget != DENSE:
-            chosen, dense_blocks = self._options.config, self._dense_blocks
-            if chosen.tuning == "raise" and chosen.dense_up_to_tokens:
-                # Plans raise a budget to all blocks where dense attention takes less.
-                dense_blocks = MAX_BLOCKS
-            documents = context.dense_documents(self._layer_index, dense_blocks)
+        documents = context.dense_documents(self._layer_index)
         implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents
@@ -406,13 +401,11 @@ class BudgetedCoreAttention(MegatronModule):
         return options.selector.select(ranking, budgets_S)
 
     def _reads_everything(self, context: LocalMicroBatch) -> bool:
-        """Whether all blocks are listed, unranked: in dense layers, and in slices of sequences of
-        which all documents are attended to densely."""
-        if self._base_budget == DENSE:
-            return True
-        if context.sequence is None or self._options.config.attention == "tokens":
+        """Whether all blocks are listed, unranked: where dense attention to all documents is
+        planned, and does not serve."""
+        if self._base_budget != DENSE and self._options.config.attention == "tokens":
             return False
-        return context.is_dense(self._layer_index, self._dense_blocks)
+        return context.is_dense(self._layer_index)
 
     def observe(self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch) -> None:
         """Note the coverage of the budgets [S] that are executed, of base budgets and the grid."""

@@ -70,9 +70,10 @@ class LocalMicroBatch:
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
         sample_tokens: of all samples of the packed sequence; None where that is all it has.
-        budgets_on_host_LS: budgets of all documents of the micro-batch; None where none is attended
-            to densely.
-        blocks_S: of these documents; None where they are those of the layout.
+        documents: of the micro-batch, padding and those of later segments included; None where they
+            are those of the layout.
+        dense_documents_L: so many first of them each layer attends to densely, as the plan says;
+            empty where no layer does.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
@@ -92,28 +93,20 @@ class LocalMicroBatch:
     segments: MicroBatchSegments | None = None
     padding_documents: int = 0
     sample_tokens: int | None = None
-    budgets_on_host_LS: np.ndarray | None = None
-    blocks_S: np.ndarray | None = None
+    documents: int | None = None
+    dense_documents_L: Sequence[int] = ()
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
-    def dense_documents(self, layer: int, dense_blocks: int) -> int:
-        """Number of first documents, padding left out and those of later segments included, of
-        which a layer reads everything: of up to ``dense_blocks``, within their budgets."""
-        if self.budgets_on_host_LS is None:
-            return 0
-        blocks_S = self.layout.grid.blocks_S if self.blocks_S is None else self.blocks_S
-        dense_S = blocks_S <= np.minimum(self.budgets_on_host_LS[layer], dense_blocks)
-        dense_S = dense_S[: len(dense_S) - self.padding_documents]
-        return len(dense_S) if dense_S.all() else int(dense_S.argmin())
+    def dense_documents(self, layer: int) -> int:
+        """Number of first documents that a layer attends to densely."""
+        return self.dense_documents_L[layer] if len(self.dense_documents_L) else 0
 
-    def is_dense(self, layer: int, dense_blocks: int) -> bool:
-        """Whether a layer reads everything of all documents."""
-        documents, budgets_LS = self.dense_documents(layer, dense_blocks), self.budgets_on_host_LS
-        return budgets_LS is not None and (
-            0 < documents == budgets_LS.shape[1] - self.padding_documents
-        )
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer attends to all documents densely."""
+        documents = self.layout.documents if self.documents is None else self.documents
+        return self.dense_documents(layer) == documents
 
     def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
         """Note that layers whose attention is the model's own read everything."""
@@ -128,7 +121,7 @@ class LocalMicroBatch:
             self,
             layout=self.layout.split(documents)[1],
             budgets_LS=self.budgets_LS[:, documents:],
-            budgets_on_host_LS=None,
+            dense_documents_L=(),
             observations={},
         )
 
@@ -214,9 +207,12 @@ def local_micro_batches(
         slices: what runs, on the host; a single None is the whole packed sequence.
         inputs: of each slice; None on stages that read none.
     """
-    padding = len(cu_seqlens) - 1 - len(plan.samples)
+    samples, documents = len(plan.samples), len(cu_seqlens) - 1
+    padding = documents - samples
     on_host_LS = np.pad(plan.budgets_LS, ((0, 0), (0, padding)), constant_values=1)
     budgets_LS = torch.as_tensor(on_host_LS, dtype=torch.int32)
+    # Padding behind dense documents needs no lists of its own.
+    dense_L = [documents if n == samples else n for n in plan.dense_documents_L.tolist()]
     segments, ranks = None, slices[0].ranks if slices[0] is not None else None
     if ranks is not None:
         segments = MicroBatchSegments(count=len(slices), exchange=ranks.exchange)
@@ -243,8 +239,8 @@ def local_micro_batches(
                 segments=segments,
                 padding_documents=padding,
                 sample_tokens=plan.tokens,
-                budgets_on_host_LS=on_host_LS,
-                blocks_S=-(-np.diff(cu_seqlens) // block_size),
+                documents=documents,
+                dense_documents_L=dense_L,
                 inputs=None if inputs is None else inputs[number],
             )
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, tune
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, leading_LS, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
 from sparsebalance_megatron.plan.pipeline.operation_times import imbalance
@@ -51,10 +51,12 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_groups(where.samples, problem.job.context_parallel_size)
+    order_I = _in_order(problem, where, tuned.dense_LS)
+    tuned = replace(tuned, dense_LS=leading_LS(tuned.dense_LS, order_I, where.micro_batch_of_S))
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        micro_batches=_micro_batches(problem, where, tuned),
+        micro_batches=_micro_batches(problem, where, tuned, order_I.tolist()),
         expectation=expectation(problem, where, tuned),
         batching=best.batching,
     )
@@ -69,30 +71,36 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     return plan
 
 
-def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarray) -> list[int]:
+def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarray) -> np.ndarray:
     """The samples of all micro-batches, one after another.
 
-    Those of a micro-batch in one piece on one rank that most layers attend to densely are first, so
-    that these find them side by side; else samples keep their order. A caller's own placement keeps
-    its order, too: the caller may have packed by it.
+    Those of a micro-batch in one piece that most layers attend to densely are first, so that these
+    find them side by side; else samples keep their order. A caller's own placement keeps its order,
+    too: the caller may have packed by it.
     """
     sample_I = np.array([*chain.from_iterable(chain.from_iterable(arrangement.samples))])
     if problem.inputs.placement is not None or arrangement.segment_starts_blocks:
-        return sample_I.tolist()
-    place_I = arrangement.micro_batch_of_S[sample_I]
-    alone_I = arrangement.cp_sizes_RM.reshape(-1)[place_I] == 1
-    dense_layers_I = np.where(alone_I, dense_LS.sum(axis=0)[sample_I], 0)
-    return sample_I[np.lexsort((-dense_layers_I, place_I))].tolist()
+        return sample_I
+    dense_layers_I, place_I = dense_LS.sum(axis=0)[sample_I], arrangement.micro_batch_of_S[sample_I]
+    return sample_I[np.lexsort((-dense_layers_I, place_I))]
 
 
 def _micro_batches(
-    problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets
+    problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets, samples: list[int]
 ) -> tuple[MicroBatchPlan, ...]:
-    """Every micro-batch on its first rank, with its budgets cut from one array of all."""
-    samples = _in_order(problem, arrangement, tuned.dense_LS)
+    """Every micro-batch on its first rank, with its budgets cut from one array of all.
+
+    Args:
+        samples: of all micro-batches, one after another.
+    """
     placed_LS = np.ascontiguousarray(tuned.budgets_LS[:, samples])
     placed_LS.flags.writeable = False
-    micro_batches = []
+    sizes = [len(held) for in_rank in arrangement.samples for held in in_rank if held]
+    firsts = np.cumsum([0, *sizes[:-1]])
+    dense_ML = np.add.reduceat(tuned.dense_LS[:, samples], firsts, axis=1, dtype=np.int32).T
+    dense_ML = np.ascontiguousarray(dense_ML)
+    dense_ML.flags.writeable = False
+    micro_batches: list[MicroBatchPlan] = []
     first = 0
     for rank, in_rank in enumerate(arrangement.samples):
         for position, held in enumerate(in_rank):
@@ -113,6 +121,7 @@ def _micro_batches(
                         if arrangement.segment_starts_blocks
                         else (0,)
                     ),
+                    dense_documents_L=dense_ML[len(micro_batches)],
                 )
             )
             first += len(micro_batch)

@@ -132,6 +132,7 @@ class StepCosts:
         covered_pair_share: see :class:`.CostModel`.
         dense_LS: which layers attend to which samples densely.
         slowness_RP: factors on all times of a rank in a stage.
+        ranks_in_one: ranks that every rank of this job stands for: a context-parallel group's.
     """
 
     job: Job
@@ -149,6 +150,7 @@ class StepCosts:
     covered_pair_share: float
     dense_LS: np.ndarray
     slowness_RP: np.ndarray
+    ranks_in_one: int = 1
 
     @property
     def chunk_of_layer_L(self) -> np.ndarray:
@@ -235,6 +237,7 @@ class StepCosts:
             experts_2CF=share * self.experts_2CF,
             exchange_2=np.zeros(2),
             slowness_RP=slowness_RWP.max(axis=1),
+            ranks_in_one=cp_size,
         )
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import batched
 from operator import attrgetter
@@ -33,6 +33,8 @@ class MicroBatchPlan:
     of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
     it, beginning at ``rank``, a multiple of ``cp_size``. ``segment_starts_blocks``: where each of
     its segments begins, counted in blocks of the packed sequence; the first is 0.
+    ``dense_documents_L``: so many first documents each layer attends to densely, without a router;
+    int32, read-only, empty where no layer does.
     """
 
     samples: tuple[int, ...]
@@ -42,6 +44,7 @@ class MicroBatchPlan:
     position: int
     cp_size: int = 1
     segment_starts_blocks: tuple[int, ...] = (0,)
+    dense_documents_L: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     @property
     def tokens(self) -> int:
@@ -169,7 +172,8 @@ class StepPlan:
         return budgets_LS
 
     def digest(self) -> bytes:
-        """32 bytes that are equal exactly when step, placement and budgets are equal."""
+        """32 bytes that are equal exactly when step, placement, budgets and dense documents are
+        equal."""
         digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
         for micro_batch in sorted(self.micro_batches, key=attrgetter("rank", "position")):
             if micro_batch.cp_size > 1:
@@ -182,6 +186,7 @@ class StepPlan:
             digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes())
             digest.update(np.asarray(micro_batch.lengths_tokens, dtype=np.int64).tobytes())
             digest.update(np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes())
+            digest.update(micro_batch.dense_documents_L.astype(np.int32).tobytes())
         return digest.digest()
 
     def validate(

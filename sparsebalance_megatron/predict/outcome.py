@@ -123,7 +123,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     """Memory of every stage in the step that needs most of it."""
     steps = []
     for plan in plans:
-        most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
+        most_L = np.max([_most_L(each) for each in plan.micro_batches], axis=0)
         held = _tokens_held(plan, workload.job, workload.plan_settings.block_size)
         steps.append(_stages(workload, most_L, *held))
     return tuple(
@@ -157,12 +157,12 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
 
 
-def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
+def _most_L(micro_batch: MicroBatchPlan) -> np.ndarray:
     """Largest budget in each layer; 0 of samples that a rank attends to without lists."""
-    budgets_LS, layers = micro_batch.budgets_LS, workload.job.layers
+    budgets_LS = micro_batch.budgets_LS
     if micro_batch.cp_size == 1 and micro_batch.segments == 1:
-        dense_LS = workload.plan_settings.dense_LS(layers, micro_batch.lengths_tokens)
-        budgets_LS = np.where(dense_LS, 0, budgets_LS)
+        listed_LS = np.arange(budgets_LS.shape[1]) >= micro_batch.dense_documents_L[:, None]
+        budgets_LS = budgets_LS * listed_LS
     return np.asarray(budgets_LS.max(axis=1))
 
 

@@ -177,8 +177,8 @@ def _score_copies(inputs: Mapping[str, np.ndarray], micro_batch: LocalMicroBatch
 
 def _cut(micro_batch: LocalMicroBatch, layer: int) -> LocalMicroBatch:
     """The micro-batch in which a layer reads the least budget."""
-    assert micro_batch.budgets_on_host_LS is not None, "it was planned"
-    cut_LS = micro_batch.budgets_on_host_LS.astype(np.int32)
-    cut_LS[layer] = cut_LS[layer].clip(max=OWN_AND_FIRST)
-    budgets_LS = copied_to(torch.from_numpy(cut_LS), micro_batch.budgets_LS.device)
-    return replace(micro_batch, budgets_LS=budgets_LS, budgets_on_host_LS=cut_LS)
+    budgets_LS, dense_L = micro_batch.budgets_LS.clone(), [*micro_batch.dense_documents_L]
+    budgets_LS[layer].clamp_(max=OWN_AND_FIRST)
+    if dense_L:
+        dense_L[layer] = 0
+    return replace(micro_batch, budgets_LS=budgets_LS, dense_documents_L=dense_L)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from itertools import accumulate
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from attention.cases import SCALE, saved
@@ -130,7 +129,7 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
             budgets_LS=torch.empty(1, len(tokens), dtype=torch.int32, device=CUDA),
             max_budgets=(32,),
             observe=True,
-            budgets_on_host_LS=np.full((1, len(tokens)), 32),
+            dense_documents_L=(len(tokens),),
         )
         q, k, v, dout = _drawn(sum(tokens), 32, 8, 8, 32)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,10 @@ def test_layers_have_base_budgets_of_their_own() -> None:
     """Coverage is compared with a layer's own; a dense layer reads everything and ranks nothing."""
     qkv = packed_qkv(sum(LENGTHS))
 
-    def both_layers(text: str) -> tuple[list[torch.Tensor], dict[int, CoverageObservation]]:
-        params = params_of(1)
+    def both_layers(
+        text: str, dense: Sequence[int] = ()
+    ) -> tuple[list[torch.Tensor], dict[int, CoverageObservation]]:
+        params = params_with(LENGTHS, np.ones((2, 3), dtype=np.int32), dense=dense)
         layers = [attention(layer=layer, layer_budgets=text) for layer in (1, 2)]
         outputs = [layer(*qkv, None, packed_seq_params=params) for layer in layers]
         return outputs, params.micro_batch.observations
@@ -145,7 +148,7 @@ def test_layers_have_base_budgets_of_their_own() -> None:
     _, seen = both_layers("1:0")
     torch.testing.assert_close(seen[0].base_S, seen[0].executed_S)
     assert (seen[1].base_S > seen[1].executed_S).tolist() == [True, False, True]
-    outputs, seen = both_layers("dense:0-1")
+    outputs, seen = both_layers("dense:0-1", (3, 3))
     for layer, out in enumerate(outputs):
         assert_dense(out, qkv, (0, *np.cumsum(LENGTHS).tolist()))
         assert (seen[layer].executed_S == 1).all() and (seen[layer].base_S == 1).all()
@@ -249,7 +252,9 @@ def test_dense_documents_need_no_lists(step: int) -> None:
     """Base budget 3: results are those of lists to rounding, and other documents' lists are equal;
     every few steps dense documents are routed, too, for their curves."""
     budgets_LS = np.array([[3, 3, 3], [3, 3, 3]], dtype=np.int32)
-    some, listed = (params_with(COVERED_FIRST, budgets_LS, step=step) for _ in range(2))
+    some, listed = (
+        params_with(COVERED_FIRST, budgets_LS, step=step, dense=(2, 2)) for _ in range(2)
+    )
     ours, (of_others,) = _output_and_gradients(some)
     expected, (of_all,) = _output_and_gradients(listed, implementation="reference")
     for a, b in zip(ours, expected, strict=True):
@@ -276,7 +281,7 @@ def test_documents_up_to_a_length_are_dense_as_if_the_base_budget_covered_them(
     """The last document has 8 blocks; without a carrier budgets are base budgets."""
     found = []
     for base_budget, dense_up_to, budgets in ((2, 3 * BLOCK, (2, 3, 2)), (3, 0, (2, 3, 2))):
-        params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
+        params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32), dense=(2,))
         if not carried:
             params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=params.cu_seqlens_q)
         how = {"base_budget": base_budget, "dense_up_to": str(dense_up_to)}
@@ -286,23 +291,6 @@ def test_documents_up_to_a_length_are_dense_as_if_the_base_budget_covered_them(
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a[:first], b[:first], atol=0.0, rtol=0.0)
     assert lists.query_layout.documents == others.query_layout.documents == 1
-
-
-@pytest.mark.parametrize(
-    ("budgets", "base_budget", "covered"),
-    [
-        pytest.param((3, 3, 3), 3, 2, id="both"),
-        pytest.param((1, 3, 3), 3, 0, id="not-the-first"),
-        pytest.param((2, 2, 9), 9, 1, id="the-last-is-not-first"),
-        pytest.param((3, 3, 9), 2, 1, id="base-budget-covers-less"),
-        pytest.param((2, 3, 8), 8, 3, id="all"),
-    ],
-)
-def test_dense_are_first_documents_within_planned_and_base_budget(
-    budgets: tuple[int, ...], base_budget: int, covered: int
-) -> None:
-    params = params_with(COVERED_FIRST, np.array([budgets], dtype=np.int32))
-    assert params.micro_batch.dense_documents(0, base_budget) == covered
 
 
 EXACT = {"layer_budgets": "dense:all", "tuning": "off"}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed,
     cost_model,
     job_shape,
     plan_settings,
@@ -168,7 +169,60 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
             is_dense_LS = (becomes_LS | costs.dense_LS)[:, samples]
             after_LS = np.logical_and.accumulate(is_dense_LS, axis=1)
             assert (after_LS == is_dense_LS)[becomes_LS[:, samples].any(axis=1)].all()
+            assert (after_LS.sum(axis=1) == micro_batch.dense_documents_L).all()
     assert jumped
+
+
+def raised(seed, **changes):
+    """Inputs under tuning raise that lift some documents to dense attention."""
+    cost, base = counted(0.13), (8, 24)[seed % 2]
+    tokens = crossing_tokens(cost, base, 2**15)
+    choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
+    return inputs(seed, cost, **choices | changes)
+
+
+@pytest.mark.parametrize("lockstep_ranks", [1, 2])
+def test_a_step_under_its_own_budgets_is_the_same_step(lockstep_ranks):
+    """Budgets that an earlier plan raised to dense attention are pinned as that."""
+    for seed in range(12):
+        given = raised(seed, lockstep_ranks=lockstep_ranks)
+        first = planned(**given)
+        placement = tuple(
+            tuple(each.samples for each in first.for_rank(rank).micro_batches)
+            for rank in range(first.data_parallel_size)
+        )
+        again = planned(**given, placement=placement, pinned_LS=first.budgets_LS.astype(np.int64))
+        for one, other in zip(first.micro_batches, again.micro_batches, strict=True):
+            assert (one.dense_documents_L == other.dense_documents_L).all()
+        assert again.expectation.makespan_ms == pytest.approx(
+            first.expectation.makespan_ms, rel=1e-12
+        )
+
+
+@pytest.mark.parametrize("sharing", ["equal", "planned"])
+def test_documents_that_ranks_share_are_dense_by_length_alone(sharing):
+    """Raising makes no others dense: what ranks share they read by lists."""
+    shared = 0
+    for seed in range(12):
+        given = raised(seed)
+        job = given["job"]
+        if job.data_parallel_size == 1:
+            continue
+        changes = {"max_tokens_per_micro_batch": 2**17}
+        if sharing == "equal":
+            given |= {"job": replace(job, context_parallel_size=2)}
+        else:
+            changes |= {"context_parallel": "dynamic", "max_context_parallel": 2}
+        plan = planned(**changed(given, **changes))
+        for micro_batch in plan.micro_batches:
+            if micro_batch.cp_size == 1:
+                continue
+            shared += 1
+            settings = given["plan_settings"]
+            by_length_LS = settings.dense_LS(job.layers, micro_batch.lengths_tokens)
+            leading_LS = np.logical_and.accumulate(by_length_LS, axis=1)
+            assert (leading_LS.sum(axis=1) == micro_batch.dense_documents_L).all()
+    assert shared
 
 
 def test_lengths_by_hand():

@@ -183,17 +183,9 @@ def no_dearer_than_dense_LS(
 
     dearer_LS = may_be_dense_LS & (more_2LS(raised_LS) >= 0.0).all(axis=0)
     dearer_LS &= more_2LS(base_LS).sum(axis=0) < 0.0
-    wanted_LS, becomes_LS = dearer_LS | costs.dense_LS, np.zeros_like(dearer_LS)
+    wanted_LS = dearer_LS | costs.dense_LS
     order_S = np.lexsort((-wanted_LS.sum(axis=0), where.micro_batch_of_S))
-    first_J, size_J = np.unique(
-        where.micro_batch_of_S[order_S], return_index=True, return_counts=True
-    )[1:]
-    # Documents of the micro-batch up to this one that are not attended to densely.
-    sparse_LS = ~wanted_LS[:, order_S]
-    until_LS = np.cumsum(sparse_LS, axis=1)
-    before_LJ = until_LS[:, first_J] - sparse_LS[:, first_J]
-    follows_LS = until_LS == np.repeat(before_LJ, size_J, axis=1)
-    becomes_LS[:, order_S] = follows_LS & dearer_LS[:, order_S]
+    becomes_LS = leading_LS(wanted_LS, order_S, where.micro_batch_of_S) & dearer_LS
     # One that read everything by lists would be attended to densely.
     most_LS = np.where(may_be_dense_LS, np.minimum(raised_LS, costs.blocks_S - 1), raised_LS)
     low_LS, high_LS = np.where(may_be_dense_LS, base_LS, raised_LS), most_LS
@@ -208,13 +200,32 @@ def no_dearer_than_dense_LS(
 def _may_be_dense_LS(
     problem: BudgetProblem, where: Arrangement, budgets_LS: np.ndarray
 ) -> np.ndarray:
-    """Mask of raised budgets at which layers may attend densely."""
+    """Mask of raised and of pinned budgets at which layers may attend densely."""
     plan_settings, costs = problem.plan_settings, problem.costs
-    alone_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S] == 1
     attends_densely = plan_settings.tuning == "raise" and plan_settings.dense_up_to_tokens > 0
     if not attends_densely or where.segment_starts_blocks:
         return np.zeros_like(costs.dense_LS)
-    return np.asarray((budgets_LS > problem.allowed.base_LS) & ~costs.dense_LS & alone_S)
+    chosen_LS = (budgets_LS > problem.allowed.base_LS) | problem.pinned_S
+    cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S] * costs.ranks_in_one
+    return np.asarray(chosen_LS & ~costs.dense_LS & (cp_size_S == 1))
+
+
+def leading_LS(
+    mask_LS: np.ndarray, order_I: np.ndarray, micro_batch_of_S: np.ndarray
+) -> np.ndarray:
+    """The part of a mask of samples that has none before it in its micro-batch outside the mask.
+
+    Args:
+        order_I: the samples of all micro-batches, one after another.
+    """
+    place_I = micro_batch_of_S[order_I]
+    begins_I = np.diff(place_I, prepend=place_I[0] - 1) != 0
+    outside_LI = ~mask_LS[:, order_I]
+    until_LI = np.cumsum(outside_LI, axis=1)
+    before_LJ = (until_LI - outside_LI)[:, begins_I]
+    found_LS = np.zeros_like(mask_LS)
+    found_LS[:, order_I] = until_LI == before_LJ[:, np.cumsum(begins_I) - 1]
+    return found_LS
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
