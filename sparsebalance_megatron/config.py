@@ -299,6 +299,12 @@ class SparseBalanceConfig:
         )
 
     @property
+    def heads_may_travel(self) -> bool:
+        """Whether ranks that share a document may attend to it densely, each with its heads."""
+        by_lists = self.attention in ("triton", "reference")
+        return self.recompute_attention == "again" and not by_lists
+
+    @property
     def dense_up_to_tokens(self) -> int:
         """:attr:`dense_up_to`; 0 where costs are still to decide
         (:func:`.cost.dense_length.with_dense_length`)."""

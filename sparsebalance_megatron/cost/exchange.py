@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsebalance_megatron.cost.parts import Direction
 
-NOMINAL_GIGABYTES_PER_SECOND = 50.0
-"""That a rank receives, where nothing was measured: about one 400 Gb/s network card each."""
+NOMINAL_GIGABYTES_PER_SECOND = 45.0
+"""That a rank receives from other nodes, where nothing was measured: about one 400 Gb/s network
+card each."""
+_NOMINAL_IN_NODE_GIGABYTES_PER_SECOND = 330.0
+"""Likewise from its own node, over NVLink of an H100 or H200."""
 RANKS_PER_NODE = 8
 NODE_GIGABYTES_PER_SECOND = 150.0
 """A rank receives tokens of experts at this rate inside a node: about what DeepEP reports for 8
@@ -46,6 +49,9 @@ class Exchange:
             times as long, as where ranks of several nodes share. A cp_size between two takes the
             larger one's factor, one beyond all the last; without any, all cp_sizes are alike.
         loss: by which share the work of a rank exceeds an even split of the whole.
+        query_heads, kv_heads: of a tensor-parallel rank.
+        heads_within: most ranks between which the heads of documents travel that are attended to
+            densely (:mod:`..attention.sequence.heads`); more read lists of all blocks.
     """
 
     bytes_per_token: float = 0.0
@@ -53,6 +59,9 @@ class Exchange:
     ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
     cp_size_slowness: tuple[tuple[int, float], ...] = ()
     loss: float = 0.05
+    query_heads: int = 1
+    kv_heads: int = 1
+    heads_within: int = 1
 
     @classmethod
     def of(cls, elements: int, dtype: str = "bfloat16") -> Exchange:
@@ -77,6 +86,32 @@ class Exchange:
         wider = (factor for known, factor in self.cp_size_slowness if known >= cp_size)
         last = self.cp_size_slowness[-1][1] if self.cp_size_slowness else 1.0
         return (cp_size - 1) / cp_size * next(wider, last)
+
+    def in_nodes(self, ranks: int) -> Exchange:
+        """The exchange at the nominal rates within nodes of so many ranks and between them."""
+        slower = _NOMINAL_IN_NODE_GIGABYTES_PER_SECOND / NOMINAL_GIGABYTES_PER_SECOND
+        return replace(
+            self,
+            ms_per_byte=ms_per_byte(_NOMINAL_IN_NODE_GIGABYTES_PER_SECOND),
+            cp_size_slowness=((ranks, 1.0), (ranks + 1, slower)),
+        )
+
+    def heads_obstacle(self, cp_size: int) -> str | None:
+        """Why heads do not travel between so many ranks; None where they do, or one has all."""
+        if cp_size == 1:
+            return None
+        if cp_size > self.heads_within:
+            return f"heads travel between {self.heads_within} ranks at most"
+        for heads, kind in ((self.query_heads, "query heads"), (self.kv_heads, "KV heads")):
+            if heads % cp_size and (kind == "query heads" or cp_size % heads):
+                return f"{cp_size} ranks share no {heads} {kind} of a tensor-parallel rank evenly"
+        return None
+
+    def heads_ms_per_token(self, cp_size: int) -> float:
+        """Ms per token, layer and direction in which heads travel there and outputs back."""
+        heads = (self.query_heads + max(self.kv_heads, cp_size)) / self.kv_heads
+        received = heads * self.bytes_per_token / cp_size
+        return received * self.ms_per_byte * self.received_share(cp_size)
 
     def share(self, cp_size: int) -> float:
         """Part of a micro-batch's work that each of its ranks does."""

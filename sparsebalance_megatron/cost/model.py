@@ -284,7 +284,11 @@ def _per_token(value: float) -> tuple[float, ...]:
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
     """Cost of micro-batches that ranks share, at the nominal bandwidth."""
     kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
-    return Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype)
+    return replace(
+        Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype),
+        query_heads=shape.num_attention_heads // shape.tensor_parallel_size,
+        kv_heads=kv_heads,
+    )
 
 
 def attended_token_pairs(

@@ -80,6 +80,12 @@ class HostJob:
         )
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
+        exchange = cost.exchange
+        if not exchange.cp_size_slowness:  # none was measured
+            exchange = exchange.in_nodes(self.neighbours_per_node)
+        if config.heads_may_travel:
+            exchange = replace(exchange, heads_within=self.neighbours_per_node)
+        cost = replace(cost, exchange=exchange)
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
             full=self.recompute_all,
             attention_only=self.recompute_attention,
@@ -149,6 +155,11 @@ class HostPlanner:
             clock=clock,
         )
         self.steps = 0
+
+    @property
+    def cost(self) -> CostModel:
+        """What plans are made by."""
+        return self._planner.cost
 
     @property
     def max_cp_size(self) -> int:

@@ -36,6 +36,7 @@ from sparsebalance_megatron.attention.select import Selector, rank_sequence, sel
 from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
+from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
@@ -271,22 +272,23 @@ class BudgetedCoreAttention(MegatronModule):
         results: list[Sequence[Tensor]] = []
         documents = self._dense_documents(q_THD, v_TGF, context)
         if 0 < documents < layout.documents:
+            layout, others = layout.split(documents)[0], context.without(documents)
             # Their tokens come first, and a split is a view.
-            layout, rest = layout.split(documents)
-            halves = [x.split((layout.tokens, rest.tokens)) for x in dense]
+            rest = others.layout.tokens
+            if others.sequence is not None:
+                rest = len(others.sequence.tokens_T)
+            halves = [x.split((len(q_THD) - rest, rest)) for x in dense]
             dense, listed = zip(*halves, strict=True)
-            others = context.without(documents)
         if documents:
-            results.append(self._attended(partial(dense_attention, layout=layout), dense))
+            results.append(self._attend_densely(dense, layout, context))
         if documents < context.layout.documents:
             selection, *result = self._attend_to_lists(listed, others, selection)
             results.append(result)
         if documents and found is None:
             self._observe_densely(dense, layout, context, others)
-        out_THF, lse_TH = results[0]
-        if len(results) > 1:
-            out_THF, lse_TH = (torch.cat(parts) for parts in zip(*results, strict=True))
+        out_THF = torch.cat([out for out, *_ in results]) if len(results) > 1 else results[0][0]
         if kept is not None and in_first_pass():
+            lse_TH = torch.cat([lse for _, lse in results])
             kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
         return out_THF.reshape(out_THF.shape[0], -1)
 
@@ -300,13 +302,31 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _dense_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
         """Number of first documents that are attended to densely, without lists."""
-        if context.sequence is not None:
+        sequence = context.sequence
+        if sequence is not None and not (sequence.ranks is None and sequence.group.shares_heads):
             return 0
         documents = context.dense_documents(self._layer_index)
         implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents
         return 0
+
+    def _attend_densely(
+        self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
+    ) -> Sequence[Tensor]:
+        """out_THF and lse_TH of the documents of a layout; out alone where ranks share them."""
+        attend = partial(dense_attention, layout=layout)
+        sequence = context.sequence
+        if sequence is None or sequence.group.members == 1:
+            return self._attended(attend, qkv)
+        q_THD, k_TGD, v_TGF = qkv
+        heads, member = q_THD.shape[1] // sequence.group.members, sequence.group.member
+
+        def of_member(*qkv: Tensor) -> Tensor:
+            return self._attended(attend, qkv, slice(member * heads, (member + 1) * heads))[0]
+
+        travelling = TravellingHeads(sequence, layout.tokens)
+        return [travelling.attend((q_THD, k_TGD, v_TGF), of_member)]
 
     def _attend_to_lists(
         self, qkv: Sequence[Tensor], context: LocalMicroBatch, selection: Selection | None
@@ -324,14 +344,20 @@ class BudgetedCoreAttention(MegatronModule):
         return selection, *self._attended(attend, qkv)
 
     def _attended(
-        self, attend: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor]
+        self,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+        qkv: Sequence[Tensor],
+        heads: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
-        """out_THF and lse_TH from queries, keys and values, which known results may follow."""
+        """out_THF and lse_TH from queries, keys and values, which known results may follow.
+
+        ``heads``: of this tensor-parallel rank that these are.
+        """
         q_THD, k_TGD, v_TGF, *known = qkv
         # The score of the key, of value 0, that --softmax-type adds to the keys of each head.
         sink_H: Tensor | None = None
         if self.config.softmax_type == "learnable":
-            sink_H = self.softmax_offset
+            sink_H = self.softmax_offset[heads]
         elif self.config.softmax_type != "vanilla":
             sink_H = q_THD.new_zeros(q_THD.shape[1])
         return attend(

@@ -117,9 +117,12 @@ class LocalMicroBatch:
 
     def without(self, documents: int) -> LocalMicroBatch:
         """The micro-batch of all but the first documents, with observations of its own."""
+        sequence = None if self.sequence is None else self.sequence.without(documents)
+        layout = self.layout.split(documents)[1] if sequence is None else sequence.whole_layout
         return replace(
             self,
-            layout=self.layout.split(documents)[1],
+            layout=layout,
+            sequence=sequence,
             budgets_LS=self.budgets_LS[:, documents:],
             dense_documents_L=(),
             observations={},

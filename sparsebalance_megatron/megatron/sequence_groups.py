@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
 from sparsebalance_megatron.config import ConfigError, ExchangeName
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 
@@ -87,12 +88,18 @@ class SequenceGroups:
 
 
 def make_sequence_groups(
-    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float = 10.0
+    largest: int,
+    *,
+    exchange: ExchangeName,
+    ranks_per_node: int,
+    heads: Exchange | None = None,
+    timeout_minutes: float = 10.0,
 ) -> SequenceGroups | None:
     """Make the groups; collective over all ranks, once. None where no two ranks share a sequence.
 
     ``largest``: ranks of the largest group, a power of two that divides the data-parallel times
-    context-parallel size. ``ranks_per_node``: the inner rings of a hierarchical one. A rank that
+    context-parallel size. ``ranks_per_node``: the inner rings of a hierarchical one. ``heads``:
+    says between how many ranks heads travel; None for none. A rank that
     waits in vain for another member fails after ``timeout_minutes``.
     """
     if largest == 1:
@@ -118,6 +125,7 @@ def make_sequence_groups(
             exchange=travel,
             process_group=group,
             alone=groups[1],
+            shares_heads=heads is not None and heads.heads_obstacle(size) is None,
         )
     return SequenceGroups(
         rank=maker.rank, by_size=made, agreement=maker.neighbours(largest, backend="gloo")

@@ -149,13 +149,16 @@ def _segments(
     Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
     others' part of the keys and values so far.
     """
-    ms, tokens_U = _pieces(
-        costs, costs.by_chunk, budgets_LS, micro_batches, starts, costs.share_W[cp_size_M]
-    )
+    ms, tokens_U = _pieces(costs, costs.by_chunk, budgets_LS, micro_batches, starts, cp_size_M)
     ms += _whatever_it_holds_2C(costs)[:, None]
     segments_M = np.array(list(map(len, starts)))
     cp_size_U = np.repeat(cp_size_M, segments_M)
     if cp_size_M.max() > 1:
+        dense_MX = np.array(
+            [costs.by_chunk.dense_tokens_SX[list(of)].sum(0) for of in micro_batches]
+        )
+        more_2M = costs.heads_more_2W[:, cp_size_M] * (segments_M == 1)
+        ms += np.repeat(dense_MX * more_2M[..., None], segments_M, axis=1)
         until_U = np.cumsum(tokens_U)
         first_M = np.cumsum(segments_M) - segments_M
         so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
@@ -231,14 +234,16 @@ def _pieces(
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
     starts: Sequence[Starts],
-    share_M: np.ndarray | float = 1.0,
+    cp_size_M: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ms [..., 2, U, X] of what segments hold, on an average device, at budgets [..., L, S], and
     their tokens [U].
 
     Args:
-        share_M: of the work of each micro-batch that a rank does.
+        cp_size_M: ranks that share each micro-batch; None where none do.
     """
+    if cp_size_M is None:
+        cp_size_M = np.ones(len(micro_batches), dtype=np.int64)
     sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     blocks_I = costs.blocks_S[sample_I]
     # All micro-batches end to end, in blocks.
@@ -250,8 +255,7 @@ def _pieces(
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
     bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
-    # Where dense attention needs a whole micro-batch on one rank.
-    lists_M = (segments_M > 1) | (np.asarray(share_M) < 1.0)
+    lists_M = (segments_M > 1) | ((cp_size_M > 1) & ~costs.heads_travel_W[cp_size_M])
     lists_I = np.repeat(lists_M, np.fromiter(map(len, micro_batches), dtype=np.int64))
     tokens_2E, ms = _prefix(
         *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]),
@@ -259,7 +263,7 @@ def _pieces(
     )
     piece_U = np.searchsorted(start_E, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
-    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * share_M
+    slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * costs.share_W[cp_size_M]
     work *= np.repeat(slowness_M, segments_M)[:, None]
     pieces_U1 = np.diff(piece_U, append=len(start_E))[:, None]
     work += pieces_U1 * columns.sparse_2XF[:, None, :, SEQUENCES]

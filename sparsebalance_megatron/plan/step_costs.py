@@ -60,8 +60,8 @@ class Columns:
 
     @cached_property
     def lists_2SX(self) -> np.ndarray:
-        """Ms that a sample takes more where it is shared, for layers that would attend to it
-        densely."""
+        """Ms that a sample takes more where it is shared and heads do not travel, for layers that
+        would attend to it densely."""
         covered_pair_2X = self.costs.covered_pair_share * self.pair_2X
         more_2XF = as_lists(self.denser_2XF, covered_pair_2X) - self.denser_2XF
         return self._dense_SX * self._ms_2SX(more_2XF)
@@ -70,6 +70,11 @@ class Columns:
     def exchange_2SX(self) -> np.ndarray:
         """Ms of receiving all of a sample's keys and values."""
         return self.exchange_2X[:, None] * self.costs.lengths_tokens_S[:, None]
+
+    @cached_property
+    def dense_tokens_SX(self) -> np.ndarray:
+        """Tokens of a sample, for every layer that attends to it densely."""
+        return self._dense_SX * self.costs.lengths_tokens_S[:, None]
 
     def ms_2SX(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Ms of every sample, on a rank by itself."""
@@ -90,9 +95,13 @@ class Columns:
             return sample_2SX
         share_S1 = self.costs.share_W[cp_size_S][:, None]
         received_S1 = self.costs.received_W[cp_size_S][:, None]
-        whole_21X = self.sequence_2X[:, None]
-        shared_2SX = whole_21X + (sample_2SX + self.lists_2SX - whole_21X) * share_S1
+        whole_21X, heads_W = self.sequence_2X[:, None], self.costs.heads_travel_W
+        lists_2SX = self.lists_2SX * ~heads_W[cp_size_S][:, None]
+        shared_2SX = whole_21X + (sample_2SX + lists_2SX - whole_21X) * share_S1
         on_each_2SX = shared_2SX + self.exchange_2SX * received_S1
+        if heads_W[cp_size_S].any():
+            more_2S1 = self.costs.heads_more_2W[:, cp_size_S, None]
+            on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
 
     @property
@@ -115,7 +124,8 @@ class StepCosts:
     """Predicted cost terms of the samples of one step.
 
     A layer attends to a sample densely, without a router, or sparsely, under its budget. Where
-    ranks share a sample, or it is cut in segments, lists of all blocks stand for dense attention.
+    ranks share a sample and heads do not travel, or it is cut in segments, lists of all blocks
+    stand for dense attention.
 
     Attributes:
         work: how block pairs follow from budgets.
@@ -226,13 +236,17 @@ class StepCosts:
         layer_2CF[..., SEQUENCES] = self.layer_2CF[..., SEQUENCES]
         layer_2CF[..., TOKENS] += received * self.exchange_2[:, None]
         outside_2CF[..., SEQUENCES] = self.outside_2CF[..., SEQUENCES]
-        covered_pair_2C = self.covered_pair_share * self.pair_2C
+        denser_2CF = self.denser_2CF.copy()
+        if self.heads_travel_W[cp_size]:
+            denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None] / share
+        else:
+            denser_2CF = as_lists(denser_2CF, self.covered_pair_share * self.pair_2C)
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
             job=self.job.groups,
             layer_2CF=layer_2CF,
-            denser_2CF=share * as_lists(self.denser_2CF, covered_pair_2C),
+            denser_2CF=share * denser_2CF,
             outside_2CF=outside_2CF,
             experts_2CF=share * self.experts_2CF,
             exchange_2=np.zeros(2),
@@ -251,6 +265,22 @@ class StepCosts:
         """Share of the exchange that a micro-batch takes at cp_size 0 (none) to R."""
         cp_sizes = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
+
+    @cached_property
+    def heads_travel_W(self) -> np.ndarray:
+        """Whether heads of dense documents travel at cp_size 0 (none) to R."""
+        cp_sizes = range(2, self.job.data_parallel_size + 1)
+        travel = [self.exchange.heads_obstacle(cp_size) is None for cp_size in cp_sizes]
+        return np.array([False, False, *travel])
+
+    @cached_property
+    def heads_more_2W(self) -> np.ndarray:
+        """Ms that a token of a dense document takes more in a layer where heads travel than where
+        keys and values do, at cp_size 0 (none) to R; 0 where they do not travel."""
+        cp_sizes = range(len(self.heads_travel_W))
+        heads_W = np.array([self.exchange.heads_ms_per_token(max(1, cp)) for cp in cp_sizes])
+        more_2W = heads_W - self.exchange_2[:, None] * self.received_W
+        return np.where(self.heads_travel_W, more_2W, 0.0)
 
     @property
     def pair_2C(self) -> np.ndarray:

@@ -71,6 +71,7 @@ class HostRun:
                 self.planner.max_cp_size,
                 exchange=config.exchange,
                 ranks_per_node=job.neighbours_per_node,
+                heads=self.planner.cost.exchange,
             ),
         )
         self._run = Run(

@@ -213,6 +213,7 @@ class TrainerRun:
                 inputs.plan_settings.max_context_parallel,
                 exchange=inputs.config.exchange,
                 ranks_per_node=settings.host_job.neighbours_per_node,
+                heads=inputs.cost.exchange,
                 timeout_minutes=settings.distributed_timeout_minutes,
             ),
         )

@@ -36,6 +36,7 @@ class SequenceGroup:
         exchange: how their keys and values travel; None where this rank holds the whole sequence.
         process_group: of the members.
         alone: a process group of this rank by itself.
+        shares_heads: whether documents are attended to densely, each member with its heads.
     """
 
     member: int = 0
@@ -43,6 +44,7 @@ class SequenceGroup:
     exchange: SequenceExchange | None = None
     process_group: ProcessGroup | None = None
     alone: ProcessGroup | None = None
+    shares_heads: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.member < self.members:
@@ -143,6 +145,23 @@ class SequenceSlice:
         owner_N = self.owner_N % self.ranks.members
         return replace(self, owner_N=owner_N, group=self.ranks, ranks=None)
 
+    def without(self, documents: int) -> SequenceSlice:
+        """The slice of all but the first documents; made once for each number."""
+        if documents not in self._without:
+            first = self._grid.first_block_S[documents]
+            start = self.cu_seqlens[documents]
+            self._without[documents] = replace(
+                self,
+                cu_seqlens=tuple(each - start for each in self.cu_seqlens[documents:]),
+                owner_N=self.owner_N[first:],
+                pad_to_multiple_of=1,
+            )
+        return self._without[documents]
+
+    @cached_property
+    def _without(self) -> dict[int, SequenceSlice]:
+        return {}
+
     @cached_property
     def tokens_T(self) -> np.ndarray:
         """The numbers in the sequence of this rank's tokens."""
@@ -180,7 +199,7 @@ class SequenceSlice:
         boundaries = self._grid.boundaries
         document_T = np.searchsorted(boundaries, self.tokens_T, side="right") - 1
         place_T = self.tokens_T - boundaries[document_T]
-        return self._on_device(np.pad(place_T, (0, self.padding_tokens)))
+        return self.on_device(np.pad(place_T, (0, self.padding_tokens)))
 
     @cached_property
     def whole_layout(self) -> PackedLayout:
@@ -244,16 +263,17 @@ class SequenceSlice:
         table_WX = np.full((len(held_W), sum(map(len, held_W)) + 1), -1, dtype=np.int32)
         for numbers_X, held in zip(table_WX, held_W, strict=True):
             numbers_X[held] = np.arange(len(held))
-        return self._on_device(table_WX)
+        return self.on_device(table_WX)
 
     def _gathered_places(self, held_W: Sequence[np.ndarray]) -> Tensor:
         longest = max(map(len, held_W))
         places = np.empty(sum(map(len, held_W)), dtype=np.int64)
         for member, held in enumerate(held_W):
             places[held] = member * longest + np.arange(len(held))
-        return self._on_device(places)
+        return self.on_device(places)
 
-    def _on_device(self, x: np.ndarray) -> Tensor:
+    def on_device(self, x: np.ndarray) -> Tensor:
+        """A copy on the slice's device."""
         return copied_to(torch.from_numpy(x), self.device)
 
 

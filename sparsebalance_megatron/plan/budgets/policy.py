@@ -207,7 +207,9 @@ def _may_be_dense_LS(
         return np.zeros_like(costs.dense_LS)
     chosen_LS = (budgets_LS > problem.allowed.base_LS) | problem.pinned_S
     cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S] * costs.ranks_in_one
-    return np.asarray(chosen_LS & ~costs.dense_LS & (cp_size_S == 1))
+    sizes, size_S = np.unique(cp_size_S, return_inverse=True)
+    whole = [costs.exchange.heads_obstacle(cp_size) is None for cp_size in sizes.tolist()]
+    return np.asarray(chosen_LS & ~costs.dense_LS & np.array(whole)[size_S])
 
 
 def leading_LS(
