@@ -55,7 +55,8 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
                 generator,
             )
         ]
-    expected = plan.expectation
+    block_size, expected = plan_settings.block_size, plan.expectation
+    micro_batches = [with_blocks_for_all(each, block_size) for each in micro_batches]
     plan = replace(
         plan,
         data_parallel_size=job.data_parallel_size,
@@ -94,7 +95,11 @@ def pairwise_merged(
 
 
 def merged(*micro_batches: MicroBatchPlan) -> MicroBatchPlan:
-    """One row on the ranks of all."""
+    """One packed sequence on the ranks of all."""
+    dense_PL = np.array([each.dense_documents_L for each in micro_batches])
+    whole_PL = dense_PL == [[len(each.samples)] for each in micro_batches]
+    # Dense documents behind others are not first.
+    dense_PL[1:] *= np.logical_and.accumulate(whole_PL, axis=0)[:-1]
     return replace(
         micro_batches[0],
         samples=tuple(itertools.chain(*(micro_batch.samples for micro_batch in micro_batches))),
@@ -105,6 +110,7 @@ def merged(*micro_batches: MicroBatchPlan) -> MicroBatchPlan:
             [micro_batch.budgets_LS for micro_batch in micro_batches], axis=1
         ),
         cp_size=sum(micro_batch.cp_size for micro_batch in micro_batches),
+        dense_documents_L=dense_PL.sum(axis=0),
     )
 
 
@@ -113,7 +119,7 @@ def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[M
     if micro_batch.cp_size == 1 or len(micro_batch.samples) < 2 or generator.random() < 0.7:
         return [micro_batch]
     half, cut = micro_batch.cp_size // 2, len(micro_batch.samples) // 2
-    parts = (slice(None, cut), slice(cut, None))
+    parts, sizes = (slice(None, cut), slice(cut, None)), (cut, len(micro_batch.samples) - cut)
     return [
         replace(
             micro_batch,
@@ -122,9 +128,19 @@ def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[M
             budgets_LS=micro_batch.budgets_LS[:, part],
             rank=micro_batch.rank + place * half,
             cp_size=half,
+            dense_documents_L=(micro_batch.dense_documents_L - place * cut).clip(0, size),
         )
-        for place, part in enumerate(parts)
+        for place, (part, size) in enumerate(zip(parts, sizes, strict=True))
     ]
+
+
+def with_blocks_for_all(micro_batch: MicroBatchPlan, block_size: int) -> MicroBatchPlan:
+    """The micro-batch without dense documents in layers whose other documents have too few blocks
+    for its ranks."""
+    blocks = [-(-length // block_size) for length in micro_batch.lengths_tokens]
+    others_L = sum(blocks) - np.cumsum([0, *blocks])[micro_batch.dense_documents_L]
+    fine_L = (others_L == 0) | (others_L >= micro_batch.cp_size)
+    return replace(micro_batch, dense_documents_L=micro_batch.dense_documents_L * fine_L)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,10 @@ LATENT = """
     --multi-latent-attention --kv-lora-rank 24 --q-lora-rank 32 --qk-head-dim 16
     --qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type yarn --rotary-scaling-factor 4
     --mscale-all-dim 1 --softmax-type learnable"""
+LATENT_LLAMA = (
+    *without(LLAMA, "--group-query-attention", "--num-query-groups"),
+    *LATENT.split(),
+)
 MODELS = {
     "llama": Model(LLAMA),
     "llama bf16": Model((*LLAMA, "--bf16"), "arrival", "llama", BFLOAT16_ROUNDING),
@@ -135,9 +139,9 @@ MODELS = {
         *("experts", FEW_ROUNDINGS, "even"),
     ),
     "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
-    "latent": Model(
-        (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
-    ),
+    "exact sinks": Model((*LLAMA, "--softmax-type", "learnable", *EXACT), "makespan", "sinks"),
+    "latent": Model(LATENT_LLAMA),
+    "exact latent": Model((*LATENT_LLAMA, *EXACT), "makespan", "latent"),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", data="even"),
     # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
@@ -232,7 +236,20 @@ SHARED_ROWS = {
         "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring"
     ),
     "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
-    "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED}"),
+    "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {RECOMPUTE} uniform"),
+    "exact-wide4": Layout("exact", 4, f"{WIDER} {OVERLAP}", DRAWN_WIDTHS),
+    "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
+    "exact-context-tensor-sequence": Layout(
+        "exact", 4, f"{CONTEXT} {TENSOR} {SEQUENCE}", WITH_NORMS
+    ),
+    "exact-wide-pipeline": Layout("exact", 4, f"{PIPELINE} {WIDE}", DRAWN_WIDTHS),
+    "exact-context-interleaved": Layout("exact", 4, f"{CONTEXT} {INTERLEAVED}"),
+    "exact-context-experts": Layout(
+        "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2"
+    ),
+    "exact-context-sinks": Layout("exact sinks", 2, CONTEXT),
+    "exact-context-latent": Layout("exact latent", 2, CONTEXT),
+    "lengths-wide4": Layout("lengths", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-latent-ring": Layout(
