@@ -288,13 +288,15 @@ class SparseBalanceConfig:
                 f"context parallelism; use {flag_with('context_parallel', 'dynamic')}"
             )
 
-    def leaves_attention(self, context_parallel_size: int) -> bool:
+    @property
+    def leaves_attention(self) -> bool:
         """Whether Megatron's own attention may run: all layers are dense, and every micro-batch
-        runs on one rank, in one piece, with nothing kept for a recomputed pass."""
+        runs in one piece, with nothing kept for a recomputed pass. Where ranks share micro-batches,
+        heads have to travel between them (:meth:`.Exchange.heads_serve`)."""
         return (
             self.layer_budgets == ALL_DENSE
             and self.tuning == "off"
-            and self.max_segments == max(self.max_context_parallel or 1, context_parallel_size) == 1
+            and self.max_segments == 1
             and self.recompute_attention == "again"
         )
 

@@ -42,4 +42,4 @@ def params_with(
     (micro_batch,) = local_micro_batches(
         plan, boundaries, [None], block_size=BLOCK, observe=True, device=device, step=step
     )
-    return micro_batch.params(256)
+    return micro_batch.params()

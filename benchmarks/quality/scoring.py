@@ -70,7 +70,7 @@ class Evaluation:
                 torch.from_numpy(row.tokens)[None],
                 torch.from_numpy(row.position_ids)[None],
                 None,
-                packed_seq_params=context.params(self.longest_tokens),
+                packed_seq_params=context.params(),
             )
             at_X = torch.from_numpy(np.flatnonzero(row.loss_mask))
             logits_XW, label_X = logits_1TW[0, at_X].float(), torch.from_numpy(row.labels)[at_X]

@@ -107,6 +107,11 @@ class Exchange:
                 return f"{cp_size} ranks share no {heads} {kind} of a tensor-parallel rank evenly"
         return None
 
+    def heads_serve(self, most_ranks: int) -> bool:
+        """Whether heads travel between 2, 4, ... and so many ranks."""
+        sizes = (1 << power for power in range(most_ranks.bit_length()))
+        return all(self.heads_obstacle(size) is None for size in sizes)
+
     def heads_ms_per_token(self, cp_size: int) -> float:
         """Ms per token, layer and direction in which heads travel there and outputs back."""
         heads = (self.query_heads + max(self.kv_heads, cp_size)) / self.kv_heads

@@ -45,6 +45,7 @@ from sparsebalance_megatron.megatron.kept_attention import (
     in_first_pass,
     in_recomputed_pass,
 )
+from sparsebalance_megatron.megatron.own_attention import sharing_heads
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     LayoutCache,
@@ -107,7 +108,8 @@ class AttentionOptions:
     """Options of all layers of one model; coverage is observed at the budgets in ``grid``.
 
     ``config``: a checkpoint that is loaded may change up to which length documents are dense.
-    ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences.
+    ``leaves_attention``: whether layers keep an attention of their own that takes packed sequences;
+    ``shares``: whether ranks may share these.
     ``repetitions``: adds up a model's attention to far repetitions; None where nobody asks.
     """
 
@@ -116,6 +118,7 @@ class AttentionOptions:
     layouts: LayoutCache = field(default_factory=LayoutCache, repr=False)
     repetitions: Repetitions | None = None
     leaves_attention: bool = False
+    shares: bool = False
 
     @cached_property
     def selector(self) -> Selector[Any, Any]:
@@ -496,7 +499,10 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
                 f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
                 "use plain, grouped-query or multi-latent attention layers"
             )
-        if options.leaves_attention and _takes_packed_sequences(submodules.core_attention):
+        leaves = options.leaves_attention and _takes_packed_sequences(submodules.core_attention)
+        if leaves and options.shares:
+            submodules.core_attention = sharing_heads(submodules.core_attention)
+        if leaves:
             continue
         if issubclass(self_attention.module, MLASelfAttention):
             own = self_attention.module

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -153,24 +154,41 @@ class LocalMicroBatch:
             return self.segments.of_layer(layer)
         return None if self.sequence is None else self.sequence.group.exchange
 
-    def params(self, max_seqlen_tokens: int) -> BudgetedPackedSeqParams:
+    @cached_property
+    def whole_params(self) -> PackedSeqParams:
+        """Plain parameters of the whole packed sequence, in the thd layout.
+
+        The longest document is rounded up to a power of two: the host knows it, few kernels are
+        built for it, and fused RoPE launches as many blocks for every document.
+        """
+        boundaries = self.layout.cu_seqlens
+        # Made on the host first: torch.tensor(..., device=device) would wait for the device.
+        host = torch.tensor(boundaries, dtype=torch.int32)
+        cu_seqlens = copied_to(host, self.budgets_LS.device)
+        longest = 1 << (max(np.diff(boundaries).tolist()) - 1).bit_length()
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def params(self) -> BudgetedPackedSeqParams:
         """Parameters for Megatron's attention and RoPE, in the thd layout.
 
         In a run that may share sequences the layout is called sbhd, with a batch of one, and the
         RoPE group is this rank alone: Megatron then applies row i of the table that
         :func:`.hooks.use_true_positions` puts in place to token i, and cuts nothing itself.
         """
-        sequence = self.sequence
-        # Made on the host first: torch.tensor(..., device=device) would wait for the device.
-        cu_seqlens = torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
-        cu_seqlens = copied_to(cu_seqlens, self.budgets_LS.device)
+        sequence, whole = self.sequence, self.whole_params
         return BudgetedPackedSeqParams(
             qkv_format="thd" if sequence is None else "sbhd",
             cp_group=None if sequence is None else sequence.group.alone,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen_tokens,
-            max_seqlen_kv=max_seqlen_tokens,
+            cu_seqlens_q=whole.cu_seqlens_q,
+            cu_seqlens_kv=whole.cu_seqlens_kv,
+            max_seqlen_q=whole.max_seqlen_q,
+            max_seqlen_kv=whole.max_seqlen_kv,
             micro_batch=self,
             kept=KeptAttention(self.recompute),
         )

@@ -386,7 +386,8 @@ def _refuse(
 
 
 def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
-    leaves = get.config.leaves_attention(get("context_parallel_size", 1))
+    most_ranks = max(get.config.max_context_parallel or 1, get("context_parallel_size", 1))
+    leaves = get.config.leaves_attention and most_ranks == 1
     if leaves and get("transformer_impl") != "local":
         refusals = {flag: refusals[flag] for flag in refusals if flag not in OF_REPLACED_ATTENTION}
     _refuse(get, refusals, _SOME_VALUES)

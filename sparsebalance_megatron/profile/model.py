@@ -187,7 +187,7 @@ class ProfiledModel:
             micro_batches = self._micro_batches((tokens,), budget_blocks, starts_blocks, slices)
             outputs = []
             for micro_batch, qkv in zip(micro_batches, inputs, strict=True):
-                params = micro_batch.params(self._max_seqlen_tokens)
+                params = micro_batch.params()
                 batched = qkv if micro_batch.sequence is None else [x[:, None] for x in qkv]
                 outputs.append(self._core_attention(*batched, packed_seq_params=params))
             return outputs
@@ -205,7 +205,7 @@ class ProfiledModel:
         return q_THD, k_TGD, v_TGF
 
     def _linear(self, tokens: int, context: LocalMicroBatch) -> Timed:
-        params = context.params(self._max_seqlen_tokens)
+        params = context.params()
         hidden_T1h = self._hidden(tokens)
         rotary = self._rotary(hidden_T1h, params)
 

@@ -57,9 +57,12 @@ class HostRun:
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        leaves = config.leaves_attention(job.layout.context_parallel_size)
+        most_ranks = self.planner.max_cp_size
+        leaves = config.leaves_attention and self.planner.cost.exchange.heads_serve(most_ranks)
         self._options = AttentionOptions(
-            self.planner.config, self.planner.coverage.grid, leaves_attention=leaves
+            *(self.planner.config, self.planner.coverage.grid),
+            leaves_attention=leaves,
+            shares=most_ranks > 1,
         )
         self._transformer_config = transformer_config
         self._device = device
@@ -257,7 +260,7 @@ class HostRun:
             # Every pass begins here; that of a training step is checked by its run.
             check_shared_plan(step, planned.plan.digest(), agreement)
         if packed_seq_params is None:
-            return micro_batch.params(self.job.padded(self.job.max_sample_tokens))
+            return micro_batch.params()
         carrier = copy.copy(packed_seq_params)
         carrier.micro_batch, carrier.kept = micro_batch, KeptAttention(micro_batch.recompute)
         return carrier

@@ -70,8 +70,11 @@ class Inputs:
     @property
     def attention_options(self) -> AttentionOptions:
         """Options of the model's layers."""
-        leaves = self.config.leaves_attention(self.settings.context_parallel_size)
-        return AttentionOptions(self.config, self.grid, leaves_attention=leaves)
+        most_ranks = self.plan_settings.max_context_parallel
+        leaves = self.config.leaves_attention and self.cost.exchange.heads_serve(most_ranks)
+        return AttentionOptions(
+            self.config, self.grid, leaves_attention=leaves, shares=most_ranks > 1
+        )
 
     def with_kept_dense_length(self, tokens: int | None) -> Inputs:
         """These inputs, with the length that a checkpoint has, if it has one and costs decide."""

@@ -450,7 +450,6 @@ class ForwardStep:
     ) -> None:
         self._inner = inner
         self._trainer = trainer
-        self._max_seqlen_tokens = trainer.inputs.settings.seq_length
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         run, scheduler = self._trainer.run, self._trainer.scheduler
@@ -468,7 +467,7 @@ class ForwardStep:
         leave_out_padding(model)
         if micro_batch.observe:
             run.begin_micro_batch(micro_batch, scheduler.planned(micro_batch.step))
-        batch["packed_seq_params"] = micro_batch.params(self._max_seqlen_tokens)
+        batch["packed_seq_params"] = micro_batch.params()
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.observe:
             # The model's kernels are launched: time to plan the next step.

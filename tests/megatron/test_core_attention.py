@@ -329,8 +329,8 @@ def test_exact_attention_is_the_models_own_where_it_takes_packed_sequences(
     ("choices", "cp_size", "leaves"),
     [
         ({}, 1, True),
-        ({}, 2, False),
-        ({"max_context_parallel": 2}, 1, False),
+        ({}, 2, True),
+        ({"max_context_parallel": 2}, 1, True),
         ({"max_segments": 4}, 1, False),
         ({"recompute_attention": "keep"}, 1, False),
         ({"tuning": "raise"}, 1, False),
@@ -341,12 +341,13 @@ def test_sliding_windows_and_their_like_are_refused_where_attention_is_replaced(
     choices: dict[str, Any], cp_size: int, leaves: bool
 ) -> None:
     config = SparseBalanceConfig(**EXACT | choices)
-    assert config.leaves_attention(cp_size) == leaves
+    assert config.leaves_attention == leaves
+    shares = cp_size > 1 or config.max_context_parallel is not None
     model = {"calculate_per_token_loss": True, "context_parallel_size": cp_size}
     engine = Namespace(**model, window_size=(128, 0), transformer_impl="transformer_engine")
     local = Namespace(**vars(engine) | {"transformer_impl": "local"})
     for given in (engine, local):
-        if leaves and given is engine:
+        if leaves and not shares and given is engine:
             check_model(given, config)
         else:
             with pytest.raises(ConfigError, match="--window-size 128 0"):

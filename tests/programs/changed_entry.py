@@ -119,6 +119,12 @@ class OwnAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         assert packed_seq_params.qkv_format == "thd"
+        # As on a model of its heads, whose sequence lies on this rank alone.
+        heads = self.config.num_attention_heads, self.config.num_query_groups
+        heads_here = [each // self.config.tensor_model_parallel_size for each in heads]
+        assert [q_THD.shape[1], k_TGD.shape[1]] == heads_here
+        assert len(q_THD) == packed_seq_params.cu_seqlens_q[-1]
+        assert packed_seq_params.cp_group is None and self.config.context_parallel_size == 1
         parts = []
         for start, end in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist()):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))

@@ -237,6 +237,9 @@ SHARED_ROWS = {
     ),
     "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {RECOMPUTE} uniform"),
+    "own-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
+    "own-context-pipeline": Layout("exact", 4, f"{CONTEXT} {PIPELINE}", OWN_ATTENTION),
+    "own-context4": Layout("exact", 4, f"{WIDER} --context-parallel-size 4", OWN_ATTENTION),
     "exact-wide4": Layout("exact", 4, f"{WIDER} {OVERLAP}", DRAWN_WIDTHS),
     "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
     "exact-context-tensor-sequence": Layout(

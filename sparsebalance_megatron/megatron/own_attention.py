@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's own core attention where ranks share packed sequences: heads travel around it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+
+
+class SharesHeads:
+    """Mixed into a core attention that takes packed sequences in the thd layout, such as
+    Transformer Engine's.
+
+    Of a sequence that W ranks share it gets all tokens, plain boundaries and a W-th of its heads,
+    as on a model of so many heads without context parallelism. An instance for each W is made when
+    it is first asked for, outside of the module tree: checkpoints keep their keys.
+    """
+
+    training: bool
+    _made_of: tuple[Any, tuple[Any, ...], dict[str, Any]]
+    _of_ranks: dict[int, Any]
+
+    def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
+        # With more, it would exchange keys and values itself.
+        alone = _changed(config, context_parallel_size=1)
+        super().__init__(alone, *arguments, **keywords)  # type: ignore[call-arg]
+        self.__dict__["_made_of"] = alone, arguments, keywords
+        self.__dict__["_of_ranks"] = {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *arguments: Any,
+        packed_seq_params: Any = None,
+        **keywords: Any,
+    ) -> Any:
+        context: LocalMicroBatch | None = getattr(packed_seq_params, "micro_batch", None)
+        if context is None or context.sequence is None:
+            whole = super().forward  # type: ignore[misc]
+            return whole(
+                *(query, key, value, attention_mask, *arguments),
+                packed_seq_params=packed_seq_params,
+                **keywords,
+            )
+        sequence = context.sequence
+        attention, params = self._of(sequence.group.members), context.whole_params
+        keywords["attn_mask_type"] = AttnMaskType.padding_causal
+
+        def of_member(*qkv: Tensor) -> Tensor:
+            given = *qkv, None
+            return attention(*given, packed_seq_params=params, **keywords)
+
+        padding = sequence.padding_tokens
+        q_THD, k_TGD, v_TGF = (
+            (x if x.ndim == 3 else x[:, 0])[: len(x) - padding] for x in (query, key, value)
+        )
+        heads = TravellingHeads(sequence, context.layout.tokens)
+        out_T = heads.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
+        if padding:
+            out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
+        return out_T if query.ndim == 3 else out_T[:, None]
+
+    def _of(self, ranks: int) -> Any:
+        """Attention of the heads that each of so many ranks has."""
+        if ranks == 1:
+            return super().forward  # type: ignore[misc]
+        if ranks not in self._of_ranks:
+            config, arguments, keywords = self._made_of
+            config = _changed(
+                config,
+                num_attention_heads=config.num_attention_heads // ranks,
+                num_query_groups=max(
+                    config.num_query_groups // ranks, config.tensor_model_parallel_size
+                ),
+            )
+            own = type(self).__mro__[2]
+            self._of_ranks[ranks] = own(config, *arguments, **keywords)
+        return self._of_ranks[ranks].train(self.training)
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    """A shallow copy of a config with other values, not checked anew."""
+    changed = copy.copy(config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def sharing_heads(core_attention: Any) -> Any:
+    """The builder of a core attention, a class or a ``ModuleSpec``, with heads that travel."""
+    if isinstance(core_attention, ModuleSpec):
+        module = sharing_heads(core_attention.module)
+        return ModuleSpec(
+            module=module, params=core_attention.params, submodules=core_attention.submodules
+        )
+    return type(core_attention.__name__, (SharesHeads, core_attention), {})
