@@ -25,8 +25,8 @@ from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
-class PairedScheduler:
-    """Stands in for :class:`Scheduler`: one of them per variant, each for its own steps.
+class PairedScheduler(Scheduler):
+    """One scheduler per variant, each for its own steps.
 
     A variant plans from what was observed in its own steps, and learns from nothing else. Its
     scheduler counts global batches where Megatron counts steps.
@@ -42,11 +42,12 @@ class PairedScheduler:
     def __init__(
         self, order: StepOrder, schedulers: Sequence[Scheduler], ranks_in_turn: int
     ) -> None:
+        last = schedulers[-1]
+        job = in_one_rank(last.job, ranks_in_turn)
+        super().__init__(last.planner, job, last.index, last.batch_sizes)
         self._order = order
         self._schedulers = schedulers
         self._ranks_in_turn = ranks_in_turn
-        self.job = in_one_rank(schedulers[0].job, ranks_in_turn)
-        self.coverage = schedulers[-1].coverage
 
     def planned(self, step: int) -> PlannedStep:
         planned = self._of(step).planned(self._order.batch(step))

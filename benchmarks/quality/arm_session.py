@@ -39,8 +39,8 @@ RELATIVE_CHANGE = 1e-3
 """Relative change of initial weights."""
 
 
-class ArmScheduler:
-    """Stands in for :class:`Scheduler`: remembers executed budgets, and may change planned ones.
+class ArmScheduler(Scheduler):
+    """Remembers executed budgets, and may change those that another scheduler plans.
 
     Args:
         reads_all: whether a step is dense.
@@ -64,29 +64,29 @@ class ArmScheduler:
         alone: bool,
         change: Change | None,
     ) -> None:
+        job = replace(scheduler.job, data_parallel_size=1) if alone else scheduler.job
+        super().__init__(scheduler.planner, job, scheduler.index, scheduler.batch_sizes)
         self._scheduler = scheduler
         self._reads_all = reads_all
         self._rank = rank
         self._alone = alone
         self._change = change
-        self._planned: PlannedStep | None = None
-        self.job = replace(scheduler.job, data_parallel_size=1) if alone else scheduler.job
-        self.coverage = scheduler.coverage
+        self._latest: PlannedStep | None = None
         self.executed_TLS = np.zeros((steps, scheduler.job.layers, samples), dtype=np.int16)
         self.lengths_TS = np.zeros((steps, samples), dtype=np.int32)
 
     def planned(self, step: int) -> PlannedStep:
-        if self._planned is None or self._planned.plan.step != step:
+        if self._latest is None or self._latest.plan.step != step:
             planned = self._scheduler.planned(step)
             if self._change is not None:
                 planned = with_budgets(planned, self._change(step, planned.plan.budgets_LS))
             if self._alone:
                 scales = replace(planned.scales, slowness_RP=None)
                 planned = replace(planned, plan=on_one_rank(planned.plan), scales=scales)
-            self._planned = planned
+            self._latest = planned
             for micro_batch in planned.plan.micro_batches:
                 self.lengths_TS[step, list(micro_batch.samples)] = micro_batch.lengths_tokens
-        return self._planned
+        return self._latest
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """Nothing is planned ahead."""

@@ -154,8 +154,9 @@ class BudgetedCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self":
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
-        if options.leaves_attention:
-            # The model's own would have had them, but takes no packed sequences.
+        if options.config.leaves_attention:
+            # The model's own would have had them, but takes no packed sequences, or heads of it
+            # cannot travel.
             check_replaced_attention(config, options.config)
         self._layer_index = layer_number - 1
         self._options, chosen = options, options.config

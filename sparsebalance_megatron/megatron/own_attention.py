@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
+from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
 
@@ -29,6 +30,12 @@ class SharesHeads:
     _of_ranks: dict[int, Any]
 
     def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
+        if config.softmax_type == "learnable":
+            raise ConfigError(
+                "--sparse-balance-mode exact with --softmax-type learnable: each head's parameter "
+                f"stays on every rank; use {flag_name('max_context_parallel')} 1 and "
+                "--context-parallel-size 1, or --transformer-impl local"
+            )
         # With more, it would exchange keys and values itself.
         alone = _changed(config, context_parallel_size=1)
         super().__init__(alone, *arguments, **keywords)  # type: ignore[call-arg]

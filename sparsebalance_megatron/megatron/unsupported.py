@@ -303,8 +303,14 @@ OF_REPLACED_ATTENTION = (
     *("fp8_dot_product_attention", "fp8_multi_head_attention", "--num-query-groups"),
     *("--attention-dropout", "--window-size", "--qk-clip", "--log-max-attention-logit"),
 )
-"""Flags and fields of :data:`MODEL` that Megatron's own attention has, where it runs untouched: in
-mode exact, with Transformer Engine, on ranks that share no micro-batch."""
+"""Flags and fields of :data:`MODEL` that Megatron's own attention has, where it runs: in mode
+exact, with Transformer Engine."""
+
+OF_UNSHARED_ATTENTION = (
+    *("fp8_dot_product_attention", "fp8_multi_head_attention"),
+    *("--qk-clip", "--log-max-attention-logit"),
+)
+"""Those that it has only where ranks share no micro-batch: they keep state of every head."""
 
 _ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
 _UNTESTED = "segments are not tested with it; drop it"
@@ -386,10 +392,11 @@ def _refuse(
 
 
 def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
-    most_ranks = max(get.config.max_context_parallel or 1, get("context_parallel_size", 1))
-    leaves = get.config.leaves_attention and most_ranks == 1
-    if leaves and get("transformer_impl") != "local":
-        refusals = {flag: refusals[flag] for flag in refusals if flag not in OF_REPLACED_ATTENTION}
+    if get.config.leaves_attention and get("transformer_impl") != "local":
+        most_ranks = max(get.config.max_context_parallel or 1, get("context_parallel_size", 1))
+        lacking = OF_UNSHARED_ATTENTION if most_ranks > 1 else ()
+        served = set(OF_REPLACED_ATTENTION).difference(lacking)
+        refusals = {flag: refusals[flag] for flag in refusals if flag not in served}
     _refuse(get, refusals, _SOME_VALUES)
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.

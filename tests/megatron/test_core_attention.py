@@ -342,12 +342,11 @@ def test_sliding_windows_and_their_like_are_refused_where_attention_is_replaced(
 ) -> None:
     config = SparseBalanceConfig(**EXACT | choices)
     assert config.leaves_attention == leaves
-    shares = cp_size > 1 or config.max_context_parallel is not None
     model = {"calculate_per_token_loss": True, "context_parallel_size": cp_size}
     engine = Namespace(**model, window_size=(128, 0), transformer_impl="transformer_engine")
     local = Namespace(**vars(engine) | {"transformer_impl": "local"})
     for given in (engine, local):
-        if leaves and not shares and given is engine:
+        if leaves and given is engine:
             check_model(given, config)
         else:
             with pytest.raises(ConfigError, match="--window-size 128 0"):
