@@ -5,16 +5,24 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sparsebalance_megatron.data.records import Message, Tools
+from sparsebalance_megatron.data.records import Message, Tools, is_trained
 from sparsebalance_megatron.errors import DataError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag of ``transformers`` around what an assistant generates."""
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""What begins and ends a tag's text where it is marked: codes that are no characters."""
+_MARK_MACRO = f"{{% macro _marked() %}}{_OPEN}{{{{ caller() }}}}{_CLOSE}{{% endmacro %}}\n"
+_GENERATION_WORDS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THINK_TAG = re.compile(r"</?think(?:ing)?>")
 
 
 class RenderError(ValueError):
@@ -29,11 +37,13 @@ class RenderedDocument:
     conversation these are what a chat template marks with ``{% generation %}``; of a template
     without the tag, the assistant's turns: their opening (the role) is given and not trained, what
     closes them is trained. ``ends_trained``: an end-of-document token is trained too.
+    ``unwritten_reasoning`` counts turns whose reasoning the template leaves out.
     """
 
     text: str
     trained_spans: tuple[tuple[int, int], ...] | None = None
     ends_trained: bool = True
+    unwritten_reasoning: int = 0
 
 
 def render_plain(messages: Sequence[Message], open_assistant_turn: bool = False) -> str:
@@ -54,7 +64,8 @@ class ConversationRenderer:
         """The text, and what of it is trained.
 
         Raises:
-            RenderError: the template refuses the conversation, or leaves out tools or calls.
+            RenderError: the template refuses the conversation, or leaves out tools, calls, a turn's
+                content, or all reasoning.
         """
         document = self.rendered(messages, tools)
         if tools:
@@ -62,7 +73,9 @@ class ConversationRenderer:
         if any(message.get("tool_calls") for message in messages):
             silent = [{**message, "tool_calls": None} for message in messages]
             self._check_written("tool_calls", document, silent, tools)
-        return document
+        return replace(
+            document, unwritten_reasoning=self._unwritten_reasoning(document.text, messages, tools)
+        )
 
     def text(
         self, messages: Sequence[Message], tools: Tools | None, *, open_assistant_turn: bool = False
@@ -80,7 +93,7 @@ class ConversationRenderer:
         text = self.text(messages, tools)
         spans = []
         for position, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_trained(message):
                 continue
             before = self.text(messages[:position], tools, open_assistant_turn=True)
             through = self.text(messages[: position + 1], tools)
@@ -104,12 +117,87 @@ class ConversationRenderer:
         if not written:
             raise RenderError(f"it does not write {key}; use a tokenizer whose chat template does")
 
+    def _unwritten_reasoning(
+        self, text: str, messages: Sequence[Message], tools: Tools | None
+    ) -> int:
+        """Turns whose reasoning is not in the text, while that of others is."""
+        pieces = [
+            (turn, each) for turn, message in enumerate(messages) for each in _pieces(message)
+        ]
+        if _stand_in_order((each.text(messages[turn]) for turn, each in pieces), text):
+            return 0
+        # Templates may write turns in another order, or quote them.
+        silent = set()
+        for turn, piece in pieces:
+            changed = [*messages]
+            changed[turn] = piece.lengthened(messages[turn])
+            try:
+                written = self.text(changed, tools) != text
+            except RenderError:
+                written = True
+            if not written and not piece.is_reasoning:
+                raise RenderError(
+                    f"it does not write the content of turn {turn + 1} "
+                    f"({messages[turn]['role']}); use a chat template that does"
+                )
+            if not written:
+                silent.add(turn)
+        if silent and silent == {turn for turn, piece in pieces if piece.is_reasoning}:
+            raise RenderError(
+                f"it does not write the reasoning of turn {min(silent) + 1}, nor any other; use a "
+                "chat template that does, or remove it"
+            )
+        return len(silent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Text that a turn holds under one or more keys, from ``start`` to ``end``."""
+
+    keys: Sequence[str]
+    start: int
+    end: int
+    is_reasoning: bool
+
+    def text(self, message: Message) -> str:
+        return str(message[self.keys[0]])[self.start : self.end]
+
+    def lengthened(self, message: Message) -> Message:
+        texts = {key: message[key] for key in self.keys}
+        return message | {
+            key: f"{text[: self.end]}x{text[self.end :]}" for key, text in texts.items()
+        }
+
+
+def _pieces(message: Message) -> Iterator[_Piece]:
+    """The reasoning of a turn, and its content, cut at tags around reasoning."""
+    content, is_assistant = message["content"] or "", message["role"] == "assistant"
+    given = {key: message[key] for key in _REASONING if isinstance(message.get(key), str)}
+    for text in dict.fromkeys(given.values()) if is_assistant else ():
+        keys = [key for key, value in given.items() if value == text]
+        yield _Piece(keys=keys, start=0, end=len(text), is_reasoning=True)
+    tags = _THINK_TAG.finditer(content) if is_assistant else ()
+    bounds = [0, *(place for tag in tags for place in tag.span()), len(content)]
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+        yield _Piece(keys=["content"], start=start, end=end, is_reasoning=end < len(content))
+
+
+def _stand_in_order(parts: Iterable[str], text: str) -> bool:
+    """Whether a text holds all parts one after the other, whitespace aside."""
+    compact, place = "".join(text.split()), 0
+    for part in parts:
+        wanted = "".join(part.split())
+        if (found := compact.find(wanted, place)) < 0:
+            return False
+        place = found + len(wanted)
+    return True
+
 
 def _conversation(
     text: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message]
 ) -> RenderedDocument:
     return RenderedDocument(
-        text=text, trained_spans=tuple(spans), ends_trained=messages[-1]["role"] == "assistant"
+        text=text, trained_spans=tuple(spans), ends_trained=is_trained(messages[-1])
     )
 
 
@@ -134,6 +222,9 @@ class TemplateRenderer(ConversationRenderer):
             raise DataError(f"--chat-template-kwargs: {min(taken)} is set for every conversation")
         self._loaded, self._template, self._arguments = loaded, template, arguments
         self._is_marked = _GENERATION.search(template) is not None
+        self._marking_template = _MARK_MACRO + _GENERATION_WORDS.sub(
+            lambda word: f"{word[1]}{'endcall' if word[2] else 'call _marked()'}{word[3]}", template
+        )
         self.notes = tuple(self._notes())
 
     def text(
@@ -157,17 +248,51 @@ class TemplateRenderer(ConversationRenderer):
     def rendered(self, messages: Sequence[Message], tools: Tools | None) -> RenderedDocument:
         if not self._is_marked:
             return super().rendered(messages, tools)
-        from transformers.utils.chat_template_utils import render_jinja_template
+        text, spans = self._marked(messages, tools)
+        trained = [*spans]
+        for position, message in enumerate(messages):
+            if message["role"] == "assistant" and not is_trained(message):
+                _, through = self._marked(messages[: position + 1], tools)
+                earlier = messages[:position]
+                is_first = all(each["role"] != "assistant" for each in earlier)
+                before = [] if is_first else self._marked(earlier, tools)[1]
+                if through != spans[: len(through)] or before != through[: len(before)]:
+                    raise RenderError(
+                        f"it writes turn {position + 1}, which is not to be learnt, otherwise "
+                        "where others follow, so that it is not found; leave out the record"
+                    )
+                trained = [each for each in trained if each not in through[len(before) :]]
+        return _conversation(text, trained, messages)
 
-        with _refusals():
-            (text,), (spans,) = render_jinja_template(
-                [list(messages)],
-                tools=tools,
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                **{**self._loaded.special_tokens_map, **self._arguments},
+    def _marked(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it the text of ``{% generation %}`` is.
+
+        ``transformers`` itself counts from where a macro or a block that holds the tag begins.
+        """
+        text = self.text(messages, tools)
+        marked = self._applied(
+            messages, tools=tools, chat_template=self._marking_template, **self._arguments
+        )
+        spans, start, place, depth = [], 0, 0, 0
+        for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+            if part == _OPEN:
+                start, depth = start if depth else place, depth + 1
+            elif part == _CLOSE:
+                depth -= 1
+                if not depth:
+                    spans.append((start, place))
+            else:
+                place += len(part)
+        if marked.translate(dict.fromkeys(map(ord, _OPEN + _CLOSE))) != text or depth:
+            if self.text(messages, tools) != text:
+                raise RenderError("it writes another text each time, such as seconds")
+            raise RenderError(
+                "it changes what {% generation %} marks, so that what is trained is not known; "
+                "print it as it is"
             )
-        return _conversation(text, spans, messages)
+        return text, spans
 
     def _notes(self) -> Iterator[str]:
         if not self._is_marked:

@@ -24,6 +24,7 @@ from sparsebalance_megatron.data.records import (
     Record,
     RecordFiles,
     check_encodable,
+    is_trained,
 )
 from sparsebalance_megatron.errors import DataError, listed
 
@@ -34,7 +35,9 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
 """Limits of one encoding batch; bounds the memory that token offsets take."""
 
-_MARKS_NOTHING = "the chat template's {% generation %} marks nothing in them"
+_NOTHING_LEARNT = (
+    "the chat template's {% generation %} marks nothing in them, or no turn is to be learnt"
+)
 _PERCENTILES = (50, 90, 99)
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -103,7 +106,7 @@ def prepare(
         if not counts["loss_tokens"]:
             raise DataError(
                 f"{place}: none of {len(lengths_tokens):,} documents has a token that is trained; "
-                + _MARKS_NOTHING
+                + _NOTHING_LEARNT
             )
         summary = {
             "documents": len(lengths_tokens),
@@ -118,7 +121,7 @@ def prepare(
             "append_eod": append_eod,
             "prepend_bos": prepend_bos,
             "chat_template_kwargs": dict(template_arguments or {}),
-            "notes": _notes(counts, tokenizer, prepend_bos=prepend_bos),
+            "notes": _notes(counts, bad.unread, tokenizer, prepend_bos=prepend_bos),
         }
         writer.commit(json.dumps(summary, indent=2) + "\n")
     return summary
@@ -199,12 +202,19 @@ def _encoded(
                 mask = np.append(mask, np.uint8(ends_trained))
             is_text = record.messages is None
             counts["texts" if is_text else "conversations"] += 1
+            counts["unwritten_reasoning"] += document.unwritten_reasoning
+            turns = record.messages or ()
+            counts["untrained_turns"] += sum(
+                each["role"] == "assistant" and not is_trained(each) for each in turns
+            )
             if is_text and bos is not None and tokens[0] != bos:
                 tokens, mask = np.insert(tokens, 0, bos), np.insert(mask, 0, 1)
             yield tokens, mask
 
 
-def _notes(counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool) -> list[str]:
+def _notes(
+    counts: Counter[str], unread: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool
+) -> list[str]:
     """What was decided for documents that another user would have otherwise."""
     notes = [*(tokenizer.conversations.notes if counts["conversations"] else ())]
     if ended := counts["already_ended"]:
@@ -214,10 +224,18 @@ def _notes(counts: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: b
         notes.append(
             f"the tokenizer would begin {texts:,} texts with {token}; --prepend-bos does so here"
         )
+    if turns := counts["untrained_turns"]:
+        notes.append(f"{turns:,} turns of the assistant are marked as not to be learnt")
+    if turns := counts["unwritten_reasoning"]:
+        notes.append(f"the chat template leaves out the reasoning of {turns:,} turns")
+    notes += [
+        f"{key}, found {count:,} times, is not read; it may say what is to be learnt"
+        for key, count in sorted(unread.items())
+    ]
     if untrained := counts["untrained_documents"]:
         notes.append(
             f"{untrained:,} documents, {counts['untrained_tokens']:,} tokens, have no token that "
-            f"is trained; {_MARKS_NOTHING}"
+            f"is trained; {_NOTHING_LEARNT}"
         )
     return notes
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 
@@ -27,9 +29,19 @@ from sparsebalance_megatron.json_file import (
 MAX_LINE_BYTES = 2**28
 """The largest record: a thousand long books."""
 
+MARKS = ("weight", "train", "trainable", "loss", "loss_mask")
+"""Keys by which data sets say that an assistant's turn is not to be learnt: 0 or false."""
+
 _COLUMNS = ("text", "messages")
-_OPTIONAL_COLUMNS = ("tools",)
-_COMPRESSED = (".gz", ".zst")
+_UNUSABLE = {
+    "functions": "give them as tools",
+    "function_call": "give it as tool_calls",
+    "chat_template_kwargs": "pass --chat-template-kwargs, and divide records that differ in them",
+    "documents": "write them into a turn",
+}
+"""Keys of records and turns that say what a template writes; what to do instead."""
+_MAY_MATTER = re.compile(r"system|train|loss|mask|weight|learn|ignore")
+"""Names of other keys that could say what is learnt."""
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200
@@ -58,11 +70,20 @@ class Record:
     tools: Tools | None = None
 
 
+def is_trained(message: Message) -> bool:
+    """Whether a turn is the assistant's, and none of :data:`MARKS` says that it is not learnt."""
+    return message["role"] == "assistant" and not any(message.get(key) == 0 for key in MARKS)
+
+
 class BadRecords:
-    """Handles unusable records: the first stops the run, or all are counted by reason."""
+    """Handles unusable records: the first stops the run, or all are counted by reason.
+
+    ``unread`` counts, by key, what could say otherwise what is learnt, and is not read.
+    """
 
     def __init__(self, *, skip: bool) -> None:
         self.counts: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
         self._skip = skip
 
     def found(self, place: str, reason: str, explanation: str) -> None:
@@ -97,10 +118,11 @@ class RecordFiles:
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
         for path in self.paths:
-            is_parquet = path.suffix == ".parquet"
+            is_parquet = path.suffix.lower() == ".parquet"
             contents = _parquet_records(path) if is_parquet else _json_lines(path, bad)
             for place, content, size_bytes in contents:
                 try:
+                    content = _with_turns(content)
                     checked = msgspec.convert(content, _Content)
                 except msgspec.ValidationError as error:
                     reason = _PLACE_IN_RECORD.sub("[]", what_is_wrong(error, None))
@@ -109,12 +131,18 @@ class RecordFiles:
                         explanation += f" (keys: {', '.join(content)}"[:_SHOWN_CHARACTERS] + ")"
                     bad.found(place, reason, explanation)
                     continue
-                turns = zip(content.get("messages") or (), checked.messages or (), strict=True)
+                given = content.get("messages") or []
+                bad.unread.update(_unread_keys(content, given))
+                turns = [
+                    _message(*each) for each in zip(given, checked.messages or (), strict=True)
+                ]
+                if checked.system:
+                    turns.insert(0, {"role": "system", "content": checked.system})
                 yield Record(
                     place=place,
                     size_bytes=size_bytes,
                     text=checked.text,
-                    messages=tuple(_message(*turn) for turn in turns) or None,
+                    messages=tuple(turns) or None,
                     tools=checked.definitions,
                 )
 
@@ -143,12 +171,25 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
+_Mark = bool | int | float | None
+
+
 class _Turn(msgspec.Struct):
     role: _Text
     content: str | None = None
     tool_calls: list[_Call] | None = None
+    function_call: Any = None
+    weight: _Mark = None
+    train: _Mark = None
+    trainable: _Mark = None
+    loss: _Mark = None
+    loss_mask: _Mark = None
 
     def __post_init__(self) -> None:
+        _refuse_unusable(self)
+        for key in MARKS:
+            if (mark := getattr(self, key)) not in (None, 0, 1):
+                raise ValueError(f"{key} is {mark}, and must be 0 or 1, true or false")
         check_encodable(self.role, self.content or "")
         # A tool may return nothing, and an empty system turn replaces a template's own.
         may_be_empty = self.content is not None and self.role in ("system", "tool")
@@ -157,7 +198,7 @@ class _Turn(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """Keys that a record must hold; other keys are ignored, and null counts as absent.
+    """Keys of a record; null counts as absent, and so does what is empty beside the turns.
 
     ``tools`` may be JSON text, as columns of Parquet hold it.
     """
@@ -165,8 +206,22 @@ class _Content(msgspec.Struct):
     text: _Text | None = None
     messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | str | None = None
+    system: str | None = None
+    functions: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
 
     def __post_init__(self) -> None:
+        if self.messages:
+            _refuse_unusable(self)
+            first = self.messages[0]
+            if first.role in ("system", "developer") and self.system:
+                if self.system != first.content:
+                    raise ValueError("'system' differs from the system turn; keep one")
+                self.system = None
+            check_encodable(self.system or "")
+        else:
+            self.system = None
         if (self.text is None) == (self.messages is None):
             raise ValueError("needs one of 'text' and 'messages'")
         check_encodable(self.text or "")
@@ -178,6 +233,32 @@ class _Content(msgspec.Struct):
     @property
     def definitions(self) -> Tools | None:
         return self.tools if isinstance(self.tools, list) and self.tools else None
+
+
+def _refuse_unusable(keys: _Content | _Turn) -> None:
+    for key in _UNUSABLE.keys() & {*keys.__struct_fields__}:
+        if getattr(keys, key):
+            raise ValueError(f"{key!r} is not used: {_UNUSABLE[key]}")
+
+
+def _with_turns(content: Any) -> Any:
+    """A record whose turns, if they are JSON text as in some columns, are read."""
+    if isinstance(content, dict) and isinstance(text := content.get("messages"), str):
+        try:
+            return {**content, "messages": _parsed(text, list[Any], "messages")}
+        except ValueError as error:
+            raise msgspec.ValidationError(str(error)) from None
+    return content
+
+
+def _unread_keys(content: dict[str, Any], turns: Sequence[Message]) -> Iterator[str]:
+    """Keys of a conversation and its turns that may say what is learnt, and are not read."""
+    if turns:
+        yield from filter(_MAY_MATTER.search, content.keys() - {*_Content.__struct_fields__})
+    for turn in turns:
+        yield from filter(_MAY_MATTER.search, turn.keys() - {*_Turn.__struct_fields__})
+        if turn["role"] != "assistant":
+            yield from (f"{key} of {turn['role']} turns" for key in MARKS if turn.get(key))
 
 
 def _parsed(text: str, kind: Any, key: str) -> Any:
@@ -216,7 +297,7 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
                         bad.found(place, "not UTF-8", f"not UTF-8 (byte {error.start + 1})")
                     except (ValueError, RecursionError) as error:
                         bad.found(place, "not JSON", f"not JSON ({error})")
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path}: damaged compression ({error}); copy it again") from error
 
 
@@ -234,7 +315,8 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
                 f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
                 f"{', '.join(names)[:_SHOWN_CHARACTERS]}"
             )
-        columns = [name for name in (*_COLUMNS, *_OPTIONAL_COLUMNS) if name in names]
+        used = {*_Content.__struct_fields__}
+        columns = [name for name in names if name in used or _MAY_MATTER.search(name)]
         row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
         for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
             for row in batch.to_pylist():
@@ -246,8 +328,13 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    if path.suffix not in _COMPRESSED:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        # Python's reader takes the zeros that tapes and object stores leave after the last member.
+        return cast(BinaryIO, gzip.open(path))
+    if suffix != ".zst":
         return open_regular(path)
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path)), _BUFFER_BYTES)
+    stream = pyarrow.input_stream(str(path), compression="zstd")
+    return io.BufferedReader(stream, _BUFFER_BYTES)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data.test_records import write_parquet
 from data.tokenizers_of_tests import save_tokenizer
 
 from sparsebalance_megatron.cli import main
@@ -68,15 +70,18 @@ class Prepared:
         *flags: str,
         eos: str = "<|endoftext|>",
         begins_texts: bool = False,
+        file: str = "in.jsonl",
     ) -> None:
         path, self._prefix = folder / "tokenizer", folder / "data"
         folder.mkdir(exist_ok=True)
         self._tokenizer = save_tokenizer(
             path, chat_template=template, eos=eos, begins_texts=begins_texts
         )
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / "in.jsonl").write_text(lines)
-        words = ("--input", str(folder / "in.jsonl"), "--output-prefix", str(self._prefix), *flags)
+        if file.endswith(".parquet"):
+            write_parquet(folder / file, records)
+        else:
+            (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
+        words = ("--input", str(folder / file), "--output-prefix", str(self._prefix), *flags)
         self.status = main(["prepare-data", *words, "--tokenizer", str(path)])
         self.out, self.err = capsys.readouterr()
 
@@ -184,6 +189,139 @@ def test_tools_are_written_and_calls_trained(
         "<|im_start|>tool\n<|im_end|>\n<|im_start|>assistant\n"
         "[<think>\n\n</think>\n\nit is 2024<|im_end|>\n]"
     ]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss": False}, {"loss_mask": 0}],
+)
+@pytest.mark.parametrize("template", [CHATML, MARKS, None])
+def test_turns_marked_as_not_to_be_learnt_are_not(
+    template: str | None, mark: dict[str, Any], tmp_path: Path, capsys: Capsys
+) -> None:
+    wrong = {"role": "assistant", "content": "wrong"}
+    learnt: Message = TALK[1] | {key: 1 for key in mark} | {"loss_scale": 0.5}
+    ended_wrong = [*TALK, TALK[0], wrong | mark]
+    records = [
+        {"messages": [TALK[0], wrong | mark, TALK[0] | {"loss": None}, learnt]},
+        {"messages": ended_wrong},
+        {"messages": [TALK[0] | {"train": True}, wrong | mark]},
+    ]
+    done = Prepared(tmp_path, template, records, capsys)
+    for document in done.documents[:2]:
+        trained = re.findall(r"\[(.*?)\]", document, re.DOTALL)[0]
+        assert trained.strip().startswith("it is 2024") and "wrong" in document.replace(trained, "")
+    assert "[" not in done.documents[2] and done.summary["untrained_documents"] == 1
+    assert "3 turns of the assistant are marked as not to be learnt" in done.out
+    assert "loss_scale, found 1 times, is not read" in done.out
+    assert "train of user turns, found 1 times, is not read" in done.out
+
+
+def test_a_turn_not_to_be_learnt_must_be_found(tmp_path: Path, capsys: Capsys) -> None:
+    template = MARKS.replace("{{ m.content }}{% end", "{{ loop.revindex }} {{ m.content }}{% end")
+    many = [TALK[0], TALK[1] | {"train": False}] * 8 + TALK
+    done = Prepared(tmp_path, template, [{"messages": many}], capsys)
+    assert done.status == 2 and "turn 2, which is not to be learnt, otherwise" in done.err
+
+
+GENERATED = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+TURN_MACRO = (
+    "{% macro turn(m) %}{{ m.role }}: {% if m.role == 'assistant' %}"
+    + GENERATED
+    + "{% else %}{{ m.content }}{% endif %}{% endmacro %}"
+)
+EACH = "{% for m in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TURN_MACRO + EACH + "{{ turn(m) }}{% endfor %}", None),
+        (
+            TURN_MACRO
+            + "{% set all = namespace(text='') %}"
+            + EACH
+            + "{% set all.text = all.text + turn(m) %}{% endfor %}{{ all.text }}",
+            None,
+        ),
+        (
+            EACH + "{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}{% else %}{% set x %}"
+            f"{GENERATED}{{% endset %}}{{{{ x }}}}{{% endif %}}{{% endfor %}}",
+            None,
+        ),
+        (
+            "{% macro wrap() %}assistant: {{ caller() }}{% endmacro %}" + EACH + "\n"
+            "  {%- if m.role == 'user' %}user: {{ m.content }}{% else %}\n"
+            f"  {{%- call wrap() -%}}\n  {GENERATED}\n  {{%- endcall %}}\n"
+            "  {%- endif %}\n{%- endfor %}",
+            None,
+        ),
+        (TURN_MACRO + EACH + "{{ turn(m)[:-3] }}{% endfor %}", "it changes what {% generation %}"),
+    ],
+)
+def test_a_tag_inside_a_macro_or_a_block_marks_its_text(
+    template: str, expected: str | None, tmp_path: Path, capsys: Capsys
+) -> None:
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
+    if expected:
+        assert done.status == 2 and expected in done.err
+    else:
+        assert done.documents == ["user: is it?assistant:[ it is 2024<|endoftext|>]"]
+
+
+SPLITS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+KEEPS_LAST_CONTENT = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+NO_TOOLS = CHATML.replace("%}<", "%}{% if m.role in ('user', 'assistant') %}<", 1).replace(
+    "{% endfor", "{% endif %}{% endfor"
+)
+FIRST_SYSTEM = "{{ messages[0].content if messages[0].role == 'system' }}"
+THOUGHT = {"role": "assistant", "content": "<think>so</think>yes"}
+RESULTS = [TALK[0], {"role": "assistant", "content": "call"}, {"role": "tool", "content": "2024"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "expected"),
+    [
+        (SPLITS, {"messages": [TALK[0], THOUGHT]}, "write the reasoning of turn 2"),
+        (CHATML, {"messages": [TALK[0], TALK[1] | {"reasoning_content": "so"}]}, "write the reas"),
+        (NO_TOOLS, {"messages": [*RESULTS, TALK[1]]}, "write the content of turn 3 (tool)"),
+        (NO_TOOLS, {"system": "be kind", "messages": TALK}, "content of turn 1 (system)"),
+        (CHATML, {"messages": TALK, "functions": [{"name": "f"}]}, "give them as tools"),
+        (CHATML, {"messages": TALK, "documents": ["d"]}, "'documents' is not used"),
+        (CHATML, {"messages": TALK, "chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs"),
+        (CHATML, {"messages": [TALK[0], TALK[1] | {"train": 2}]}, "train is 2"),
+        (CHATML, {"messages": [TALK[0], TALK[1] | {"function_call": {"name": "f"}}]}, "tool_calls"),
+        (
+            CHATML,
+            {"system": "a", "messages": [{"role": "system", "content": "b"}, *TALK]},
+            "differs from the system turn",
+        ),
+    ],
+)
+@pytest.mark.parametrize("file", ["in.jsonl", "in.parquet"])
+def test_what_would_be_lost_is_refused(
+    template: str,
+    record: dict[str, Any],
+    expected: str,
+    file: str,
+    tmp_path: Path,
+    capsys: Capsys,
+) -> None:
+    done = Prepared(tmp_path, template, [record], capsys, file=file)
+    assert done.status == 2 and expected in done.err
+
+
+@pytest.mark.parametrize("file", ["in.jsonl", "in.parquet"])
+def test_what_is_written_or_left_out_of_some_turns_is_not_refused(
+    file: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    """A system text becomes the first turn; reasoning left out of earlier turns is counted."""
+    template = FIRST_SYSTEM + MARKS.replace("{{ m.content }}{% end", KEEPS_LAST_CONTENT + "{% end")
+    records = [{"system": "be kind", "messages": [TALK[0], THOUGHT, TALK[0], THOUGHT]}]
+    done = Prepared(tmp_path, template, records, capsys, "--no-append-eod", file=file)
+    assert done.documents[0].startswith("be kind<|im_start|>system\nbe kind<|im_end|>")
+    assert "[yes]" in done.documents[0] and "[<think>so</think>yes]" in done.documents[0]
+    assert "leaves out the reasoning of 1 turns" in done.out
 
 
 UNREADABLE = {"function": {"name": "clock", "arguments": "{"}}

@@ -30,7 +30,7 @@ ROWS: list[dict[str, Any]] = [
     {"text": "three\nlines\n"},
 ]
 PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-NAMES = ["in.jsonl", "in.jsonl.gz", "in.jsonl.zst", "in.parquet"]
+NAMES = ["in.jsonl", "in.jsonl.gz", "in.JSONL.GZ", "in.jsonl.zst", "in.parquet", "in.PARQUET"]
 
 
 def read(*paths: Path) -> list[records.Record]:
@@ -39,9 +39,11 @@ def read(*paths: Path) -> list[records.Record]:
 
 def write(path: Path) -> Path:
     """The rows, in the format that the name asks for."""
-    match path.suffix:
+    match path.suffix.lower():
         case ".gz":
-            path.write_bytes(gzip.compress(PLAIN))
+            # Two members, and the zeros that fill a block.
+            members = [gzip.compress(part) for part in (PLAIN[:50], PLAIN[50:])]
+            path.write_bytes(b"".join(members) + bytes(512))
         case ".zst":
             # Two frames, one after the other.
             arrow = pytest.importorskip("pyarrow")
@@ -49,10 +51,10 @@ def write(path: Path) -> Path:
             frames = [arrow.compress(half, "zstd", asbytes=True) for half in halves]
             path.write_bytes(b"".join(frames))
         case ".parquet":
-            # Columns are those of the first row; tools are text.
+            # Columns are those of the first row; turns and tools are text.
             absent = {"id": 7, "text": None, "messages": None, "tools": None}
             rows = [absent | row for row in ROWS]
-            rows[1]["tools"] = json.dumps(ROWS[1]["tools"])
+            rows[1] |= {key: json.dumps(ROWS[1][key]) for key in ("messages", "tools")}
             write_parquet(path, rows)
         case _:
             path.write_bytes(PLAIN)
@@ -75,14 +77,14 @@ def test_every_format_holds_the_same_records(tmp_path: Path, name: str) -> None:
     expected = [calling if "tool_calls" in turn else turn for turn in ROWS[1]["messages"]]
     assert list(found[1].messages) == expected
     assert [record.tools for record in found] == [None, ROWS[1]["tools"], None]
-    place = f"{path}, row 3" if name.endswith("parquet") else f"{path}:3"
+    place = f"{path}, row 3" if name.lower().endswith("parquet") else f"{path}:3"
     assert found[2].place == place
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
-    path.write_bytes(path.read_bytes()[:-5])
+    path.write_bytes(path.read_bytes().rstrip(b"\0")[:-5])
     with pytest.raises(DataError, match=rf"{path}: (damaged compression|not readable as Parquet)"):
         read(path)
 
