@@ -229,9 +229,11 @@ def _option_of(word: str, mode: str | None) -> dict[str, Any]:
     if key == "mode":
         raise ConfigError(f"{FILE_FLAG} {word}: give {MODE_FLAG} {text}")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        (value, *others) = tomllib.loads(f"value = {text}").values()
     except (tomllib.TOMLDecodeError, ValueError):
-        value = text
+        value, others = text, []
+    if others:
+        raise ConfigError(f"{FILE_FLAG} {word!r}: has several options; give each as its own word")
     _, found = _checked({key: value}, f"{FILE_FLAG} {word}", mode or "default")
     return found
 

@@ -119,6 +119,7 @@ def test_options_on_the_command_line(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["exchanges=ring"], "exchanges is no option"),
+        (["plan-ms=1\nbase-budget=9"], "has several options"),
         (["exchange=rings"], "^--sparse-balance-config exchange=rings: must be one of"),
         (["segment-tokens=0"], "^--sparse-balance-config segment-tokens=0: must be 1 to"),
         (["segment-tokens=many"], "^--sparse-balance-config segment-tokens=many: Expected `int`"),

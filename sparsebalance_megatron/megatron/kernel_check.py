@@ -40,7 +40,9 @@ def check_kernels(
         triton = installed_version("triton") or "not installed"
         on = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, Triton {triton}"
     # Dense layers, and slices of dense documents, have lists by block of queries and KV head.
-    has_dense = has_dense_layers(config.layer_budgets) or config.dense_up_to_tokens
+    has_dense = has_dense_layers(config.layer_budgets) or (
+        config.dense_up_to_tokens and config.attention != "tokens"
+    )
     dense = {"previous-block"} if has_dense else set()
     for selection in sorted({config.selection} | dense):
         try:

@@ -105,6 +105,13 @@ def trained_first_blocks(trained: Namespace) -> int:
     return getattr(trained, destination("first_blocks"), None) or 0
 
 
+def trained_dense_length(trained: Namespace) -> str:
+    """Up to which length documents were dense in a run with these arguments: none before there was
+    a flag."""
+    length: str = getattr(trained, destination("dense_up_to"), "0")
+    return length
+
+
 def settle_attention(args: Namespace) -> list[str]:
     """Set what flags leave open of attention, for checkpoints to hold it; see
     :func:`checked_settings`.
@@ -132,7 +139,7 @@ def settle_attention(args: Namespace) -> list[str]:
                 "the flag to change it"
             )
     name = destination("dense_up_to")
-    length = getattr(trained, name, "auto")
+    length = "auto" if trained is None else trained_dense_length(trained)
     are_dense = ALL_DENSE in (
         getattr(each, destination("layer_budgets"), None) for each in (trained, args)
     )
@@ -141,6 +148,15 @@ def settle_attention(args: Namespace) -> list[str]:
         setattr(args, name, length)
         flag = flag_name("dense_up_to")
         lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")
+    measured, budgets = destination("sensitivity"), destination("layer_budgets")
+    by_layer = getattr(trained, budgets, None)
+    if getattr(args, measured) and by_layer and not args.finetune and agree("block_size"):
+        setattr(args, measured, None)
+        setattr(args, budgets, by_layer)
+        lines.append(
+            f"base budgets by sensitivity are {by_layer}, as in the checkpoint; resume with --finetune "
+            "to have them computed anew"
+        )
     return lines
 
 
@@ -150,9 +166,11 @@ def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
         return []
     pairs = {
         name: (getattr(now, destination(name)), getattr(trained, destination(name)))
-        for name in ("block_size", "selection", "dense_up_to")
-        if hasattr(trained, destination(name))
-    } | {"first_blocks": (trained_first_blocks(now), trained_first_blocks(trained))}
+        for name in ("block_size", "selection")
+    } | {
+        "first_blocks": (trained_first_blocks(now), trained_first_blocks(trained)),
+        "dense_up_to": (trained_dense_length(now), trained_dense_length(trained)),
+    }
     return [
         f"{flag_name(name)} is {ours}; these weights were trained with {theirs}"
         for name, (ours, theirs) in pairs.items()

@@ -212,6 +212,11 @@ TRAINING = {
     "--spec": "both choose the layers; drop it",
     "ModelOpt": "both choose the layers; train without it",
     "--rampup-batch-size": "Megatron ignores it; use --step-batch-size-schedule",
+    "--step-batch-size-schedule": (
+        "Megatron counts a learning rate's schedule in iterations as if all had its first size; "
+        "use --train-samples with --lr-decay-samples, --lr-warmup-samples and "
+        "--lr-wsd-decay-samples"
+    ),
     "--decrease-batch-size-if-needed": (
         "the global batch size must not depend on the number of ranks; drop it"
     ),
@@ -290,6 +295,15 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
     "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
+    "--step-batch-size-schedule": lambda get: (
+        get("step_batch_size_schedule")
+        and not get("train_samples")
+        and (
+            get("lr_decay_style", "linear") != "constant"
+            or get("lr_warmup_iters")
+            or get("lr_warmup_fraction")
+        )
+    ),
     "--use-megatron-fsdp": lambda get: get("use_megatron_fsdp") and get.config.dry_run is None,
     "--use-torch-fsdp2": shards_unequally,
     "--ckpt-format": lambda get: (

@@ -106,6 +106,7 @@ TYPED = {
     "--no-rope-fusion",
     "--window-size": "128,0",
     "--rampup-batch-size": "1 1 8",
+    "--step-batch-size-schedule": "0:4 --lr-decay-style cosine",
     "--iterations-to-skip": "3",
     "--phase-transition-iterations": "3",
     "--object-storage-cache-path": "cache",

@@ -31,6 +31,10 @@ def test_layers_attend_densely_to_what_the_plan_says() -> None:
                 observe=True,
                 device=torch.device("cpu"),
             )
+            longest = local.params().max_seqlen_q
+            # On the host, and of few values: kernels are built for each.
+            assert isinstance(longest, int) and longest & (longest - 1) == 0
+            assert max(np.diff(boundaries)) <= longest < 2 * max(np.diff(boundaries))
             planned_L, samples = micro_batch.dense_documents_L, len(micro_batch.samples)
             for layer, documents in enumerate(planned_L.tolist()):
                 every = len(boundaries) - 1 if documents == samples else documents

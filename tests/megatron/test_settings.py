@@ -140,15 +140,14 @@ def test_the_multiple_is_megatrons_in_every_sequence_parallel_part(
     assert token_multiple(config(**fields)) == multiple
 
 
-def _arguments(dense_up_to: str, **others: Any) -> Namespace:
+def _arguments(dense_up_to: str | None, **others: Any) -> Namespace:
+    """Of a run; None is one before there was the flag."""
     values = {"block_size": 256, "base_budget": 32, "selection": "previous-block"} | others
+    values |= {"first_blocks": 1, "sensitivity": values.get("sensitivity")}
+    if dense_up_to is not None:
+        values["dense_up_to"] = dense_up_to
     names = {f"sparse_balance_{name}": value for name, value in values.items()}
-    return Namespace(
-        sparse_balance=True,
-        sparse_balance_dense_up_to=dense_up_to,
-        sparse_balance_first_blocks=1,
-        **names,
-    )
+    return Namespace(sparse_balance=True, finetune=False, **names)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +157,7 @@ def _arguments(dense_up_to: str, **others: Any) -> Namespace:
         pytest.param(_arguments("0"), _arguments("4096"), "0", id="the-flag-wins"),
         pytest.param(_arguments("auto"), None, "auto", id="no-checkpoint"),
         pytest.param(_arguments("auto"), Namespace(), "auto", id="without-the-plugin"),
+        pytest.param(_arguments("auto"), _arguments(None), "0", id="before-there-was-a-flag"),
         pytest.param(
             _arguments("auto", base_budget=8), _arguments("4096"), "auto", id="another-budget"
         ),
@@ -170,18 +170,39 @@ def test_a_checkpoint_keeps_the_length_up_to_which_documents_are_dense(
     now: Namespace, trained: Namespace | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda args: trained)
-    now = Namespace(**vars(now))
+    now, now_given = Namespace(**vars(now)), now.sparse_balance_dense_up_to
     lines = settle_attention(now)
     assert now.sparse_balance_dense_up_to == found
-    assert len(lines) == (found == "4096")
+    assert len(lines) == (found != now_given and trained is not None)
+
+
+@pytest.mark.parametrize(
+    ("trained", "finetune", "kept"),
+    [
+        pytest.param({"layer_budgets": "3:0 14:1"}, False, "3:0 14:1", id="resumed"),
+        pytest.param({"layer_budgets": "3:0 14:1"}, True, None, id="finetuned"),
+        pytest.param({"layer_budgets": "3:0 14:1", "block_size": 64}, False, None, id="blocks"),
+        pytest.param({"layer_budgets": None}, False, None, id="without"),
+    ],
+)
+def test_a_checkpoint_keeps_base_budgets_by_sensitivity(
+    trained: dict[str, Any], finetune: bool, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _arguments("4096", **trained)
+    monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda args: before)
+    now = _arguments("4096", sensitivity="sensitivity.json", layer_budgets=None)
+    now.finetune = finetune
+    lines = settle_attention(now)
+    assert now.sparse_balance_layer_budgets == kept
+    assert (now.sparse_balance_sensitivity is None) == (kept is not None) == bool(lines)
 
 
 def test_weights_of_another_length_are_named() -> None:
     (line,) = changed_attention(_arguments("4096"), _arguments("0"))
     assert line == "--sparse-balance-dense-up-to is 0; these weights were trained with 4096"
-    earlier = _arguments("")
-    del earlier.sparse_balance_dense_up_to
-    assert changed_attention(earlier, _arguments("0")) == []
+    assert changed_attention(_arguments(None), _arguments("0")) == []
+    (line,) = changed_attention(_arguments(None), _arguments("4096"))
+    assert line == "--sparse-balance-dense-up-to is 4096; these weights were trained with 0"
 
 
 @pytest.mark.parametrize(
