@@ -503,7 +503,9 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
         ConfigError: if a layer has no replaceable core attention.
     """
     spec = copy.deepcopy(spec)
-    for layer in getattr(spec, "layer_specs", None) or [spec]:
+    layers = getattr(spec, "layer_specs", None) or [spec]
+    # Layers may have one spec in common.
+    for layer in {id(layer.submodules): layer for layer in layers}.values():
         self_attention: Any = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(self_attention, "submodules", None)
         if submodules is None or not hasattr(submodules, "core_attention"):
@@ -512,13 +514,14 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
                 "use plain, grouped-query or multi-latent attention layers"
             )
         leaves = options.leaves_attention and _takes_packed_sequences(submodules.core_attention)
-        if leaves and options.shares:
-            submodules.core_attention = sharing_heads(submodules.core_attention)
-        if leaves:
+        if leaves and not options.shares:
             continue
         if issubclass(self_attention.module, MLASelfAttention):
             own = self_attention.module
             self_attention.module = type(own.__name__, (TruePositions, own), {})
+        if leaves:
+            submodules.core_attention = sharing_heads(submodules.core_attention)
+            continue
         submodules.core_attention = ModuleSpec(
             module=BudgetedCoreAttention, params={"options": options}
         )

@@ -76,7 +76,8 @@ class SharesHeads:
         out_T = heads.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
         if padding:
             out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
-        return out_T if query.ndim == 3 else out_T[:, None]
+        # Multi-latent attention gives three dimensions in either layout.
+        return out_T if packed_seq_params.qkv_format == "thd" else out_T[:, None]
 
     def _of(self, ranks: int) -> Any:
         """Attention of the heads that each of so many ranks has."""

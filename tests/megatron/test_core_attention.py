@@ -17,6 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from micro_batches import BLOCK, params_with
 from torch import Tensor
@@ -26,8 +27,10 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     BudgetedCoreAttention,
+    TruePositions,
     replace_core_attention,
 )
+from sparsebalance_megatron.megatron.own_attention import SharesHeads
 from sparsebalance_megatron.megatron.packed_seq_params import (
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
@@ -323,6 +326,25 @@ def test_exact_attention_is_the_models_own_where_it_takes_packed_sequences(
         )
     else:
         assert found.core_attention.module is BudgetedCoreAttention
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_layers_with_one_spec_in_common_are_changed_once(leaves: bool) -> None:
+    """As Megatron's layers with experts. Where ranks share sequences, multi-latent attention
+    rotates by true positions, whatever attends."""
+    one = get_gpt_layer_local_spec(multi_latent_attention=True)
+    one.submodules.self_attention.submodules.core_attention = MegatronModule
+    block = TransformerBlockSubmodules(layer_specs=[one, one])
+    config = SparseBalanceConfig(**EXACT)
+    options = AttentionOptions(config, (1,), leaves_attention=leaves, shares=True)
+    first, second = replace_core_attention(block, options).layer_specs
+    module = first.submodules.self_attention.module
+    core_attention = first.submodules.self_attention.submodules.core_attention
+    assert second is first and module.__mro__.count(TruePositions) == 1
+    if leaves:
+        assert core_attention.__mro__[1:3] == (SharesHeads, MegatronModule)
+    else:
+        assert core_attention.module is BudgetedCoreAttention
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,10 @@ MODELS = {
     "exact sinks": Model((*LLAMA, "--softmax-type", "learnable", *EXACT), "makespan", "sinks"),
     "latent": Model(LATENT_LLAMA),
     "exact latent": Model((*LATENT_LLAMA, *EXACT), "makespan", "latent"),
+    "own latent": Model(
+        (*LATENT_LLAMA, *EXACT, "--softmax-type", "vanilla"), "makespan", "latent vanilla"
+    ),
+    "latent vanilla": Model((*LATENT_LLAMA, "--softmax-type", "vanilla")),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", data="even"),
     # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
@@ -240,6 +244,10 @@ SHARED_ROWS = {
     "own-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
     "own-context-pipeline": Layout("exact", 4, f"{CONTEXT} {PIPELINE}", OWN_ATTENTION),
     "own-context4": Layout("exact", 4, f"{WIDER} --context-parallel-size 4", OWN_ATTENTION),
+    "own-context-experts": Layout(
+        "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2", OWN_ATTENTION
+    ),
+    "own-context-latent": Layout("own latent", 2, CONTEXT, OWN_ATTENTION),
     "exact-wide4": Layout("exact", 4, f"{WIDER} {OVERLAP}", DRAWN_WIDTHS),
     "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
     "exact-context-tensor-sequence": Layout(
