@@ -23,9 +23,14 @@ def index_page() -> str:
 
 
 class BuildWithShippedFolders(build_py):
-    """Also copies the folders of ``SHIPPED``, with their modes; an editable install has them."""
+    """Also copies the folders of ``SHIPPED``, with their modes; an editable install has them.
+
+    What an earlier build left is removed: it may hold files that the sources do not.
+    """
 
     def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "sparsebalance_megatron"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             for folder in SHIPPED:

@@ -171,6 +171,8 @@ def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
         given = tomllib.loads(text)
     except (UnreadableFileError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{place}: {error}; give a TOML file of options") from error
+    except RecursionError as error:
+        raise ConfigError(f"{place}: too deeply nested; give a TOML file of options") from error
     except ValueError as error:
         # Python reads no integer of that many digits.
         long = _LONG_INTEGER.search(text)
@@ -230,7 +232,7 @@ def _option_of(word: str, mode: str | None) -> dict[str, Any]:
         raise ConfigError(f"{FILE_FLAG} {word}: give {MODE_FLAG} {text}")
     try:
         (value, *others) = tomllib.loads(f"value = {text}").values()
-    except (tomllib.TOMLDecodeError, ValueError):
+    except (RecursionError, ValueError):
         value, others = text, []
     if others:
         raise ConfigError(f"{FILE_FLAG} {word!r}: has several options; give each as its own word")

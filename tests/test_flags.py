@@ -94,6 +94,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
         ("base-budget = 1\nbase_budget = 2", "base_budget is given twice"),
         ("[table]\nx = 1", "table is no option"),
         ("base-budget", "give a TOML file"),
+        ("layer-budgets = " + "[" * 10_000, "options.toml: too deeply nested"),
         ("\udcff", "not UTF-8"),
     ],
 )

@@ -202,7 +202,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
         copied = copy_companions(arguments.hf_config, unfinished, dtype)
-        if settings is not None:
+        # A release, which from-hf writes, was not trained: config.json stays as it is.
+        if saved.arguments is not None and saved.path.name != "release":
             of_megatron.write_settings(unfinished, settings)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")

@@ -32,7 +32,12 @@ def run(arguments: Namespace) -> int:
     targets = {root / folder: arguments.copy / folder for folder in FOLDERS}
     for target in filter(Path.exists, targets.values()):
         raise OutputError(f"{target}: exists; remove it or copy into another folder")
-    for source, target in targets.items():
-        with writing(target):
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        for source, target in targets.items():
+            with writing(target):
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    except BaseException:
+        for target in targets.values():
+            shutil.rmtree(target, ignore_errors=True)
+        raise
     return 0

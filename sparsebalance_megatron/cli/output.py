@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +47,10 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        # Of a folder that is copied, one error holds those of its files.
+        causes = error.args[0] if isinstance(error, shutil.Error) else ()
+        reason = error.strerror or next((cause[2] for cause in causes), error)
+        raise OutputError(f"{path}: cannot be written: {reason}") from error
 
 
 def check_writable(path: Path) -> None:
@@ -65,6 +70,19 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file whole: until all of it is on the disk, an older one stays."""
+    # Names of files may be no text.
+    contents = text.encode("utf-8", errors="backslashreplace")
     with writing(path):
-        # Names of files may be no text.
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_bytes(contents)
+            return
+        target = path.resolve()
+        partial = target.with_name(f"{target.name[:200]}.partial-{os.getpid()}")
+        try:
+            partial.write_bytes(contents)
+            if target.exists():
+                shutil.copymode(target, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)

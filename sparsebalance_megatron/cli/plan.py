@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,7 @@ from sparsebalance_megatron.predict.workload import (
 from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
 from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
 
-_GIVEN = "as given"
+_GIVEN, _NONE = "as given", "none of these flags"
 _MOST_GPUS, _MOST_STEPS, _MOST_ROWS = 10**6, 10**4, 1000
 _DATA = frozenset(
     {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path"}
@@ -87,6 +88,9 @@ def run(arguments: Namespace) -> int:
         if not 1 <= (value := getattr(arguments, flag)) <= most:
             raise ConfigError(f"--{flag} {value}: must be 1 to {most}")
     choices = [_choices(text) for text in arguments.vary]
+    for flag, count in Counter(flag for flag, _ in choices).items():
+        if count > 1:
+            raise ConfigError(f"--vary {flag}: given {count} times; give all its values once")
     job = _Job(arguments)
     if choices:
         document, lines = _compared_layouts(job, choices)
@@ -179,7 +183,7 @@ def _choices(text: str) -> _Choices:
     except ValueError:
         flag, values = "", []
     flag = f"--{flag.removeprefix('--')}"
-    if flag == "--" or any(value.startswith("--") for value in values):
+    if "--help".startswith(flag) or any(value.startswith("--") for value in values):
         raise ConfigError(
             f"--vary {text[:60]!r}: give a flag of training and its values in quotes, such as "
             "'--tensor-model-parallel-size 1 2 4'"
@@ -247,11 +251,11 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     without = f" (without {' '.join(dropped)})" if dropped else ""
     reasons: dict[str, list[str]] = {}
     for words_text, reason in refused.items():
-        reasons.setdefault(reason, []).append(words_text or "none of these flags")
+        reasons.setdefault(reason, []).append(words_text or _NONE)
     verdict = [
-        f"Fastest: {shlex.join(fastest)}: {shown_ms(found.given.ms)} ms, "
+        f"Fastest: {shlex.join(fastest) or _NONE}: {shown_ms(found.given.ms)} ms, "
         f"{over_dense(found, 'the fastest with dense attention')}.",
-        f"Fastest with dense attention: {shlex.join(dense)}{without}: "
+        f"Fastest with dense attention: {shlex.join(dense) or _NONE}{without}: "
         f"{shown_ms(found.dense.ms)} ms.",
         *(f"Left out: {'; '.join(which)}: {why}." for why, which in reasons.items()),
     ]

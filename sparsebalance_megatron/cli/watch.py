@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from sparsebalance_megatron.command_entry import Ended
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
@@ -34,13 +34,16 @@ def run(arguments: Namespace) -> int:
     if arguments.once:
         read_run_log(arguments.run_directory, last_bytes=_TAIL_BYTES)
     watch = Watch(arguments.run_directory)
-    with suppress(KeyboardInterrupt):  # the way to end it
+    try:
         while True:
             for line in watch.look():
                 print(line, flush=True)
             if arguments.once or watch.ended:
                 break
             time.sleep(_PAUSE_S)
+    except KeyboardInterrupt as interrupt:  # Ctrl-C is the way to end it
+        if isinstance(interrupt, Ended):
+            raise
     return 0
 
 

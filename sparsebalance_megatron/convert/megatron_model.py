@@ -329,10 +329,13 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
     )
 
 
-def write_settings(directory: Path, settings: SparseAttention) -> None:
+def write_settings(directory: Path, settings: SparseAttention | None) -> None:
+    """Put the attention of training into config.json, in place of what an earlier one left."""
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    config[KEY] = settings.as_config()
+    config.pop(KEY, None)
+    if settings is not None:
+        config[KEY] = settings.as_config()
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

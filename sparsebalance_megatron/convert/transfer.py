@@ -214,6 +214,7 @@ class WeightFiles:
         self._directory = directory
         self._stack = ExitStack()
         self._stored: dict[str, _Stored] = {}
+        self._paths: dict[str, Path] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path in _paths(directory):
             self._open(path)
@@ -276,6 +277,11 @@ class WeightFiles:
                 )
             parts = experts_in(name, shape) or {name: ((slice(None),), shape)}
             for part, (place, part_shape) in parts.items():
+                if other := self._paths.get(part):
+                    raise ConvertError(
+                        f"{path}: {part} is in {other.name}, too; remove the file of another model"
+                    )
+                self._paths[part] = path
                 stored = _Stored(file=file, name=name, place=place, shape=part_shape)
                 self._stored[part] = stored
                 self.dtypes[part] = _DTYPES[dtype]
@@ -310,6 +316,11 @@ def _paths(directory: Path) -> list[Path]:
         names = sorted(set(read_json(index, _Index).weight_map.values()))
     except UnreadableFileError as error:
         raise ConvertError(f"{index}: {error}; {_SAVE}") from error
+    if WHOLE not in names and (directory / WHOLE).exists():
+        raise ConvertError(
+            f"{directory}: {WHOLE} and {INDEX} are two sets of weights; remove one (transformers "
+            f"reads {WHOLE})"
+        )
     if absent := [name for name in names if not (directory / name).exists()]:
         raise ConvertError(f"{index}: files are missing: {listed(absent)}; copy them, too")
     return [directory / name for name in names]

@@ -262,6 +262,13 @@ def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace
     return None
 
 
+def has_weights(args: Namespace) -> bool:
+    """Whether a run starts from a checkpoint; without one, Megatron trains random weights."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    return any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint)))
+
+
 def not_finite_statuses() -> tuple[int, int]:
     """Megatron's exit statuses where a loss or gradient is not finite: once, or twice alike."""
     from megatron.core import rerun_state_machine as machine

@@ -26,6 +26,7 @@ from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.repetitions import copies_T
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.cost.table import Sensitivities
+from sparsebalance_megatron.errors import one_line_refusals
 from sparsebalance_megatron.megatron.arguments import (
     args_provider,
     check_typed_flags,
@@ -69,6 +70,7 @@ def measure_sensitivities(
 
         cpu.install()
     from sparsebalance_megatron.megatron.compat import (
+        has_weights,
         megatron_version,
         run_pretrain,
         validated_arguments,
@@ -82,7 +84,13 @@ def measure_sensitivities(
         check_typed_flags(own(parser), sys.argv[1:])
         return parser
 
-    args = validated_arguments(add_and_check_flags)
+    with one_line_refusals():
+        args = validated_arguments(add_and_check_flags)
+    if not has_weights(args):
+        raise ConfigError(
+            f"sensitivity: no checkpoint in --load {args.load}: give the directory of the weights, "
+            "or --pretrained-checkpoint; random weights have no layers that need more than others"
+        )
     if args.context_parallel_size > 1:
         raise ConfigError(
             f"sensitivity: --context-parallel-size {args.context_parallel_size}: a rank must hold "
@@ -91,9 +99,17 @@ def measure_sensitivities(
     args.save = None
     for name, value in _WITHOUT.items():
         setattr(args, destination(name), value)
-    hooks = make_training_hooks(args, device_type, lambda line: None)
+    # What is not finite is told below, with the weights as the cause.
+    args.check_for_nan_in_loss_and_grad = False
+    with one_line_refusals():
+        hooks = make_training_hooks(args, device_type, lambda line: None)
     run, repetitions = hooks.run, hooks.watching_repetitions()
     run.all_stages_read = True
+    if samples > len(run.inputs.train):
+        raise ConfigError(
+            f"sensitivity: --samples {samples}: the training data has {len(run.inputs.train)}; "
+            "give no more"
+        )
     batches = -(-samples // run.inputs.settings.evaluation_batch_size)
     layers = range(run.inputs.job.layers) if check else range(0)
     args.eval_iters = batches * (1 + len(layers))
@@ -147,6 +163,7 @@ def measure_sensitivities(
     block_size = run.inputs.config.block_size
     sensitivities = tuple(repetitions.sensitivity_L())
     nats, tokens = sums_P2.T.tolist()
+    check_finite([*sensitivities, *nats], args.load)
     if not any(sensitivities):
         raise ConfigError(
             "sensitivity: none of the samples repeats a token more than a block of "
@@ -165,6 +182,15 @@ def measure_sensitivities(
         date=datetime.now(UTC).date().isoformat(),
         cuts=tuple((each - nats[0]) / tokens[0] for each in nats[1:] if tokens[0]),
     )
+
+
+def check_finite(numbers: Sequence[float], load: str | None) -> None:
+    """Raise :class:`ConfigError`, which names the weights, unless all numbers are finite."""
+    if not np.isfinite(numbers).all():
+        raise ConfigError(
+            f"sensitivity: losses or attention are not finite: the weights in {load} are damaged, "
+            "or have diverged; give those of an earlier iteration (--ckpt-step)"
+        )
 
 
 def _score_copies(inputs: Mapping[str, np.ndarray], micro_batch: LocalMicroBatch) -> None:

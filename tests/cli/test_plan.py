@@ -185,3 +185,23 @@ def test_a_cost_table_brings_its_times_and_its_device(capsys: Captured, folder: 
     assert step_ms[1] == pytest.approx(3 * step_ms[0], rel=0.05)
     assert plan(flags=(*flags, "--sparse-balance-block-size", "512")) == 2
     assert "block_size is 256 in the table, 512 in this run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("vary", "named"),
+    [
+        (("help",), "--vary 'help': give a flag of training"),
+        (("sparse-balance-base-budget 4", "--sparse-balance-base-budget 8"), "given 2 times"),
+    ],
+)
+def test_flags_that_cannot_vary_are_named(
+    vary: tuple[str, ...], named: str, capsys: Captured
+) -> None:
+    words = [word for each in vary for word in ("--vary", each)]
+    assert plan(*words, flags=STEP) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_no_flag_at_all_has_a_name(capsys: Captured) -> None:
+    assert plan("--vary", "sparse-balance", flags=STEP) == 0
+    assert "Fastest: none of these flags: " in " ".join(capsys.readouterr().out.split())

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from harness import REPOSITORY
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import profile
+from sparsebalance_megatron.cli.output import OutputError, write_text
 
 ALL_HELP = """
 import sys
@@ -58,6 +63,54 @@ def test_examples_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert "remove it or copy into another folder" in capsys.readouterr().err
     assert copied.read_text() == "changed"
     assert not (tmp_path / "examples" / "cpu_quickstart.sh").exists()
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """A limit of this process, which makes writing fail as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_examples_on_a_full_disk_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_of_at_most(1000):
+        assert cli.main(["examples", "--copy", str(tmp_path)]) == 2
+    assert "File too large" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 4096])
+def test_an_older_file_stays_where_the_disk_is_full(limit_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("older")
+    path.chmod(0o640)
+    link = tmp_path / "link.html"
+    link.symlink_to(path.name)
+    with (
+        files_of_at_most(limit_bytes),
+        pytest.raises(OutputError, match=r"report.html: cannot be written: File too large"),
+    ):
+        write_text(path, "x" * 10_000)
+    assert path.read_text() == "older"
+    write_text(link, "newer")
+    assert path.read_text() == "newer" and path.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, path] and link.is_symlink()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+def test_watch_is_ended_by_signals(
+    number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: signal.raise_signal(number))
+    assert cli.main(["watch", str(tmp_path)]) == status
 
 
 def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
 from sparsebalance_megatron.convert.mapping import pack_qkv, parameters, to_megatron, unpack_qkv
+from sparsebalance_megatron.convert.megatron_model import write_settings
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
     WHOLE,
@@ -28,8 +29,15 @@ from sparsebalance_megatron.convert.transfer import (
     write_weights,
 )
 from sparsebalance_megatron.errors import ConvertError
+from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention
 
 PADDED = 256
+TRAINED = {
+    "sparse_block_size": 16,
+    "sparse_topk_blocks": 4,
+    "sparse_selection": "token-kv-head",
+}
+EMBEDDING_OF_HF = "model.embed_tokens.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -146,6 +154,37 @@ def test_recomputed_tensors_are_counted_and_allowed(whole: Path) -> None:
     with WeightFiles(whole) as files:
         files.check_matches(parameters(read_config(whole)))
         assert files.recomputed == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        (WHOLE, "are two sets of weights; remove one"),
+        (None, f"{EMBEDDING_OF_HF} is in model-.*, too"),
+    ],
+)
+def test_weights_that_are_there_twice_are_named(
+    file: str | None, problem: str, tmp_path: Path
+) -> None:
+    directory = save(tiny_model("llama-plain"), tmp_path, max_shard_size="40KB")
+    shards = sorted(directory.glob("model-*.safetensors"))
+    without = (each for each in shards if EMBEDDING_OF_HF not in load_file(each))
+    path = directory / file if file else next(without)
+    tensors = load_file(path) if path.exists() else {}
+    save_file(tensors | {EMBEDDING_OF_HF: torch.zeros(VOCABULARY, 64)}, path)
+    with pytest.raises(ConvertError, match=problem):
+        WeightFiles(directory)
+
+
+@pytest.mark.parametrize("settings", [None, SparseAttention(**TRAINED)])
+def test_attention_of_an_earlier_training_leaves_config_json(
+    settings: SparseAttention | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 8, KEY: {"sparse_topk_blocks": 2}}))
+    write_settings(tmp_path, settings)
+    own = {} if settings is None else {KEY: settings.as_config()}
+    assert json.loads(path.read_text()) == {"hidden_size": 8} | own
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

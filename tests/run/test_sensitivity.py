@@ -18,7 +18,9 @@ from harness import (
 )
 from megatron.core.dist_checkpointing import load_common_state_dict
 
+from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, parse_layer_budgets
+from sparsebalance_megatron.run.sensitivity import check_finite
 
 LAYOUTS = {
     "one rank": (1, ()),
@@ -80,3 +82,32 @@ def test_sensitivities_are_those_of_the_weights_and_become_budgets(tmp_path: Pat
     # As counted on a GPU, dense attention of documents of a few blocks is faster than lists.
     assert set(budgets.values()) == {DENSE}
     assert "base budgets by sensitivity: dense:0-3; " in trained.output
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("given", "samples", "named"),
+    [
+        (("--load", "nowhere"), "8", "no checkpoint in --load nowhere"),
+        ((), "8", "no checkpoint in --load None"),
+        (("--load", "empty"), "61", "--samples 61: the training data has 60"),
+        (("--num-attention-heads", "3"), "8", "Megatron refuses the flags"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    given: tuple[str, ...], samples: str, named: str, tmp_path: Path
+) -> None:
+    documents = write_documents(tmp_path / "train", long_tailed_lengths(60, longest=250))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("1")
+    program = ("-m", "sparsebalance_megatron.cli", "sensitivity", "-o", str(tmp_path / "s.json"))
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
+    run = run_program((*program, "--samples", samples, "--", *flags, *given), tmp_path)
+    assert run.returncode == 2 and named in run.stderr.splitlines()[-1], run.stderr[-4000:]
+    assert "Traceback" not in run.stderr and not (tmp_path / "s.json").exists()
+
+
+def test_attention_that_is_not_finite_is_refused_before_a_file_is_replaced() -> None:
+    with pytest.raises(ConfigError, match="weights in saved are damaged"):
+        check_finite([0.1, float("nan")], "saved")
+    check_finite([0.1, 0.0], "saved")
