@@ -154,8 +154,8 @@ def settle_attention(args: Namespace) -> list[str]:
         setattr(args, measured, None)
         setattr(args, budgets, by_layer)
         lines.append(
-            f"base budgets by sensitivity are {by_layer}, as in the checkpoint; resume with --finetune "
-            "to have them computed anew"
+            f"base budgets by sensitivity are {by_layer}, as in the checkpoint; --finetune computes "
+            "them anew"
         )
     return lines
 
