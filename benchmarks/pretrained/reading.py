@@ -5,7 +5,7 @@ Built-in selections that read a whole document sparsely run through ``evaluate``
 them. Everything else goes through :data:`NAME`, which asks a rule for lists of blocks and gives
 them to ``block_sparse_attention``.
 
-Shape legend: T tokens that are read, Q of them that ask, H query heads, G KV heads, D head dim, E
+Shape legend: T tokens that are read, Q of them that ask, L layers, H query heads, G KV heads, D head dim, E
 hidden size, V vocabulary, X scored labels.
 """
 
@@ -49,9 +49,26 @@ class Asked:
     softmax_scale: float
 
 
-type Rule = Callable[[Asked], Selection | None]
-"""Lists of blocks; None for dense attention."""
+type Attend = Callable[[Tensor], Tensor]
+"""Values, [T, G, D], to outputs, [Q, H, D]."""
+type Rule = Callable[[Asked], Selection | Attend | None]
+"""Lists of blocks, or what attends; None for dense attention."""
 type Observer = Callable[[Asked], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wished:
+    """What wishes added to lists, by layer; whole layers have none.
+
+    Attributes:
+        wishes_L: entries a tile, or a token and head that wishes; the mean.
+        read_L: blocks that a token's head reads, list and wishes; the mean.
+        cut: entries that tiles had no room for, in all layers.
+    """
+
+    wishes_L: tuple[float, ...]
+    read_L: tuple[float, ...]
+    cut: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +77,7 @@ class Scores:
 
     loss_X: Tensor
     right_X: Tensor
+    wished: Wished | None = None
 
 
 class Reader:
@@ -193,6 +211,8 @@ def _attention(
     if reading.observe is not None:
         reading.observe(asked)
     selection = reading.rule(asked)
+    if callable(selection):
+        return selection(v_TGD)[None], None
     if selection is not None:
         out_QHD, _ = block_sparse_attention(q_QHD, k_TGD, v_TGD, selection, softmax_scale=scaling)
         return out_QHD[None], None
