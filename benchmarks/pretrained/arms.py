@@ -207,6 +207,30 @@ _LONGEST = """
     token-query-head 8 first=1 layers=peaks
     previous-block 22 first=1
 """
+_WHOLE = "previous-block 8 first=1 layers=dense:7,8,17,18"
+"""The four layers that look up; see research/pretrained.md."""
+_WISHES = """
+    previous-block 8 first=1
+    previous-block 8 first=1 wishes=tile-16 scores=exact
+    previous-block 8 first=1 wishes=tile-16 scores=half
+    previous-block 8 first=1 wishes=tile-16 scores=half-fp8
+    previous-block 8 first=1 wishes=token-query-head
+    previous-block 8 first=1 wishes=token-kv-head gate=0.05
+    previous-block 8 first=1 wishes=tile-16 scores=half gate=0.05
+    previous-block 8 first=1 wishes=tile-block scores=half
+    previous-block 4 first=1
+    previous-block 4 first=1 wishes=tile-16 scores=half
+    previous-block 12 first=1
+    previous-block 12 first=1 wishes=tile-16 scores=half
+    previous-block 4 first=1 wishes=token-query-head
+    previous-block 8 first=1 wishes=tile-16 scores=half gate=0.2
+    previous-block 8 first=1 wishes=tile-16 scores=fp8
+    previous-block 8 first=1 wishes=token-query-head scores=half
+    previous-block 8 first=1 wishes=tile-16 gate=0.05
+    previous-block 8 first=1 wishes=tile-16 gate=0.2
+"""
+WISHES = "wishes"
+"""Stands for the arms with wishes and those that they are compared with."""
 
 
 def _lines(*texts: str) -> list[str]:
@@ -216,6 +240,7 @@ def _lines(*texts: str) -> list[str]:
 SHORT_ARMS = tuple(map(parse_arm, _lines(_EQUAL_BLOCKS, _EQUAL_TIME)))
 LONGER_ARMS = tuple(map(parse_arm, _lines(_LONGER)))
 LONGEST_ARMS = tuple(map(parse_arm, _lines(_LONGEST)))
+WISH_ARMS = tuple(map(parse_arm, (_WHOLE, *_lines(_WISHES))))
 
 
 def standard_arms(tokens: int) -> tuple[Arm, ...]:

@@ -112,9 +112,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         metavar="ARM",
         help="in place of the standard set; dense, window and\n"
-        "the arm that others are compared with are always read",
+        "the arm that others are compared with are always read;\n"
+        "wishes: all with wishes and what they are compared with",
     )
-    add("--reference", metavar="ARM", help="what others are compared with, by document")
+    add(
+        "--reference",
+        default="token-query-head 8 first=1",
+        metavar="ARM",
+        help="what others are compared with, by document; default: token-query-head 8 first=1",
+    )
     add("--no-window", action="store_true", help="read no window; then no token is far")
     add("--documents", type=int, default=_DOCUMENTS, help=f"of a group; default: {_DOCUMENTS}")
     add(
@@ -168,9 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         files=results.ScoreFiles(options.directory / "scores", options.precision),
         sensitivities=sensitivities,
         finished_only=options.finished,
-        reference=arms.REFERENCE
-        if options.reference is None
-        else arms.parse_arm(options.reference),
+        reference=arms.parse_arm(options.reference),
         window=not options.no_window,
         projections=projections(options, reader, encode, chosen),
     )
@@ -205,8 +209,10 @@ def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
     Raises:
         PretrainedError: an arm is wrong.
     """
-    from pretrained.arms import parse_arm, standard_arms
+    from pretrained.arms import WISH_ARMS, WISHES, parse_arm, standard_arms
 
+    if options.arms == [WISHES]:
+        return WISH_ARMS
     if options.arms is not None:
         return tuple(map(parse_arm, options.arms))
     return standard_arms(group.tokens)

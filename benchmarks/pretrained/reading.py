@@ -5,8 +5,8 @@ Built-in selections that read a whole document sparsely run through ``evaluate``
 them. Everything else goes through :data:`NAME`, which asks a rule for lists of blocks and gives
 them to ``block_sparse_attention``.
 
-Shape legend: T tokens that are read, Q of them that ask, L layers, H query heads, G KV heads, D head dim, E
-hidden size, V vocabulary, X scored labels.
+Shape legend: T tokens that are read, Q of them that ask, L layers, H query heads, G KV heads, D
+head dim, E hidden size, V vocabulary, X scored labels.
 """
 
 from __future__ import annotations

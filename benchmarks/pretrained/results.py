@@ -165,9 +165,10 @@ def table(groups: Mapping[str, Any]) -> str:
             read = len(next(iter(found["figures"].values()))["values"])
             cells = [f"{arm:{width}}  {read:>2} cost {found['cost']:>5.1f}"]
             if "wishes" in found:
-                cells.append(
-                    "wishes {mean:.2f} read {read:.2f} cut {cut}".format(**found["wishes"])
-                )
+                wishes = found["wishes"]
+                cells.append(f"wishes {wishes['mean']:.2f} cut {wishes['cut']}")
+            if "predicted_ms" in found:
+                cells.append(f"{found['predicted_ms']:>5.1f} ms")
             for figure in _SHOWN:
                 if figure in found["figures"]:
                     cells.append(_cell(figure, found["figures"][figure]))

@@ -15,6 +15,7 @@ from pretrained.arms import ALL, HALF, HALF_FP8, Arm
 from pretrained.block_scores import Projection, digest_of
 from pretrained.budgets import layer_budgets
 from pretrained.documents import Document, Group, digest
+from pretrained.predicted import predicted_ms
 from pretrained.reading import Reader, Scores
 from pretrained.rules import EXPERIMENTS, rule_of
 from pretrained.wishes import WishRule
@@ -119,7 +120,7 @@ class Session:
                         figures[arm.name], reference[: len(figures[arm.name])]
                     ),
                 }
-                | results.wishes_of([each.scores for each in found[arm.name]])
+                | _wishes(arm, budgets[arm.name], [each.scores for each in found[arm.name]])
                 for arm in chosen_arms
             },
         }
@@ -144,6 +145,14 @@ class Session:
             budgets=budgets,
             sparse_init_block=arm.first_blocks,
         )
+
+
+def _wishes(arm: Arm, budgets: Sequence[int], scores: Sequence[Scores]) -> dict[str, Any]:
+    """What wishes added, and the time that the arm is predicted to take; where they are known."""
+    found = results.wishes_of(scores)
+    wishes_L = found["wishes"]["by_layer"] if found else []
+    predicted = predicted_ms(arm, budgets, wishes_L)
+    return found if predicted is None else found | {"predicted_ms": round(predicted, 2)}
 
 
 @dataclass(frozen=True)
