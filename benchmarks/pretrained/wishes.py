@@ -61,6 +61,7 @@ class WishRule:
         found = self.reading(asked, budget)
         return lambda v_TGD: attend(asked, v_TGD, found.read_CQN)
 
+    @torch.no_grad()
     def reading(self, asked: Asked, budget: int) -> WishedBlocks:
         """What the rows of a layer read; it is counted."""
         projection = self.projections[asked.layer] if self.projections is not None else None
