@@ -220,24 +220,29 @@ def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
 
 def projections(
     options: argparse.Namespace, reader: Reader, encode: Encode, chosen: Mapping[str, Sequence[Arm]]
-) -> list[Projection] | None:
-    """Those to half of the channels, measured once on other texts and kept beside the model; None
-    where no arm needs them."""
+) -> dict[int, list[Projection]]:
+    """Those to half of the channels by documents' tokens, where an arm needs them: measured once on
+    other texts of that length and kept beside the model."""
     from pretrained import arms, block_scores
 
-    wishes = [arm.wishes for some in chosen.values() for arm in some if arm.wishes is not None]
-    if not any(each.scores in (arms.HALF, arms.HALF_FP8) for each in wishes):
-        return None
-    path = options.directory / f"projections-{options.seed}-{options.precision}.npz"
-    if not path.exists():
-        texts = make_documents(
-            *(TEXT, _CALIBRATION_TOKENS, _PROJECTION_DOCUMENTS, encode),
-            seed=options.seed,
-            calibration=True,
-        )
-        measured = block_scores.measure_projections(reader, texts, _CALIBRATION_BLOCK)
-        block_scores.save_projections(path, measured)
-    return block_scores.load_projections(path)
+    found = {}
+    for name, some in chosen.items():
+        group = GROUPS[name]
+        wishes = [arm.wishes for arm in some if arm.wishes is not None]
+        if not any(each.scores in (arms.HALF, arms.HALF_FP8) for each in wishes):
+            continue
+        kept = f"projections-{group.tokens}-{options.seed}-{options.precision}.npz"
+        path = options.directory / kept
+        if not path.exists():
+            texts = make_documents(
+                *(TEXT, group.tokens, _PROJECTION_DOCUMENTS, encode),
+                seed=options.seed,
+                calibration=True,
+            )
+            measured = block_scores.measure_projections(reader, texts, group.block_size)
+            block_scores.save_projections(path, measured)
+        found[group.tokens] = block_scores.load_projections(path)
+    return found
 
 
 def layer_sensitivities(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Session:
     Attributes:
         reference: what arms are compared with, document by document.
         window: whether the window is read, without which no token is far.
-        projections: by layer, where an arm scores half of the channels.
+        projections: by documents' tokens and by layer, where an arm scores half of the channels.
     """
 
     reader: Reader
@@ -38,7 +38,7 @@ class Session:
     finished_only: bool = False
     reference: Arm = arms.REFERENCE
     window: bool = True
-    projections: Sequence[Projection] | None = None
+    projections: Mapping[int, Sequence[Projection]] = field(default_factory=dict)
 
     def read(
         self, group: Group, documents: Sequence[Document], chosen: Sequence[Arm]
@@ -62,7 +62,7 @@ class Session:
 
         def kept(document: Document, arm: Arm) -> Path:
             projected = arm.wishes is not None and arm.wishes.scores in (HALF, HALF_FP8)
-            other = digest_of(self.projections or ()) if projected else ""
+            other = digest_of(self.projections.get(group.tokens, ())) if projected else ""
             return self.files.path(
                 *(document, arm.name, budgets[arm.name], group.block_size), depends_on=other
             )
@@ -132,7 +132,8 @@ class Session:
         if arm.selection == ALL:
             return self.reader.dense(document)
         if arm.wishes is not None:
-            wishes = WishRule(arm=arm, budgets=budgets, projections=self.projections)
+            projections = self.projections.get(document.length)
+            wishes = WishRule(arm=arm, budgets=budgets, projections=projections)
             scores = self.reader.by_rule(document, block_size, wishes)
             return replace(scores, wished=wishes.wished)
         if arm.selection in EXPERIMENTS:

@@ -246,7 +246,7 @@ def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
         reader=reader,
         files=ScoreFiles(tmp_path, "float32"),
         sensitivities=KNOWN,
-        projections=measure_projections(reader, documents(TEXT, calibration=True), BLOCK),
+        projections={TOKENS: measure_projections(reader, documents(TEXT), BLOCK)},
     )
     group = Group(kind=kind, tokens=TOKENS, block_size=BLOCK * 2)
     wish = arms.parse_arm("previous-block 8 wishes=tile-16 scores=half")
