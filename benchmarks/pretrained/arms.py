@@ -212,22 +212,20 @@ _WHOLE = "previous-block 8 first=1 layers=dense:7,8,17,18"
 _WISHES = """
     previous-block 8 first=1
     previous-block 8 first=1 wishes=tile-16 scores=exact
+    previous-block 8 first=1 wishes=tile-16 scores=fp8
     previous-block 8 first=1 wishes=tile-16 scores=half
     previous-block 8 first=1 wishes=tile-16 scores=half-fp8
     previous-block 8 first=1 wishes=token-query-head
     previous-block 8 first=1 wishes=token-kv-head gate=0.05
-    previous-block 8 first=1 wishes=tile-16 scores=half gate=0.05
-    previous-block 8 first=1 wishes=tile-block scores=half
     previous-block 4 first=1
-    previous-block 4 first=1 wishes=tile-16 scores=half
+    previous-block 4 first=1 wishes=tile-16 scores=fp8
     previous-block 12 first=1
-    previous-block 12 first=1 wishes=tile-16 scores=half
+    previous-block 12 first=1 wishes=tile-16 scores=fp8
+    previous-block 8 first=1 wishes=tile-16 scores=fp8 gate=0.05
+    previous-block 8 first=1 wishes=tile-16 scores=fp8 gate=0.2
+    previous-block 8 first=1 wishes=tile-block scores=fp8
+    previous-block 8 first=1 wishes=token-query-head scores=fp8
     previous-block 4 first=1 wishes=token-query-head
-    previous-block 8 first=1 wishes=tile-16 scores=half gate=0.2
-    previous-block 8 first=1 wishes=tile-16 scores=fp8
-    previous-block 8 first=1 wishes=token-query-head scores=half
-    previous-block 8 first=1 wishes=tile-16 gate=0.05
-    previous-block 8 first=1 wishes=tile-16 gate=0.2
 """
 WISHES = "wishes"
 """Stands for the arms with wishes and those that they are compared with."""
