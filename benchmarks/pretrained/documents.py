@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents that are read: text, key-value look-ups, needles in prose. All follow from a seed.
+"""Documents that are read: text, key-value look-ups, needles in prose, spans that text repeats.
+
+All follow from a seed.
 
 Shape legend: T tokens that are read, X scored labels.
 """
@@ -14,12 +16,13 @@ from itertools import chain, count
 
 from pretrained.texts import Encode, english_texts, filled, prose_texts, python_sources, shuffled
 
-TEXT, KEY_VALUE, NEEDLE = "text", "key-value", "needle"
-KINDS = (TEXT, KEY_VALUE, NEEDLE)
+TEXT, KEY_VALUE, NEEDLE, COPY = "text", "key-value", "needle", "copy"
+KINDS = (TEXT, KEY_VALUE, NEEDLE, COPY)
 DIGITS = 5
 _TAIL_TOKENS = 256
 """How many of a document ask after what they ask for; needles are fewer."""
 _CALIBRATION_SEED = 1_000_003
+_SPANS, _SPAN_TOKENS, _GAP_TOKENS, _UNSCORED_TOKENS = 6, 28, 14, 4
 _NEEDLE_EVERY_TOKENS, _QUESTION_TOKENS, _TAIL_MULTIPLE = 170, 20, 64
 _WORDS = """
     barrel beacon canyon cedar chapel cobalt comet coral crater cypress dagger ember falcon
@@ -44,7 +47,8 @@ class Document:
         kind: one of :data:`KINDS`.
         tokens: T + 1; the last is read by nobody.
         scored: X places whose next token is a label.
-        answers: X numbers of the answer that a label is a digit of; empty in text.
+        answers: X numbers of the answer that a label is a digit of, or of the span that it is
+            in; empty in text.
         tail: the place where questions begin, at the earliest.
     """
 
@@ -93,6 +97,8 @@ def make_documents(
     """
     if kind == TEXT:
         return list(_texts(tokens, how_many, encode, seed, calibration))
+    if kind == COPY:
+        return list(_copies(tokens, how_many, encode, seed, calibration))
     seed += _CALIBRATION_SEED * calibration
     make = _key_values if kind == KEY_VALUE else _needles
     return [make(tokens, number, encode, seed) for number in range(how_many)]
@@ -119,6 +125,41 @@ def _texts(
             scored=tuple(range(tokens)),
             answers=(),
             tail=tokens - _TAIL_TOKENS,
+        )
+
+
+def _copies(
+    tokens: int, how_many: int, encode: Encode, seed: int, calibration: bool
+) -> Iterator[Document]:
+    """Text whose last tokens repeat spans of it, with new text before each span.
+
+    A span is scored but for its first tokens, which nothing announces.
+    """
+    repeated = _SPANS * _SPAN_TOKENS
+    for text in _texts(tokens - repeated, how_many, encode, seed, calibration):
+        draw = random.Random(f"{COPY} {seed} {calibration} {text.number}")
+        tail = len(text.tokens) - _SPANS * _GAP_TOKENS
+        found, news = list(text.tokens[:tail]), text.tokens[tail:]
+        # From equal stretches, so that no two spans overlap.
+        stretch = tail // _SPANS
+        begins = [
+            number * stretch + draw.randrange(stretch - _SPAN_TOKENS) for number in range(_SPANS)
+        ]
+        draw.shuffle(begins)
+        scored, answers = [], []
+        for span, begin in enumerate(begins):
+            found += news[span * _GAP_TOKENS : (span + 1) * _GAP_TOKENS]
+            found += found[begin : begin + _SPAN_TOKENS]
+            labels = _SPAN_TOKENS - _UNSCORED_TOKENS
+            scored += range(len(found) - 1 - labels, len(found) - 1)
+            answers += [span] * labels
+        yield Document(
+            kind=COPY,
+            number=text.number,
+            tokens=tuple(found),
+            scored=tuple(scored),
+            answers=tuple(answers),
+            tail=tail,
         )
 
 

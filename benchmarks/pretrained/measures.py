@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrained.documents import TEXT, Document
+from pretrained.documents import COPY, TEXT, Document
 from pretrained.reading import Scores
 
 LOSS, FAR = "loss over dense", "far"
@@ -29,14 +29,18 @@ def figures(
     Returns:
         Of text: ``loss over dense`` in nats a token, that of ``far`` tokens and of each
         ``quarter`` of the document. Of look-ups: the share of answers whose digits are all the
-        best guess (``exact``), that of ``digits``, and ``nats`` a digit.
+        best guess (``exact``), that of ``digits``, and ``nats`` a digit. Of copied spans the
+        same, of a span and of its tokens, and ``loss over dense``.
     """
     if document.kind != TEXT:
-        return {
+        found = {
             EXACT: _exact(scores.right_X, torch.tensor(document.answers)),
             DIGITS: float(scores.right_X.float().mean()),
             NATS: float(scores.loss_X.mean()),
         }
+        if document.kind == COPY:
+            found[LOSS] = float((scores.loss_X - dense.loss_X).mean())
+        return found
     over_X = scores.loss_X - dense.loss_X
     found = {LOSS: float(over_X.mean())}
     if window is not None:

@@ -5,13 +5,14 @@ Built-in selections that read a whole document sparsely run through ``evaluate``
 them. Everything else goes through :data:`NAME`, which asks a rule for lists of blocks and gives
 them to ``block_sparse_attention``.
 
-Shape legend: T tokens that are read, Q of them that ask, H query heads, G KV heads, D head dim, E
-hidden size, V vocabulary, X scored labels.
+Shape legend: B documents of a batch, T tokens that are read, Q of them that ask, L layers, H query
+heads, G KV heads, D head dim, E hidden size, V vocabulary, X scored labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,26 @@ class Asked:
     softmax_scale: float
 
 
-type Rule = Callable[[Asked], Selection | None]
-"""Lists of blocks; None for dense attention."""
+type Attend = Callable[[Tensor], Tensor]
+"""Values, [T, G, D], to outputs, [Q, H, D]."""
+type Rule = Callable[[Asked], Selection | Attend | None]
+"""Lists of blocks, or what attends; None for dense attention."""
 type Observer = Callable[[Asked], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wished:
+    """What wishes added to lists, by layer; whole layers have none.
+
+    Attributes:
+        wishes_L: entries a tile, or a token and head that wishes; the mean.
+        read_L: blocks that a token's head reads, list and wishes; the mean.
+        cut: entries that tiles had no room for, in all layers.
+    """
+
+    wishes_L: tuple[float, ...]
+    read_L: tuple[float, ...]
+    cut: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +78,7 @@ class Scores:
 
     loss_X: Tensor
     right_X: Tensor
+    wished: Wished | None = None
 
 
 class Reader:
@@ -121,6 +140,10 @@ class Reader:
         with self._attending(_Reading(block_size=block_size, rule=_dense, observe=observe)):
             self._states(document.tokens[:-1])
 
+    def attending(self, block_size: int, rule: Rule) -> AbstractContextManager[None]:
+        """Within it the model reads by a rule's lists, every document of a batch by itself."""
+        return self._attending(_Reading(block_size=block_size, rule=rule))
+
     def _states(self, tokens: Sequence[int]) -> Tensor:
         """Last hidden states, [T, E]."""
         found: Tensor = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
@@ -177,9 +200,9 @@ class _Reading:
 
 def _attention(
     module: Any,
-    query_1HQD: Tensor,
-    key_1GTD: Tensor,
-    value_1GTD: Tensor,
+    query_BHQD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float,
@@ -187,19 +210,34 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend to the lists of the module's rule; for ``transformers``, which passes no mask here."""
     assert attention_mask is None
+    documents = zip(query_BHQD, key_BGTD, value_BGTD, strict=True)
+    found = [_document_attention(module, *each, scaling) for each in documents]
+    return torch.stack(found), None
+
+
+def _document_attention(
+    module: Any, q_HQD: Tensor, k_GTD: Tensor, v_GTD: Tensor, softmax_scale: float
+) -> Tensor:
+    """One document's outputs, [Q, H, D]."""
     reading = module.reading
-    q_QHD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1HQD, key_1GTD, value_1GTD))
-    asked = reading.asked(module.layer_idx, q_QHD, k_TGD, scaling)
+    q_QHD, k_TGD, v_TGD = (x.transpose(0, 1) for x in (q_HQD, k_GTD, v_GTD))
+    asked = reading.asked(module.layer_idx, q_QHD, k_TGD, softmax_scale)
     if reading.observe is not None:
         reading.observe(asked)
     selection = reading.rule(asked)
+    if callable(selection):
+        return selection(v_TGD)
     if selection is not None:
-        out_QHD, _ = block_sparse_attention(q_QHD, k_TGD, v_TGD, selection, softmax_scale=scaling)
-        return out_QHD[None], None
+        return block_sparse_attention(q_QHD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)[
+            0
+        ]
     out_1HQD = scaled_dot_product_attention(
-        query_1HQD, key_1GTD, value_1GTD, is_causal=True, scale=scaling, enable_gqa=True
+        *(q_HQD[None], k_GTD[None], v_GTD[None]),
+        is_causal=True,
+        scale=softmax_scale,
+        enable_gqa=True,
     )
-    return out_1HQD.transpose(1, 2), None
+    return out_1HQD[0].transpose(0, 1)
 
 
 def _dense(asked: Asked) -> None:

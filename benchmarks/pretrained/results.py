@@ -18,7 +18,7 @@ from quality.intervals import Interval, interval
 from pretrained.budgets import CUTS_LOOKUPS
 from pretrained.documents import Document, digest
 from pretrained.measures import DIGITS, EXACT, FAR, LOSS, NATS
-from pretrained.reading import Scores
+from pretrained.reading import Scores, Wished
 
 _SHOWN = (EXACT, DIGITS, NATS, LOSS, FAR)
 
@@ -30,8 +30,18 @@ class ScoreFiles:
         self._directory, self._precision = directory, precision
         directory.mkdir(parents=True, exist_ok=True)
 
-    def path(self, document: Document, arm: str, budgets: Sequence[int], block_size: int) -> Path:
+    def path(
+        self,
+        document: Document,
+        arm: str,
+        budgets: Sequence[int],
+        block_size: int,
+        *,
+        depends_on: str = "",
+    ) -> Path:
+        """Where they are kept; ``depends_on`` names what else they follow from."""
         key = [digest([document]), document.tail, arm, list(budgets), block_size, self._precision]
+        key += [depends_on] if depends_on else []
         return self._directory / f"{sha256(json.dumps(key).encode()).hexdigest()[:24]}.npz"
 
     @staticmethod
@@ -40,8 +50,17 @@ class ScoreFiles:
         if not path.exists():
             return None
         with np.load(path) as stored:
+            wished = None
+            if "wishes" in stored:
+                wished = Wished(
+                    wishes_L=tuple(stored["wishes"].tolist()),
+                    read_L=tuple(stored["read"].tolist()),
+                    cut=int(stored["cut"]),
+                )
             scores = Scores(
-                loss_X=torch.from_numpy(stored["loss"]), right_X=torch.from_numpy(stored["right"])
+                loss_X=torch.from_numpy(stored["loss"]),
+                right_X=torch.from_numpy(stored["right"]),
+                wished=wished,
             )
             return scores, float(stored["cpu_seconds"])
 
@@ -49,13 +68,39 @@ class ScoreFiles:
     def save(path: Path, scores: Scores, cpu_seconds: float) -> None:
         """The whole file or nothing; other processes may write beside this one."""
         partial = path.with_suffix(f".{os.getpid()}.npz")
+        wished = scores.wished
+        counts = {}
+        if wished is not None:
+            counts = {"wishes": wished.wishes_L, "read": wished.read_L, "cut": wished.cut}
         np.savez(
             partial,
             loss=scores.loss_X.numpy(),
             right=scores.right_X.numpy(),
             cpu_seconds=cpu_seconds,
+            **{name: np.asarray(each) for name, each in counts.items()},
         )
         os.replace(partial, path)
+
+
+def wishes_of(scores: Sequence[Scores]) -> dict[str, Any]:
+    """What wishes added, over documents, under ``wishes``; nothing where there are none.
+
+    ``by_layer``: entries a tile, or a token and head that wishes; ``most_of_a_document`` and
+    ``read`` (blocks that a token reads, list and wishes) are means over layers; ``cut``: the sum.
+    """
+    known = [each.wished for each in scores if each.wished is not None]
+    if not known:
+        return {}
+    by_layer = np.mean([each.wishes_L for each in known], 0)
+    return {
+        "wishes": {
+            "mean": float(by_layer.mean()),
+            "by_layer": [round(each, 4) for each in by_layer.tolist()],
+            "most_of_a_document": float(max(np.mean(each.wishes_L) for each in known)),
+            "read": float(np.mean([each.read_L for each in known])),
+            "cut": sum(each.cut for each in known),
+        }
+    }
 
 
 def summarised(
@@ -117,7 +162,13 @@ def table(groups: Mapping[str, Any]) -> str:
         lines += [f"{name}: {group['documents']} documents, blocks of {group['block_size']} tokens"]
         width = max(map(len, group["arms"]))
         for arm, found in group["arms"].items():
-            cells = [f"{arm:{width}}  cost {found['cost']:>5.1f}"]
+            read = len(next(iter(found["figures"].values()))["values"])
+            cells = [f"{arm:{width}}  {read:>2} cost {found['cost']:>5.1f}"]
+            if "wishes" in found:
+                wishes = found["wishes"]
+                cells.append(f"wishes {wishes['mean']:.2f} cut {wishes['cut']}")
+            if "predicted_ms" in found:
+                cells.append(f"{found['predicted_ms']:>5.1f} ms")
             for figure in _SHOWN:
                 if figure in found["figures"]:
                     cells.append(_cell(figure, found["figures"][figure]))

@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 from end_to_end.command import machine
-from pretrained.budgets import greedy
 from pretrained.documents import Document as ReadDocument
-from pretrained.reading import Reader
-from pretrained.sensitivities import coverage, repetitions
+from pretrained.reading import Asked, Reader
+from pretrained.sensitivities import repetitions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,6 +39,7 @@ from quality.intervals import interval
 from quality.lookup import Lookup
 from quality.masked_attention import masked_attention
 from quality.results import write_json
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 from sparsebalance_megatron.evaluate import attention
 from sparsebalance_megatron.layer_budgets import DENSE as LAYER_DENSE
@@ -160,11 +160,28 @@ def layer_budgets(
     model: Any, settings: Training, seed: int
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Budgets by arm, of as many block pairs in total, and sensitivities of layers."""
+    documents = documents_to_measure(settings, seed)
+    reader = Reader(model)
+    repeated_L = repetitions(reader, documents, settings.block_size)
+    cut_L = cuts(model, settings, seed)
+    curves_LK = coverage(reader, documents, settings.block_size)
+    base = settings.base_budget
+    worth_L = np.maximum(cut_L, 0.0)
+    by_sensitivity = budgets_by_sensitivity(worth_L, base, settings.pairs_K, own_lists=True)
+    return {
+        ALIKE: [base] * settings.layers,
+        COVERAGE: greedy(curves_LK, mean_blocks=base, least=2),
+        SENSITIVITY: by_sensitivity.tolist(),
+    }, {"cuts": cut_L, "repetitions": repeated_L}
+
+
+def documents_to_measure(settings: Training, seed: int) -> list[ReadDocument]:
+    """Documents that layers are measured on, and that are not scored."""
     generator = np.random.default_rng([seed, 2])
     lookup = replace(
         settings.lookup, shortest_tokens=settings.tokens, longest_tokens=settings.tokens
     )
-    documents = [
+    return [
         ReadDocument(
             kind="look-up",
             number=number,
@@ -175,18 +192,39 @@ def layer_budgets(
         )
         for number in range(_MEASURED)
     ]
-    reader = Reader(model)
-    repeated_L = repetitions(reader, documents, settings.block_size)
-    cut_L = cuts(model, settings, seed)
-    curves_LK = coverage(reader, documents, settings.block_size)
-    base, most = settings.base_budget, settings.tokens // settings.block_size
-    worth_L = np.maximum(cut_L, 0.0)
-    by_sensitivity = budgets_by_sensitivity(worth_L, base, settings.pairs_K, own_lists=True)
-    return {
-        ALIKE: [base] * settings.layers,
-        COVERAGE: list(greedy(curves_LK, mean_blocks=base, least=2, most=most)),
-        SENSITIVITY: by_sensitivity.tolist(),
-    }, {"cuts": cut_L, "repetitions": repeated_L}
+
+
+def coverage(reader: Reader, documents: Sequence[ReadDocument], block_size: int) -> np.ndarray:
+    """Router coverage curves [L, K], the mean over documents."""
+    selector = selector_named(SELECTION, first_blocks=1)
+    curves: dict[int, list[Tensor]] = {}
+
+    def observe(asked: Asked) -> None:
+        ranking = rank_sequence(
+            *(selector, asked.q_QHD, asked.k_TGD, asked.layouts.kv_layout),
+            softmax_scale=asked.softmax_scale,
+            max_budget=1,
+            observe=True,
+        )
+        curves.setdefault(asked.layer, []).append(selector.coverage(ranking)[0])
+
+    for document in documents:
+        reader.observed(document, block_size, observe)
+    return np.stack([torch.stack(curves[layer]).mean(0).numpy() for layer in sorted(curves)])
+
+
+def greedy(curves_LK: np.ndarray, *, mean_blocks: int, least: int) -> list[int]:
+    """Budgets of the greatest sum of coverage: every next block goes where it adds most."""
+    layers, most = curves_LK.shape
+    budgets = [least] * layers
+    for _ in range(mean_blocks * layers - sum(budgets)):
+        room = [layer for layer in range(layers) if budgets[layer] < most]
+        gains = [
+            curves_LK[layer, budgets[layer]] - curves_LK[layer, budgets[layer] - 1]
+            for layer in room
+        ]
+        budgets[room[int(np.argmax(gains))]] += 1
+    return budgets
 
 
 def cuts(model: Any, settings: Training, seed: int) -> list[float]:

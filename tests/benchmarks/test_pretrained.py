@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from pretrained import arms, measures, model, sensitivities
+from pretrained.block_scores import measure_projections
 from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
+    COPY,
     DIGITS,
     KEY_VALUE,
     KINDS,
@@ -24,17 +26,14 @@ from pretrained.documents import (
     digest,
     make_documents,
 )
-from pretrained.reading import Asked, Reader, Scores
+from pretrained.reading import Reader, Scores
 from pretrained.results import ScoreFiles, summarised, table
 from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
 from pretrained.session import Session
-from sparse_hf_models import SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from pretrained_inputs import BLOCK, LAYERS, TOKENS, asked_of, documents, encode, tiny_reader
 
-from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.layer_budgets import DENSE
 
-VOCABULARY, TOKENS, BLOCK, LAYERS = 128, 512, 16, 3
 KNOWN = {
     "peaks": [0.1, 0.4, 0.2],
     "cuts-text": [0.0, 0.1, 0.3],
@@ -42,20 +41,9 @@ KNOWN = {
 }
 
 
-def encode(text: str) -> list[int]:
-    """A token for each character."""
-    return [min(ord(each), VOCABULARY - 1) for each in text]
-
-
-def documents(kind: str, how_many: int = 2, **settings: bool) -> list[Document]:
-    return make_documents(kind, TOKENS, how_many, encode, seed=0, **settings)
-
-
 @pytest.fixture(scope="module")
 def reader() -> Reader:
-    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "head_dim": 16}
-    torch.manual_seed(3)
-    return Reader(LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval())
+    return tiny_reader()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +67,23 @@ def test_every_question_has_its_answer_before_the_tail(kind: str) -> None:
         labels = "".join(text[place + 1] for place in document.scored)
         assert labels == "".join(each[-DIGITS:] for each in asked)
         assert [*document.answers] == [n for n in range(len(asked)) for _ in range(DIGITS)]
+
+
+def test_copies_repeat_what_came_before() -> None:
+    """A span repeats tokens of the text, and is scored but for its first four."""
+    for document in documents(COPY):
+        before = document.tokens[: document.tail]
+        for span in set(document.answers):
+            places = [
+                place + 1
+                for place, answer in zip(document.scored, document.answers, strict=True)
+                if answer == span
+            ]
+            assert places == list(range(places[0], places[0] + 24))
+            copied = document.tokens[places[0] - 4 : places[-1] + 1]
+            begins = range(len(before) - len(copied) + 1)
+            assert any(before[begin : begin + len(copied)] == copied for begin in begins)
+        assert len(set(document.answers)) == 6 and places[0] > document.tail
 
 
 def scores(loss: list[float], right: list[bool] | None = None) -> Scores:
@@ -195,20 +200,6 @@ def test_rules_do_not_look_ahead(name: str, reader: Reader) -> None:
     torch.testing.assert_close(one, other)
 
 
-def asked_of(blocks: int, size: int, seed: int = 0) -> Asked:
-    generator = torch.Generator().manual_seed(seed)
-    q_QHD = torch.randn(blocks * size, 4, 8, generator=generator)
-    k_TGD = torch.randn(blocks * size, 2, 8, generator=generator)
-    layouts = LayoutPair.within(packed_layout((0, blocks * size), size, "cpu"))
-    return Asked(
-        layer=0,
-        q_QHD=q_QHD,
-        k_TGD=k_TGD,
-        layouts=layouts,
-        softmax_scale=8**-0.5,
-    )
-
-
 def test_masses_are_those_of_softmax() -> None:
     asked = asked_of(5, 4)
     (mass_HQN,) = masses(asked)
@@ -251,16 +242,30 @@ def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
-    session = Session(reader=reader, files=ScoreFiles(tmp_path, "float32"), sensitivities=KNOWN)
+    session = Session(
+        reader=reader,
+        files=ScoreFiles(tmp_path, "float32"),
+        sensitivities=KNOWN,
+        projections={TOKENS: measure_projections(reader, documents(TEXT), BLOCK)},
+    )
     group = Group(kind=kind, tokens=TOKENS, block_size=BLOCK * 2)
-    found = session.read(group, documents(kind), arms.SHORT_ARMS)
-    assert found["arms"].keys() >= {each.name for each in arms.SHORT_ARMS}
-    again = session.read(group, documents(kind), arms.SHORT_ARMS)
+    wish = arms.parse_arm("previous-block 8 wishes=tile-16 scores=half")
+    some = (*arms.SHORT_ARMS, wish)
+    found = session.read(group, documents(kind), some)
+    assert found["arms"].keys() >= {each.name for each in some}
+    assert found["arms"][wish.name]["wishes"]["cut"] == 0
+    again = session.read(group, documents(kind), some)
     assert json.dumps(found) == json.dumps(again)
     finished = replace(session, finished_only=True)
     three = documents(kind, how_many=3)
-    assert json.dumps(finished.read(group, three, arms.SHORT_ARMS)) == json.dumps(found)
-    assert finished.read(group, three[2:], arms.SHORT_ARMS) is None
+    assert json.dumps(finished.read(group, three, some)) == json.dumps(found)
+    assert finished.read(group, three[2:], some) is None
+    # An arm that has read one document of two is averaged, and compared, over that one.
+    later = arms.parse_arm("previous-block 5")
+    assert later.name not in finished.read(group, three, (*some, later))["arms"]
+    session.read(group, three[:1], (later,))
+    figures = finished.read(group, three, (*some, later))["arms"][later.name]["figures"]
+    assert {len(each["values"]) for each in figures.values()} == {1}
     dense = found["arms"][arms.ALL]["figures"]
     if kind == TEXT:
         assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
