@@ -15,8 +15,8 @@
 #
 # It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
 # with block-sparse attention: the queries of a block share a list, and layers that look things up
-# read more. Predicted for an H100: that pays for documents of more than 22,784 tokens (32 blocks
-# of 256; counted, with sparse attention at 35 % of the peak and dense attention at 60 %; not measured).
+# read more. Predicted for an H100: that pays for documents of more than 21,760 tokens (32 blocks
+# of 256; counted, with sparse attention at 35 % of the peak and dense attention at 58 %; not measured).
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
 #

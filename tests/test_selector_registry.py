@@ -13,7 +13,13 @@ from harness import REPOSITORY
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.work_model import BlockTopK, work_model_named
+from sparsebalance_megatron.cost.model import (
+    DEFAULT_EFFICIENCY,
+    CostModel,
+    selection_efficiency,
+)
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, BlockTopK, work_model_named
 from sparsebalance_megatron.selector_registry import (
     BUILT_IN,
     load_selector,
@@ -66,6 +72,7 @@ def test_a_selector_is_found_by_its_name(packages: Path) -> None:
     assert work_model_named("quest") == BlockTopK(per_token=True, per_query_head=False)
     assert source_of("quest") == "quest = quest:QUEST of selectors 1.0"
     assert source_of("token-kv-head") == ""
+    assert selection_efficiency(work_model_named("quest"), 16) == DEFAULT_EFFICIENCY
     q_THD, k_TGD = torch.randn(50, 4, 8), torch.randn(50, 2, 8)
     how = {"block_size": 16, "softmax_scale": 0.4}
     out, _ = budgeted_attention(q_THD, k_TGD, k_TGD, [0, 50], 2, selection="quest", **how)
@@ -73,6 +80,22 @@ def test_a_selector_is_found_by_its_name(packages: Path) -> None:
         *(q_THD, k_TGD, k_TGD, [0, 50], 2), selection=selector_named("quest"), **how
     )
     assert torch.equal(out, other)
+
+
+def test_shared_lists_of_another_package_are_counted_as_shared(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates follow from the work, not from a name."""
+    monkeypatch.setattr(type(load_selector("quest")), "work_model", QUERY_BLOCK)
+    shape = ModelShape(
+        **{"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "head_dim": 16},
+        **{"num_query_groups": 4, "vocab_size": 512, "tensor_parallel_size": 1},
+        gated_linear_unit=True,
+    )
+    theirs, ours = (
+        CostModel.analytic(shape, 256, selection=name) for name in ("quest", "previous-block")
+    )
+    assert theirs.forward_ms == ours.forward_ms and theirs.efficiency == ours.efficiency
 
 
 def test_an_unknown_name_lists_what_exists(packages: Path) -> None:

@@ -69,9 +69,9 @@ class Efficiency:
     """Shares of a device's peak that products reach, forward and backward together.
 
     Attributes:
-        dense: dense attention. FlashAttention-3 reaches up to 0.75 forward on an H100
-            (arXiv:2407.08608), FlashAttention-2 0.5 to 0.73 on an A100 (arXiv:2307.08691); backward
-            is slower.
+        dense: dense attention by this package's kernels, torch's FlashAttention-2: 0.33 on an H200
+            (research/kernels.md). Where the model's own attention runs it is
+            :data:`OF_MODEL_ATTENTION`.
         sparse: block-sparse attention and its router. Measured at 65,536 tokens and budget 32, head
             dim 128 (research/kernels.md): 0.13 where every token has lists of its own, on an H200.
         linear: projections, dense MLPs, shared experts and the head. Assumed; it leaves room for
@@ -79,7 +79,7 @@ class Efficiency:
         experts: products of routed experts, which are small. Assumed.
     """
 
-    dense: float = 0.6
+    dense: float = 0.33
     sparse: float = 0.13
     linear: float = 0.5
     experts: float = 0.4
@@ -96,10 +96,15 @@ OF_BLOCK_LISTS = Efficiency(sparse=0.35)
 """Where queries of a block share a list: 0.34 to 0.39 on an H100, without the router."""
 
 
-def selection_efficiency(selection: str) -> Efficiency:
-    """Shares of the peak that are counted for a selection; a package's own counts as by token."""
-    by_block = selection in ("previous-block", "vertical-slash", "vertical-slash-last-queries")
-    return OF_BLOCK_LISTS if by_block else DEFAULT_EFFICIENCY
+OF_MODEL_ATTENTION = 0.58
+"""Share of the peak of the model's own dense attention, cuDNN's, on an H200: 0.56 to 0.62."""
+
+
+def selection_efficiency(work: WorkModel, block_size: int) -> Efficiency:
+    """Shares of the peak that are counted for a selection: that of shared lists where fewer than
+    one entry a token makes a list of one block for one head."""
+    entries = work.list_entries_per_token(heads=1, groups=1, block_size=block_size, budget_blocks=1)
+    return OF_BLOCK_LISTS if entries < 1 else DEFAULT_EFFICIENCY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +176,30 @@ class CostModel:
         return replace(self, exchange=exchange)
 
     @property
+    def with_model_attention(self) -> CostModel:
+        """A model whose dense attention is counted as the model's own; as it is where measured."""
+        if self.efficiency is None:
+            return self
+        own = replace(self.efficiency, dense=max(self.efficiency.dense, OF_MODEL_ATTENTION))
+        forward_ms, backward_ms = (
+            {
+                **rows,
+                Part.DENSE_ATTENTION: tuple(
+                    value * self.efficiency.dense / own.dense
+                    for value in rows[Part.DENSE_ATTENTION]
+                ),
+            }
+            for rows in (self.forward_ms, self.backward_ms)
+        )
+        return replace(
+            self,
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            efficiency=own,
+            source=self.source.replace(str(self.efficiency), str(own)),
+        )
+
+    @property
     def with_dense_attention(self) -> CostModel:
         """A model that knows dense attention: if not measured, it costs what as many block pairs of
         sparse attention do, without a router."""
@@ -211,7 +240,7 @@ class CostModel:
             gigabytes_per_second: at which ranks exchange; None takes the nominal rates.
         """
         work = work_model_named(selection)
-        efficiency = efficiency or selection_efficiency(selection)
+        efficiency = efficiency or selection_efficiency(work, block_size)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size

@@ -78,6 +78,8 @@ class HostJob:
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size
         )
+        if config.leaves_attention(self.layout.context_parallel_size):
+            cost = cost.with_model_attention
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         exchange = cost.exchange
@@ -152,6 +154,7 @@ class HostPlanner:
             coverage=self.coverage,
             calibrate=config.calibration,
             selection=config.selection_rule,
+            dense_counted=self._dense_by_costs and cost.efficiency is not None,
             clock=clock,
         )
         self.steps = 0
@@ -274,14 +277,18 @@ class HostPlanner:
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])
         own = self.config.dense_up_to_tokens
-        kept = kept_dense_length(state, self._planner.plan_settings)
+        planner, counted = self._planner, bool(state.get("dense_up_to_counted"))
+        kept = kept_dense_length(state, planner.plan_settings, planner.cost)
+        if self._dense_by_costs and counted and planner.cost.efficiency is None:
+            saved = state["dense_up_to_tokens"]
+            line = f"{flag_name('dense_up_to')} is {own} by the cost table; {saved} was counted"
+            return (*afresh, line)
         if kept in (None, own):
             return afresh
         line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
         if self._dense_by_costs:
             line = f"{flag_name('dense_up_to')} stays {kept}; by this job's costs it would be {own}"
             self.config = replace(self.config, dense_up_to=str(kept))
-            self._planner.plan_settings = replace(
-                self._planner.plan_settings, dense_up_to_tokens=kept
-            )
+            planner.plan_settings = replace(planner.plan_settings, dense_up_to_tokens=kept)
+            planner.dense_counted = counted
         return (*afresh, line)

@@ -77,9 +77,14 @@ class Knowledge:
         return Knowledge(coverage=coverage, scales=scales)
 
 
-def kept_dense_length(state: Mapping[str, Any], settings: PlanSettings) -> int | None:
-    """The length of a saved state up to which documents are dense; None where it has none, or was
-    saved with other base budgets, to which that length says nothing."""
+def kept_dense_length(
+    state: Mapping[str, Any], settings: PlanSettings, cost: CostModel
+) -> int | None:
+    """The length of a saved state up to which documents are dense; None where it has none, was
+    saved with other base budgets, to which that length says nothing, or follows from counted
+    operations and these costs were measured."""
+    if state.get("dense_up_to_counted") and cost.efficiency is None:
+        return None
     now = _budgets_of(settings)
     return state.get("dense_up_to_tokens") if state.get("dense_up_to_of", now) == now else None
 
@@ -95,7 +100,8 @@ class StepPlanner:
     """Plans steps, and learns from how they went.
 
     ``job``: how steps are cut up; plans may be of other numbers of micro-batches. ``selection``:
-    that coverage is measured with. ``clock``: seconds, for the time that planning takes.
+    that coverage is measured with. ``dense_counted``: the length up to which documents are dense
+    follows from counted operations. ``clock``: seconds, for the time that planning takes.
     """
 
     job: Job
@@ -104,6 +110,7 @@ class StepPlanner:
     coverage: CoverageCurves
     calibrate: CalibrationChoice
     selection: str = DEFAULT_SELECTION
+    dense_counted: bool = False
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -175,6 +182,7 @@ class StepPlanner:
             "selection": self.selection,
             "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
             "dense_up_to_of": _budgets_of(self.plan_settings),
+            "dense_up_to_counted": self.dense_counted,
             "coverage": self.coverage.state_dict(),
             "calibration": self._calibration.state_dict(),
         }

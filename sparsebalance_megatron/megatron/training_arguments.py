@@ -28,6 +28,8 @@ from sparsebalance_megatron.megatron.unsupported import (
 )
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
+DENSE_COUNTED = destination("dense_up_to_counted")
+"""Attribute of args: whether the length up to which documents are dense was counted."""
 STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of ``args`` that carries the scheduler's state into checkpoints."""
 
@@ -118,7 +120,8 @@ def settle_attention(args: Namespace) -> list[str]:
 
     First blocks are those of the checkpoint that the run starts from, where it was trained with
     this selection, else the selection's default. The length up to which documents are dense is the
-    checkpoint's, where flags say the same of attention otherwise and not all documents are dense.
+    checkpoint's, where flags say the same of attention otherwise and not all documents are dense;
+    one that was counted gives way to a cost table.
     """
     trained, lines = arguments_of_weights(args), []
 
@@ -145,8 +148,12 @@ def settle_attention(args: Namespace) -> list[str]:
     )
     alike = not are_dense and agree("block_size", "base_budget")
     if getattr(args, name) == "auto" != length and alike:
+        flag, counted = flag_name("dense_up_to"), getattr(trained, DENSE_COUNTED, False)
+        if counted and getattr(args, destination("cost_table"), None) is not None:
+            lines.append(f"{flag} is the cost table's; the checkpoint's {length} was counted")
+            return lines
         setattr(args, name, length)
-        flag = flag_name("dense_up_to")
+        setattr(args, DENSE_COUNTED, counted)
         lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")
     measured, budgets = destination("sensitivity"), destination("layer_budgets")
     by_layer = getattr(trained, budgets, None)

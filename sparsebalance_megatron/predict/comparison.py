@@ -52,9 +52,18 @@ class Row(NamedTuple):
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = workload.job.context_parallel_size
+        settings, cost = replace(workload.plan_settings, **changes), workload.cost
+        # Mode exact leaves attention to the model where no rank shares and nothing is cut or kept.
+        is_left = (
+            changes.get("layer_budgets") == MODES["exact"]["layer_budgets"]
+            and settings.max_context_parallel == settings.max_segments == 1
+            and not workload.memory.attention_kept
+        )
+        if self.of_megatron or is_left:
+            cost = cost.with_model_attention
         if self.of_megatron:
-            workload = replace(workload, cost=replace(workload.cost, covered_pair_share=0.0))
-        return replace(workload, plan_settings=replace(workload.plan_settings, **changes))
+            cost = replace(cost, covered_pair_share=0.0)
+        return replace(workload, cost=cost, plan_settings=settings)
 
 
 DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"

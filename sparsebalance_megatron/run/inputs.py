@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from sparsebalance_megatron.data.samples import (
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
@@ -60,6 +62,7 @@ class Inputs:
     grid: tuple[int, ...]
     cost: CostModel
     dense_by_costs: bool = False
+    dense_counted: bool = False
     layer_lines: tuple[str, ...] = ()
 
     @property
@@ -76,14 +79,16 @@ class Inputs:
             self.config, self.grid, leaves_attention=leaves, shares=most_ranks > 1
         )
 
-    def with_kept_dense_length(self, tokens: int | None) -> Inputs:
-        """These inputs, with the length that a checkpoint has, if it has one and costs decide."""
+    def with_kept_dense_length(self, state: Mapping[str, Any]) -> Inputs:
+        """These inputs, with the length that a saved state keeps, if it does and costs decide."""
+        tokens = kept_dense_length(state, self.plan_settings, self.cost)
         if tokens is None or not self.dense_by_costs:
             return self
         return replace(
             self,
             config=replace(self.config, dense_up_to=str(tokens)),
             plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
+            dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
     def untrained(self) -> tuple[str, ...]:
@@ -117,6 +122,7 @@ class Inputs:
             coverage=self.settings.host_job.coverage(config),
             calibrate=config.calibration,
             selection=config.selection_rule,
+            dense_counted=self.dense_counted,
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
@@ -237,6 +243,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         grid=job.coverage(config).grid,
         cost=cost,
         dense_by_costs=dense_by_costs,
+        dense_counted=dense_by_costs and cost.efficiency is not None,
         layer_lines=layer_lines,
     )
 

@@ -24,7 +24,7 @@ from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import StateError, kept_dense_length
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
@@ -333,9 +333,7 @@ class TrainerRun:
         if self._run is not None:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._loaded_state = state
-        self.inputs = self.inputs.with_kept_dense_length(
-            kept_dense_length(state, self.inputs.plan_settings)
-        )
+        self.inputs = self.inputs.with_kept_dense_length(state)
         self._options.config = self.inputs.config
 
 

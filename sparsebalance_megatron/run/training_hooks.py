@@ -18,7 +18,11 @@ from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.hooks import packed_forward_step
 from sparsebalance_megatron.megatron.planned_schedule import use_planned_schedule
-from sparsebalance_megatron.megatron.training_arguments import TrainingArguments, checked_settings
+from sparsebalance_megatron.megatron.training_arguments import (
+    DENSE_COUNTED,
+    TrainingArguments,
+    checked_settings,
+)
 from sparsebalance_megatron.run.agreement import print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -107,6 +111,9 @@ def make_training_hooks(
     # Checkpoints hold what was trained with, not where it came from.
     for name in ("layer_budgets", "dense_up_to"):
         setattr(args, destination(name), getattr(inputs.config, name))
+    if not inputs.dense_by_costs:
+        inputs = replace(inputs, dense_counted=getattr(args, DENSE_COUNTED, False))
+    setattr(args, DENSE_COUNTED, inputs.dense_counted)
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)

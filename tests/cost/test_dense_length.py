@@ -18,8 +18,10 @@ from sparsebalance_megatron.cost.dense_length import (
 from sparsebalance_megatron.cost.fit import measured_cost_model
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import RunIdentity
+from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.cost.work_model import features
+from sparsebalance_megatron.learn.host_planner import HostJob
+from sparsebalance_megatron.plan.job import Job
 
 CHOICES = SparseBalanceConfig(block_size=128, base_budget=8)
 
@@ -37,7 +39,8 @@ def both_ms(cost: CostModel, tokens: int, budget: int) -> tuple[float, float]:
 @pytest.mark.parametrize("sparse", [0.05, 0.13, 0.36])
 @pytest.mark.parametrize("budget", [4, 32])
 def test_times_cross_there(identity: RunIdentity, sparse: float, budget: int) -> None:
-    cost = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(sparse=sparse))
+    efficiency = Efficiency(dense=0.6, sparse=sparse)
+    cost = CostModel.analytic(identity.shape, 128, efficiency=efficiency)
     tokens = crossing_tokens(cost, budget, 1 << 24)
     assert tokens % 128 == 0 and tokens > budget * 128
     dense, sparse_ms = both_ms(cost, tokens, budget)
@@ -76,6 +79,39 @@ def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
     for lists in ("triton", "reference"):
         named = replace(CHOICES, attention=lists)
         assert with_dense_length(named, cost, 1 << 20).dense_up_to == "0"
+
+
+@pytest.mark.parametrize(
+    ("selection", "tokens"), [("token-query-head", 36_864), ("previous-block", 0)]
+)
+def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens: int) -> None:
+    """Torch's own dense attention is counted by default, the model's own in mode exact; lists by
+    token lose to both from some length on, shared lists are faster than torch's at any."""
+    shape = ModelShape(
+        **{"hidden_size": 2048, "ffn_hidden_size": 11008, "num_attention_heads": 16},
+        **{"num_query_groups": 2, "head_dim": 128, "vocab_size": 151936},
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    )
+    layout = Job.even(layers=4, ranks=2, stages=1)
+    job = HostJob(layout=layout, shape=shape, max_sample_tokens=1 << 20, global_batch_size=8)
+    config = SparseBalanceConfig(selection=selection)
+    with pytest.warns(UserWarning, match="counted operations"):
+        cost = job.cost_model(config, {})
+        exact = job.cost_model(replace(config, layer_budgets="dense:all", tuning="off"), {})
+        shared = replace(job, layout=replace(layout, context_parallel_size=2)).cost_model(
+            replace(config, layer_budgets="dense:all", tuning="off"), {}
+        )
+    assert with_dense_length(config, cost, 1 << 20).dense_up_to_tokens == tokens
+    assert crossing_tokens(exact, 32, 1 << 20) > tokens
+    assert exact == cost.with_model_attention == exact.with_model_attention
+    assert "dense attention 58%" in exact.source and "dense attention 33%" in cost.source
+    assert shared == cost, "ranks share documents, which the model's own attention cannot"
+    for direction in Direction:
+        ours, own = (
+            each.coefficients_ms(Part.DENSE_ATTENTION, direction)[-1] for each in (cost, exact)
+        )
+        assert ours / own == pytest.approx(0.58 / 0.33)
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "", "1" * 10])

@@ -21,6 +21,7 @@ from step_cases import SHAPE, step_measurement
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.model import DEFAULT_EFFICIENCY
 from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -46,9 +47,12 @@ def host_job(
     )
 
 
-def planner(job: HostJob | None = None, *, observed: bool = True, **choices: Any) -> HostPlanner:
+def planner(
+    job: HostJob | None = None, *, observed: bool = True, counted: bool = False, **choices: Any
+) -> HostPlanner:
     values = {"block_size": BLOCK, "base_budget": 8, "plan_ms": 5.0, **choices}
-    made = HostPlanner(SparseBalanceConfig(**values), job or host_job(), cost=cost_model(BLOCK))
+    cost = replace(cost_model(BLOCK), efficiency=DEFAULT_EFFICIENCY if counted else None)
+    made = HostPlanner(SparseBalanceConfig(**values), job or host_job(), cost=cost)
     if observed:
         state = made.state_dict()
         curves = coverage_curves(made.coverage.layers, made.coverage.max_blocks)
@@ -327,6 +331,17 @@ def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
     (line,) = named.load_state_dict(kept)
     assert line == f"--sparse-balance-dense-up-to is 0, in the state {20 * BLOCK}"
     assert by_costs.plan(lengths()).plan.digest() != named.plan(lengths()).plan.digest()
+    counted = planner(dense_up_to="auto", counted=True).state_dict()
+    assert counted["dense_up_to_counted"] and not kept["dense_up_to_counted"]
+    for state, length in ((counted | {"dense_up_to_tokens": 20 * BLOCK}, own), (kept, 20 * BLOCK)):
+        measured = planner(dense_up_to="auto")
+        (line,) = measured.load_state_dict(state)
+        assert measured.config.dense_up_to_tokens == length
+        assert ("was counted" in line) == (length == own)
+        assert not measured.state_dict()["dense_up_to_counted"]
+    again = planner(dense_up_to="auto", counted=True)
+    again.load_state_dict(counted | {"dense_up_to_tokens": 20 * BLOCK})
+    assert again.state_dict()["dense_up_to_counted"], "a counted length that is kept"
     for other in ({"base_budget": 3}, {"layer_budgets": "dense:all"}):
         assert planner(dense_up_to="auto", **other).load_state_dict(kept) == ()
     with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):

@@ -155,6 +155,9 @@ def _arguments(dense_up_to: str | None, **others: Any) -> Namespace:
     [
         pytest.param(_arguments("auto"), _arguments("4096"), "4096", id="kept"),
         pytest.param(_arguments("0"), _arguments("4096"), "0", id="the-flag-wins"),
+        pytest.param(
+            _arguments("auto"), _arguments("4096", dense_up_to_counted=True), "4096", id="counted"
+        ),
         pytest.param(_arguments("auto"), None, "auto", id="no-checkpoint"),
         pytest.param(_arguments("auto"), Namespace(), "auto", id="without-the-plugin"),
         pytest.param(_arguments("auto"), _arguments(None), "0", id="before-there-was-a-flag"),
@@ -195,6 +198,18 @@ def test_a_checkpoint_keeps_base_budgets_by_sensitivity(
     lines = settle_attention(now)
     assert now.sparse_balance_layer_budgets == kept
     assert (now.sparse_balance_sensitivity is None) == (kept is not None) == bool(lines)
+
+
+def test_a_counted_length_of_a_checkpoint_gives_way_to_a_cost_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for counted, found in ((True, "auto"), (False, "4096")):
+        trained = _arguments("4096", dense_up_to_counted=counted)
+        monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda _, was=trained: was)
+        now = _arguments("auto", cost_table="table.json")
+        (line,) = settle_attention(now)
+        assert now.sparse_balance_dense_up_to == found
+        assert ("4096 was counted" in line) == counted
 
 
 def test_weights_of_another_length_are_named() -> None:
