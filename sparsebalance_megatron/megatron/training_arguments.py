@@ -161,8 +161,8 @@ def settle_attention(args: Namespace) -> list[str]:
         setattr(args, measured, None)
         setattr(args, budgets, by_layer)
         lines.append(
-            f"base budgets by sensitivity are {by_layer}, as in the checkpoint; --finetune computes "
-            "them anew"
+            f"base budgets by sensitivity are {by_layer}, as in the checkpoint; --finetune "
+            "computes them anew"
         )
     return lines
 
