@@ -122,7 +122,10 @@ class ConversationRenderer:
     ) -> int:
         """Turns whose reasoning is not in the text, while that of others is."""
         pieces = [
-            (turn, each) for turn, message in enumerate(messages) for each in _pieces(message)
+            (turn, each)
+            for turn, message in enumerate(messages)
+            for each in _pieces(message)
+            if each.text(message).strip()
         ]
         if _stand_in_order((each.text(messages[turn]) for turn, each in pieces), text):
             return 0
@@ -163,10 +166,8 @@ class _Piece:
         return str(message[self.keys[0]])[self.start : self.end]
 
     def lengthened(self, message: Message) -> Message:
-        texts = {key: message[key] for key in self.keys}
-        return message | {
-            key: f"{text[: self.end]}x{text[self.end :]}" for key, text in texts.items()
-        }
+        text = message[self.keys[0]]
+        return message | dict.fromkeys(self.keys, f"{text[: self.end]}x{text[self.end :]}")
 
 
 def _pieces(message: Message) -> Iterator[_Piece]:

@@ -206,7 +206,7 @@ class _Content(msgspec.Struct):
     text: _Text | None = None
     messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | str | None = None
-    system: str | None = None
+    system: Any = None
     functions: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
@@ -214,6 +214,8 @@ class _Content(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.messages:
             _refuse_unusable(self)
+            if not isinstance(self.system, str | None):
+                raise ValueError("'system' is not text")
             first = self.messages[0]
             if first.role in ("system", "developer") and self.system:
                 if self.system != first.content:

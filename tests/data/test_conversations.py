@@ -324,6 +324,14 @@ def test_what_is_written_or_left_out_of_some_turns_is_not_refused(
     assert "leaves out the reasoning of 1 turns" in done.out
 
 
+def test_turns_that_are_quoted_are_written(tmp_path: Path, capsys: Capsys) -> None:
+    """Nor is what says nothing missed: no content beside calls, and results that are empty."""
+    template = QWEN.replace("{{ m.content }}", "{{ m.content | tojson }}")
+    talk = [TALK[0] | {"content": 'a\n"b"'}, CALL, {"role": "tool", "content": ""}, TALK[1]]
+    done = Prepared(tmp_path, template, [{"messages": talk, "tools": [TOOL]}], capsys)
+    assert done.status == 0 and '"a\\n\\"b\\""' in done.documents[0]
+
+
 UNREADABLE = {"function": {"name": "clock", "arguments": "{"}}
 CALLING = {"messages": [*TALK, TALK[0], CALL]}
 FOLLOWED = {"messages": [*TALK, TALK[0]]}

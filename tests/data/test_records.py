@@ -27,7 +27,8 @@ ROWS: list[dict[str, Any]] = [
         ],
         "tools": [{"type": "function", "function": {"name": "clock"}}],
     },
-    {"text": "three\nlines\n"},
+    # What is of conversations alone means nothing beside a text.
+    {"text": "three\nlines\n", "system": 7},
 ]
 PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 NAMES = ["in.jsonl", "in.jsonl.gz", "in.JSONL.GZ", "in.jsonl.zst", "in.parquet", "in.PARQUET"]
