@@ -78,8 +78,6 @@ class HostJob:
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size
         )
-        if config.leaves_attention(self.layout.context_parallel_size):
-            cost = cost.with_model_attention
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         exchange = cost.exchange
@@ -88,6 +86,9 @@ class HostJob:
         if config.heads_may_travel:
             exchange = replace(exchange, heads_within=self.neighbours_per_node)
         cost = replace(cost, exchange=exchange)
+        most_ranks = max_cp_size(self.layout, config, self.neighbours_per_node)
+        if config.leaves_attention and exchange.heads_serve(most_ranks):
+            cost = cost.with_model_attention
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
             full=self.recompute_all,
             attention_only=self.recompute_attention,
