@@ -8,6 +8,7 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     BudgetedCoreAttention,
@@ -77,7 +79,11 @@ class PeerAttention(BudgetedCoreAttention):
             if context.sequence is None:
                 return dense_attention(query, key, value, cu_seqlens, self._softmax_scale)
             q_THD, k_TGD, v_TGD = (x[:, 0] for x in (query, key, value))
-            return dense_attention(q_THD, k_TGD, v_TGD, cu_seqlens, self._softmax_scale)[:, None]
+            attend = partial(
+                dense_attention, cu_seqlens=cu_seqlens, softmax_scale=self._softmax_scale
+            )
+            heads = TravellingHeads(context.sequence, context.layout.tokens)
+            return heads.attend((q_THD, k_TGD, v_TGD), attend).flatten(1)[:, None]
         return super().forward(
             query, key, value, *arguments, packed_seq_params=packed_seq_params, **keywords
         )

@@ -6,6 +6,7 @@ every variant, in an order that changes from batch to batch, so that what distur
 disturbs all, and times can be compared in pairs. A variant plans from its own past steps only.
 
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
+``dp2-shared`` both may share a micro-batch in one variant. In
 ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight layers have that many micro-batches, which one
 variant may run in segments. In ``ep2`` two ranks exchange tokens of experts in every layer, in
 ``fsdp2`` they gather its weights, so that each waits for the other there. In ``gpu-dp4`` one device
@@ -36,12 +37,14 @@ from end_to_end.layouts import LAYOUTS, Layout, model_flags
 from end_to_end.results import read_steps
 from end_to_end.variants import (
     ALL_VARIANTS,
+    EXACT_SHARED,
     FIXED,
     IN_LOCKSTEP,
     OURS_SEGMENTS,
     VARIANTS,
     WARM_UP_BATCHES,
     WITH_SEGMENTS,
+    WITH_SHARED,
     StepOrder,
 )
 
@@ -120,6 +123,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--device cuda: only --layout gpu-dp4 runs on a GPU, not {options.layout}")
     if OURS_SEGMENTS in options.variants and not layout.segments:
         parser.error(f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 have it")
+    if EXACT_SHARED in options.variants and not layout.shared:
+        parser.error(f"--variants {EXACT_SHARED}: only --layout dp2-shared has it")
     if options.batches < 1 or options.warm_up < 0:
         parser.error("--batches must be at least 1 and --warm-up at least 0")
     return options
@@ -129,6 +134,8 @@ def usual_variants(layout: Layout) -> tuple[str, ...]:
     """Names of the variants that a layout is for."""
     if layout.segments:
         return WITH_SEGMENTS
+    if layout.shared:
+        return WITH_SHARED
     return IN_LOCKSTEP if layout.lockstep else tuple(variant.name for variant in VARIANTS)
 
 

@@ -14,9 +14,9 @@ class Layout:
     """How a run is spread. ``processes`` run at once; each plays ``ranks_in_turn`` ranks.
 
     ``model``: flags that win over the usual model's; ``seq_length`` where it is not the usual one.
-    ``segments``: one variant runs micro-batches in segments. ``lockstep``: ranks wait for one
-    another in every layer, so that measured times of micro-batches hold waiting and say nothing
-    about balance.
+    ``segments``: one variant runs micro-batches in segments; ``shared``: in one, ranks may share
+    them. ``lockstep``: ranks wait for one another in every layer, so that measured times of
+    micro-batches hold waiting and say nothing about balance.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Layout:
     model: tuple[str, ...] = ()
     seq_length: int | None = None
     segments: bool = False
+    shared: bool = False
     lockstep: bool = False
 
 
@@ -48,6 +49,16 @@ LAYOUTS = {
             title="two data-parallel ranks, four micro-batches each",
             processes=2,
             flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
+        ),
+        Layout(
+            name="dp2-shared",
+            title="two data-parallel ranks, two micro-batches each, which both may share",
+            processes=2,
+            flags=(
+                *("--micro-batch-size", "1", "--global-batch-size", "4"),
+                *("--sparse-balance-max-context-parallel", "2"),
+            ),
+            shared=True,
         ),
         Layout(
             name="pp2",

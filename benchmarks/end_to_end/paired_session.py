@@ -100,7 +100,7 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
             batching=variant.batching,
             tuning=variant.tuning,
             layer_budgets="dense:all" if variant.dense else shared.plan_settings.layer_budgets,
-            max_context_parallel=1,
+            max_context_parallel=shared.plan_settings.max_context_parallel if variant.shared else 1,
             max_segments=shared.plan_settings.max_segments if variant.segments else 1,
         )
         inputs = replace(shared, settings=settings, plan_settings=plan_settings)

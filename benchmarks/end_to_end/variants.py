@@ -23,9 +23,12 @@ class Variant:
     """Dense attention in all layers instead of block-sparse."""
     segments: bool = False
     """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
+    shared: bool = False
+    """Ranks may share micro-batches; for layouts whose limit of cp_size is above 1."""
 
 
 DENSE, EXACT, FIXED, PAPER = "dense", "exact", "fixed", "paper"
+EXACT_SHARED = "exact-shared"
 OURS = "ours"
 OURS_SEGMENTS = "ours-segments"
 
@@ -70,9 +73,19 @@ SEGMENTS = Variant(
     tuning="raise",
     segments=True,
 )
-ALL_VARIANTS = (*VARIANTS, SEGMENTS)
+SHARED = Variant(
+    name=EXACT_SHARED,
+    label="exact, micro-batches that ranks may share",
+    batching="makespan",
+    tuning="off",
+    dense=True,
+    shared=True,
+)
+ALL_VARIANTS = (*VARIANTS, SEGMENTS, SHARED)
 WITH_SEGMENTS = (FIXED, OURS, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
+WITH_SHARED = (DENSE, EXACT, EXACT_SHARED)
+"""What a run compares whose ranks may share micro-batches."""
 IN_LOCKSTEP = (DENSE, EXACT, FIXED, PAPER, OURS)
 """What a run compares whose ranks wait for one another in every layer."""
 
