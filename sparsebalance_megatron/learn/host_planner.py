@@ -78,8 +78,10 @@ class HostJob:
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size
         )
-        if config.leaves_attention(self.layout.context_parallel_size):
-            cost = cost.with_model_attention
+        if config.leaves_attention:
+            most_ranks = max_cp_size(self.layout, config, self.neighbours_per_node)
+            if cost.exchange.heads_serve(most_ranks):
+                cost = cost.with_model_attention
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         exchange = cost.exchange

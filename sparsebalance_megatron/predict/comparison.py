@@ -53,10 +53,11 @@ class Row(NamedTuple):
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = workload.job.context_parallel_size
         settings, cost = replace(workload.plan_settings, **changes), workload.cost
-        # Mode exact leaves attention to the model where no rank shares and nothing is cut or kept.
+        # Mode exact leaves attention to the model where nothing is cut or kept and heads travel.
         is_left = (
             changes.get("layer_budgets") == MODES["exact"]["layer_budgets"]
-            and settings.max_context_parallel == settings.max_segments == 1
+            and settings.max_segments == 1
+            and cost.exchange.heads_serve(settings.max_context_parallel)
             and not workload.memory.attention_kept
         )
         if self.of_megatron or is_left:
