@@ -15,9 +15,8 @@
 #
 # It trains with dense attention and places samples so that ranks wait less; ATTENTION=sparse trains
 # with block-sparse attention: the queries of a block share a list, and layers that look things up
-# read more. Predicted for an H100: that pays for documents of more than 16,384 tokens (64 blocks
-# of 256; counted, with sparse attention at 35 % of the peak, as dense attention of documents that
-# ranks share; not measured).
+# read more. Predicted for an H100: that pays for documents of more than 44,032 tokens (64 blocks
+# of 256; counted, with sparse attention at 35 % of the peak and dense attention at 58 %; not measured).
 #
 # Other arguments are flags of training. What would train, checked and planned without a GPU:
 #

@@ -272,10 +272,7 @@ def test_cluster_scripts_say_from_which_length_sparse_attention_pays(
         shape, block_size, selection=given["--sparse-balance-selection"], device="h100"
     )
     text = (REPOSITORY / "examples" / name).read_text().replace("\n#", "")
-    # Where ranks share documents, lists of all blocks stand for the model's own dense attention.
-    is_shared = int(given.get("--context-parallel-size", "1")) > 1
-    tokens = crossing_tokens(cost if is_shared else cost.with_model_attention, budget, 10**7)
-    tokens = max(tokens, budget * block_size)
+    tokens = crossing_tokens(cost.with_model_attention, budget, 10**7)
     assert f"documents of more than {tokens:,} tokens ({budget} blocks of {block_size};" in text
 
 
