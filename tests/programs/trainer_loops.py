@@ -360,10 +360,11 @@ class Host:
             yield steps
 
     def shared(self) -> dict[str, Any]:
-        """Dense; where a rank holds at most 64 tokens, and in layouts of which each has two
-        groups."""
+        """Dense; where a rank holds at most 64 tokens and exchanges are slow, so that cp_sizes
+        differ, and in layouts of which each has two groups."""
+        capped = {"max_tokens_per_micro_batch": 64, "gigabytes_per_second": 1000.0}
         layouts = {
-            "data": (1, 1, {"max_context_parallel": 4, "max_tokens_per_micro_batch": 64}),
+            "data": (1, 1, {"max_context_parallel": 4, **capped}),
             "pipeline": (2, 1, {"max_context_parallel": 2, "max_tokens_per_micro_batch": 128}),
             "context": (1, 2, {"context_parallel": "static"}),
         }
@@ -373,7 +374,7 @@ class Host:
             with pipeline(stages, context_parallel_size=cp_size):
                 with self.planned_steps() as steps:
                     ended, _, model = self.train(
-                        losses, stages, batches(), None, context, **DENSE, **FAST, **choices
+                        losses, stages, batches(), None, context, **DENSE, **FAST | choices
                     )
                 cp_sizes = {each.cp_size for step in steps for each in step.plan.micro_batches}
                 result[name] = {"losses": losses.values, "cp_sizes": sorted(cp_sizes)}
