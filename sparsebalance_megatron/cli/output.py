@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -77,7 +78,9 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
             path.write_bytes(contents)
             return
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         partial = target.with_name(f"{target.name[:200]}.partial-{os.getpid()}")
         try:
             partial.write_bytes(contents)
