@@ -265,4 +265,7 @@ def _defect(
         return "lengths differ from the samples' lengths"
     if micro_batch.budgets_LS.shape != shape:
         return f"budgets have shape {micro_batch.budgets_LS.shape}, expected {shape}"
+    dense_L = micro_batch.dense_documents_L
+    if dense_L.shape not in ((0,), shape[:1]) or ((dense_L < 0) | (dense_L > shape[1])).any():
+        return f"dense documents {dense_L.tolist()}: expected {shape[0]} numbers up to {shape[1]}"
     return None

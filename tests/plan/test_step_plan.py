@@ -51,6 +51,11 @@ def wide(plan):
         ({"lengths_tokens": (501,)}, "lengths differ"),
         ({"budgets_LS": np.ones((3, 1), dtype=np.int32)}, r"shape \(3, 1\), expected \(2, 1\)"),
         ({"budgets_LS": np.zeros((2, 1), dtype=np.int32)}, "below 1 block"),
+        (
+            {"dense_documents_L": np.array([1])},
+            r"dense documents \[1\]: expected 2 numbers up to 1",
+        ),
+        ({"dense_documents_L": np.array([0, 2])}, r"dense documents \[0, 2\]"),
         ({"samples": (1,), "lengths_tokens": (700,)}, r"missing \[0\], repeated \[1\]"),
     ],
 )
