@@ -53,7 +53,7 @@ def wide(plan):
         ({"budgets_LS": np.zeros((2, 1), dtype=np.int32)}, "below 1 block"),
         (
             {"dense_documents_L": np.array([1])},
-            r"dense documents \[1\]: expected 2 numbers up to 1",
+            r"dense documents \[1\]: expected 2",
         ),
         ({"dense_documents_L": np.array([0, 2])}, r"dense documents \[0, 2\]"),
         ({"samples": (1,), "lengths_tokens": (700,)}, r"missing \[0\], repeated \[1\]"),
