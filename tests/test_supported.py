@@ -47,7 +47,7 @@ def test_one_line_says_what_is_missing(
         ("plan --gpus 1 --model x -- --data-path y", "torch"),
         ("convert to-hf x --hf-config x -o y", "safetensors"),
         ("prepare-data --input x --tokenizer tokenizer --output-prefix y", "transformers"),
-        ("prepare-data --input x.gz --tokenizer tokenizer --output-prefix y", "pyarrow"),
+        ("prepare-data --input x.parquet --tokenizer tokenizer --output-prefix y", "pyarrow"),
     ],
 )
 def test_a_command_needs_no_package_to_say_which_is_missing(
@@ -56,7 +56,7 @@ def test_a_command_needs_no_package_to_say_which_is_missing(
     raises = f"raise ModuleNotFoundError('no {package}', name='{package}')"
     command = ("-m", "sparsebalance_megatron.cli", *words.split())
     save_tokenizer(tmp_path / "tokenizer")
-    for name in ("x", "x.gz"):
+    for name in ("x", "x.parquet"):
         (tmp_path / name).write_text('{"text": "a"}')
     check_one_line({f"{package}.py": raises}, f"the package {package} is not", command, tmp_path)
 

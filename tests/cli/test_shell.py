@@ -110,7 +110,12 @@ def test_watch_is_ended_by_signals(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: signal.raise_signal(number))
-    assert cli.main(["watch", str(tmp_path)]) == status
+    # Processes of pytest-xdist ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["watch", str(tmp_path)]) == status
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:
