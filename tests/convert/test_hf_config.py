@@ -208,7 +208,7 @@ SHAPES = {"moe_ffn_hidden_size", "moe_layer_freq", "num_query_groups"}
 
 
 def test_every_argument_of_the_model_is_harmless_or_refused_by_name(tmp_path: Path) -> None:
-    """Flipped one by one: logits equal to the bit, tensors that do not fit, or an error."""
+    """Flipped one by one: equal logits, tensors that do not fit, or an error."""
     tiny_config("qwen3_moe-shares").save_pretrained(tmp_path)
     more = json.dumps(OTHER_MODELS + SAME_MODEL)
     program = (str(PROGRAMS / "flipped_settings.py"), str(tmp_path), more)
@@ -228,6 +228,7 @@ def test_every_argument_of_the_model_is_harmless_or_refused_by_name(tmp_path: Pa
         elif "unbuildable" in result:
             assert name in OF_A_GPU, (changes, result)
         else:
-            assert result["difference"] == 0, changes
+            # In float64: memory lies elsewhere in another model, and sums are rounded otherwise.
+            assert result["difference"] <= 1e-15, changes
     for name in ("no_rope_freq", "use_mup", "qk_l2_norm", "layernorm_epsilon", "softmax_type"):
         assert any("refused" in results[key] for key in results if f'"{name}"' in key), name
