@@ -69,11 +69,10 @@ class PeerAttention(BudgetedCoreAttention):
         key: Tensor,
         value: Tensor,
         *arguments: Any,
-        packed_seq_params: Any = None,
         **keywords: Any,
     ) -> Tensor:
         """As the parent; [T, H * D], or [T, 1, H * D] where ranks may share rows."""
-        context = packed_seq_params.micro_batch
+        context = keywords["packed_seq_params"].micro_batch
         if self._is_dense(context.step):
             cu_seqlens = context.layout.cu_seqlens
             if context.sequence is None:
@@ -84,9 +83,7 @@ class PeerAttention(BudgetedCoreAttention):
             )
             heads = TravellingHeads(context.sequence, context.layout.tokens)
             return heads.attend((q_THD, k_TGD, v_TGD), attend).flatten(1)[:, None]
-        return super().forward(
-            query, key, value, *arguments, packed_seq_params=packed_seq_params, **keywords
-        )
+        return super().forward(query, key, value, *arguments, **keywords)
 
 
 def peer_layer_spec(

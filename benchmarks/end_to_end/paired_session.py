@@ -88,8 +88,8 @@ class Pairing:
         return self.variants[self.order.variant(step)].dense
 
 
-def paired_scheduler(pairing: Pairing, shared: Inputs) -> Any:
-    """A :class:`PairedScheduler` with one scheduler per variant, each with curves of its own."""
+def paired_scheduler(pairing: Pairing, shared: Inputs) -> PairedScheduler:
+    """One scheduler per variant, each with curves of its own."""
     host_job = shared.settings.host_job
     layout = over_ranks(host_job.layout, pairing.ranks_in_turn)
     settings = replace(shared.settings, host_job=replace(host_job, layout=layout))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparsebalance_megatron.config import Batching, Tuning
+
 WARM_UP_BATCHES = 4
 """Warm-up of every variant. Planned ahead, a batch knows what was observed up to the last but one:
 budgets are tuned from the third on, costs corrected from the fifth on."""
@@ -17,8 +19,8 @@ class Variant:
 
     name: str
     label: str
-    batching: str
-    tuning: str
+    batching: Batching
+    tuning: Tuning
     dense: bool = False
     """Dense attention in all layers instead of block-sparse."""
     segments: bool = False

@@ -58,7 +58,7 @@ def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int
     from sparsebalance_megatron.run import training_hooks
 
     pairing = Pairing(order=order, variants=variants, ranks_in_turn=ranks_in_turn)
-    training_hooks.TrainingHooks = partial(PairedHooks, pairing)
+    vars(training_hooks)["TrainingHooks"] = partial(PairedHooks, pairing)
 
 
 def time_steps(order: StepOrder, directory: Path) -> None:

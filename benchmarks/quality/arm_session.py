@@ -226,7 +226,7 @@ class ArmHooks(TrainingHooks):
     def _reads_all(self, step: int) -> bool:
         return step == READS_ALL or (step >= 0 and self._arm.dense)
 
-    def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Any:
+    def _scheduler_of(self, spec: RunSpec, inputs: Inputs) -> Scheduler:
         host_job, ranks = inputs.settings.host_job, spec.study.planned_ranks
         layout = replace(host_job.layout, data_parallel_size=ranks)
         cap_tokens = inputs.plan_settings.max_tokens_per_micro_batch * spec.ranks // ranks

@@ -53,7 +53,7 @@ def train(spec: RunSpec) -> Any:
         made.append(ArmHooks(spec, *arguments))
         return made[0]
 
-    training_hooks.TrainingHooks = hooks
+    vars(training_hooks)["TrainingHooks"] = hooks
     flags = spec.flags()
     sys.argv = [sys.argv[0], *flags]
     pretrain_gpt.main(flags)

@@ -55,7 +55,7 @@ class TrainingHooks:
             make_scheduler=make_scheduler,
         )
         inner = partial(packed_forward_step, arguments.check_for_nan)
-        self.forward_step = run.wrap_forward_step(inner)
+        self.forward_step: Callable[[Any, Any], Any] = run.wrap_forward_step(inner)
         self._options = inputs.attention_options
         self.layer_spec = sparse_balance_layer_spec(self._options)
 

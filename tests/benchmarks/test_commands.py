@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPOSITORY, python_environment
+from harness import REPOSITORY, VOCABULARY, python_environment
 from older_releases import needs_grouped_flash, needs_interpreter
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -26,13 +26,13 @@ COMMANDS = sorted(
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
     "simulate": ("--quick",),
+    "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
+    # Its instruments name functions of the package.
+    "overhead": ("--quick",),
+    "quality": ("--quick", "--steps", "4", "--arms", "random"),
 }
 """Benchmark -> arguments of its short form; beside them, --json FILE."""
 NIGHTLY: dict[str, tuple[str, ...]] = {
-    # Its instruments name functions of the package.
-    "overhead": ("--quick",),
-    "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
-    "quality": ("--quick", "--steps", "6", "--arms", "random"),
     "soak": ("--quick",),
     "pretrained": (
         *("--directory", "cache", "--groups", "key-value-1024", "--documents", "1"),
@@ -66,13 +66,30 @@ def test_short_form(name: str, tmp_path: Path) -> None:
     assert found.keys() == committed.keys()
 
 
+@pytest.mark.process
+@needs_grouped_flash
+@pytest.mark.parametrize(
+    "layout_name",
+    [
+        "dp2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ep2", "fsdp2", "dp2-shared")),
+    ],
+)
+def test_end_to_end(layout_name: str, documents: Path, tmp_path: Path) -> None:
+    few = ("--quick", "--batches", "1", "--warm-up", "0", "--layout", layout_name)
+    short = ("--seq-length", "256", "--data", str(documents), "--")
+    model = ("--sparse-balance-block-size", "16", "--tokenizer-type", "NullTokenizer")
+    flags = (*few, *short, *model, "--vocab-size", str(VOCABULARY - 1))
+    path = tmp_path / "result.json"
+    (layout,) = _run("end_to_end", *flags, json_path=path)["layouts"].values()
+    assert set(layout["variants"]) == set(layout["step_ms"])
+
+
 @pytest.mark.nightly
 @needs_grouped_flash
-@pytest.mark.parametrize("layout_name", ["dp2", "ep2", "fsdp2"])
-def test_end_to_end(layout_name: str, tmp_path: Path) -> None:
-    few = ("--quick", "--batches", "1", "--warm-up", "0", "--layout", layout_name)
-    (layout,) = _run("end_to_end", *few, json_path=tmp_path / "result.json")["layouts"].values()
-    assert set(layout["variants"]) == set(layout["step_ms"])
+def test_end_to_end_makes_its_documents(tmp_path: Path) -> None:
+    few = ("--quick", "--batches", "1", "--warm-up", "0", "--variants", "exact", "ours")
+    _run("end_to_end", *few, json_path=tmp_path / "result.json")
 
 
 @pytest.mark.nightly
@@ -95,7 +112,7 @@ def test_results_are_numbers(path: Path) -> None:
 
 
 def _run(name: str, *arguments: str, json_path: Path) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(json_path)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--json", str(json_path), *arguments]
     interpreted = {"TRITON_INTERPRET": "1"} if name == "kernels" else {}
     done = subprocess.run(
         command,

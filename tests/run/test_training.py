@@ -21,9 +21,10 @@ LAST_PRINTED_LOSS_DIGIT = 1e-6
 PIPELINE = "--pipeline-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VERTICAL_SLASH = "--sparse-balance-selection vertical-slash"
+# Two data-parallel ranks: of one alone, no rank has time left for higher budgets.
 LAYOUTS = {
     "dp2-pp2": (4, PIPELINE),
-    "pp2-virtual2": (2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
+    "dp2-pp2-virtual2": (4, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
     "dp2-vertical-slash": (2, f"{VERTICAL_SLASH} {RECOMPUTE}"),
     "dp2-full-recompute": (2, RECOMPUTE),
 }
