@@ -146,7 +146,8 @@ def _copies(
             number * stretch + draw.randrange(stretch - _SPAN_TOKENS) for number in range(_SPANS)
         ]
         draw.shuffle(begins)
-        scored, answers = [], []
+        scored: list[int] = []
+        answers = []
         for span, begin in enumerate(begins):
             found += news[span * _GAP_TOKENS : (span + 1) * _GAP_TOKENS]
             found += found[begin : begin + _SPAN_TOKENS]
@@ -227,7 +228,8 @@ def _asking(
     """
     filler = encode("\n")[-1:]
     found = context + filler * (tail - len(context))
-    scored, answers = [], []
+    scored: list[int] = []
+    answers = []
     draw.shuffle(questions)
     for answer, (question, code, end) in zip(count(), questions):
         if len(found) + len(question) + len(code) + len(end) > tokens + 1:

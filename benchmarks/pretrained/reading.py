@@ -177,7 +177,7 @@ class _Reading:
 
     def __init__(self, *, block_size: int, rule: Rule, observe: Observer | None = None) -> None:
         self.block_size, self.rule, self.observe = block_size, rule, observe
-        self.modules: list[torch.nn.Module] = []
+        self.modules: list[Any] = []
 
     def __enter__(self) -> None:
         for module in self.modules:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import cast
 
 Encode = Callable[[str], list[int]]
 """Text -> tokens, none added."""
@@ -50,7 +52,7 @@ def _is_prose(paragraph: str) -> bool:
 
 def _shipped() -> Iterator[str]:
     for package in distributions():
-        texts = [str(package.metadata.get_payload() or "")]
+        texts = [str(cast(Message, package.metadata).get_payload() or "")]
         for path in package.files or ():
             if "licen" in path.name.lower() and path.suffix in ("", ".txt", ".md", ".rst"):
                 place = Path(str(path.locate()))

@@ -64,12 +64,14 @@ class WishRule:
     @torch.no_grad()
     def reading(self, asked: Asked, budget: int) -> WishedBlocks:
         """What the rows of a layer read; it is counted."""
+        settings = self.arm.wishes
+        assert settings is not None, "the arm has wishes"
         projection = self.projections[asked.layer] if self.projections is not None else None
         found = wished(
             asked,
             base_lists(asked, self.arm, budget),
-            score_sides(asked.q_QHD, asked.k_TGD, self.arm.wishes.scores, projection),
-            self.arm.wishes,
+            score_sides(asked.q_QHD, asked.k_TGD, settings.scores, projection),
+            settings,
         )
         self.wishes.append(found.wishes)
         self.read.append(float(found.read_CQN.sum(-1).float().mean()))
