@@ -103,10 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     """All rows in one piece, and two in segments, where there are stages and no lockstep."""
     job = workload.job
-    whole = replace(workload, plan_settings=replace(workload.plan_settings, max_segments=1))
+    given = workload.plan_settings
+    in_one_piece = replace(given, config=replace(given.config, max_segments=1))
+    whole = replace(workload, plan_settings=in_one_piece)
     rows = rows_of(whole) | (FURTHER_ROWS if every else {})
     ways = {name: row.of(whole) for name, row in rows.items()}
-    cuts = workload.plan_settings.max_segments > 1 and job.pipeline_stages > 1
+    cuts = given.config.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
         rows = rows_of(workload)
         ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}

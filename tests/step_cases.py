@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import (
@@ -69,11 +70,9 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
     """
     scales = scales or StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages)
     plan_settings = PlanSettings(
-        batching="arrival",
-        tuning="off",
-        coverage_threshold=0.1,
-        base_budget=4,
-        block_size=BLOCK_SIZE,
+        config=SparseBalanceConfig(
+            batching="arrival", tuning="off", base_budget=4, block_size=BLOCK_SIZE
+        ),
         max_tokens_per_micro_batch=1024,
     )
     inputs = PlanInputs(

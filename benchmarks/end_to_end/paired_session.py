@@ -95,14 +95,16 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> PairedScheduler:
     settings = replace(shared.settings, host_job=replace(host_job, layout=layout))
     schedulers = []
     for variant in pairing.variants:
-        plan_settings = replace(
-            shared.plan_settings,
+        given = shared.config
+        config = replace(
+            given,
             batching=variant.batching,
             tuning=variant.tuning,
-            layer_budgets="dense:all" if variant.dense else shared.plan_settings.layer_budgets,
-            max_context_parallel=shared.plan_settings.max_context_parallel if variant.shared else 1,
-            max_segments=shared.plan_settings.max_segments if variant.segments else 1,
+            layer_budgets="dense:all" if variant.dense else given.layer_budgets,
+            max_segments=given.max_segments if variant.segments else 1,
         )
+        max_cp_size = shared.plan_settings.max_cp_size if variant.shared else 1
+        plan_settings = replace(shared.plan_settings, config=config, max_cp_size=max_cp_size)
         inputs = replace(shared, settings=settings, plan_settings=plan_settings)
         schedulers.append(inputs.scheduler())
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)

@@ -92,7 +92,7 @@ class Setup:
             efficiency=replace(DEFAULT_EFFICIENCY, sparse=sparse_efficiency),
         )
         tokens = with_dense_length(config, cost, MAX_TOKENS).dense_up_to_tokens
-        settings = replace(found.plan_settings, dense_up_to_tokens=tokens)
+        settings = found.plan_settings.with_dense_length(tokens)
         return replace(found, cost=cost, plan_settings=settings)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.integration import HostJob, Job, ModelShape
-from sparsebalance_megatron.plan.budgets.policy import BUDGET_POLICIES, BudgetPolicy
+from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.predict.comparison import Row
 from sparsebalance_megatron.predict.outcome import predict
@@ -23,7 +23,6 @@ class FloorPolicy(BudgetPolicy):
         return floor_LS, floor_LS.min(axis=0) < 0  # every sample could follow
 
 
-BUDGET_POLICIES["floor"] = FloorPolicy()
 shape = ModelShape(
     **{"hidden_size": 2048, "ffn_hidden_size": 11008, "vocab_size": 151936},
     **{"num_attention_heads": 16, "num_query_groups": 2, "head_dim": 128},
@@ -39,7 +38,7 @@ config = SparseBalanceConfig(selection="previous-block", base_budget=16)
 lengths = np.random.default_rng(0).integers(8192, 65536, (4, 16))  # of 4 steps of 16 samples
 workload = Workload.of(job, config, lengths.tolist())
 fixed = predict(Row({"tuning": "off"}, "").of(workload))
-floor = predict(Row({"tuning": "floor"}, "").of(workload))
+floor = predict(Row({}, "", policy=FloorPolicy()).of(workload))
 print(f"fixed budgets: coverage {fixed.coverage_mean:.3f}")
 speedup = fixed.makespan_ms / floor.makespan_ms
 print(f"floor: {speedup:.2f} times as fast, coverage {floor.coverage_mean:.3f}")

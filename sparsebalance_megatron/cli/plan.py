@@ -288,6 +288,6 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         "memory_gib": memory_gib(workload.cost.device),
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
-        "dense_up_to_tokens": workload.plan_settings.dense_up_to_tokens,
+        "dense_up_to_tokens": workload.plan_settings.config.dense_up_to_tokens,
         "rows": rows,
     }

@@ -102,7 +102,9 @@ class HostJob:
             -micro_batch_tokens // self.layout.context_parallel_size
         )
         largest = max_cp_size(self.layout, config, self.neighbours_per_node)
-        return PlanSettings.from_config(config, cap_tokens, largest)
+        return PlanSettings(
+            config=config, max_tokens_per_micro_batch=cap_tokens, max_cp_size=largest
+        )
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""
@@ -146,7 +148,7 @@ class HostPlanner:
         cost = job.cost_model(config, {}) if cost is None else cost
         check_dense_length(config, job.max_sample_tokens)
         self._dense_by_costs = config.dense_up_to == "auto"
-        self.config = config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
+        config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
         self.coverage = job.coverage(config)
         self._planner = StepPlanner(
             job=job.layout,
@@ -166,9 +168,13 @@ class HostPlanner:
         return self._planner.cost
 
     @property
+    def config(self) -> SparseBalanceConfig:
+        return self._planner.plan_settings.config
+
+    @property
     def max_cp_size(self) -> int:
         """Most ranks that share a micro-batch."""
-        return self._planner.plan_settings.max_context_parallel
+        return self._planner.plan_settings.max_cp_size
 
     def plan(
         self,
@@ -203,8 +209,8 @@ class HostPlanner:
         counts = self._micro_batch_counts(lengths, micro_batches)
         tried: list[Sequence[int]] = [counts]
         if micro_batches is not None:
-            plan_settings = replace(plan_settings, plans_positions=False)
-        elif plan_settings.plans_positions_of(self.job.layout):
+            plan_settings = plan_settings.of_all_positions
+        elif plan_settings.plans_positions(self.job.layout):
             # A plan for the most may have fewer; of those that share, only by halves.
             most = counts[-1:]
             tried = [most, counts] if self.max_cp_size > 1 else [(*most, *counts)]
@@ -252,7 +258,7 @@ class HostPlanner:
                 )
             return range(given, given + 1)
         plan_settings = self._planner.plan_settings
-        sharing = plan_settings.max_context_parallel
+        sharing = plan_settings.max_cp_size
         largest = len(lengths) * sharing // (ranks * multiple) * multiple
         if largest < 1:
             raise PlanError(
@@ -289,7 +295,6 @@ class HostPlanner:
         line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
         if self._dense_by_costs:
             line = f"{flag_name('dense_up_to')} stays {kept}; by this job's costs it would be {own}"
-            self.config = replace(self.config, dense_up_to=str(kept))
-            planner.plan_settings = replace(planner.plan_settings, dense_up_to_tokens=kept)
+            planner.plan_settings = planner.plan_settings.with_dense_length(kept)
             planner.dense_counted = counted
         return (*afresh, line)

@@ -230,9 +230,10 @@ class Scheduler:
                 f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
                 stacklevel=2,
             )
+        settings = self.planner.plan_settings
         in_order = replace(
-            self.planner.plan_settings,
-            batching="arrival",
+            settings,
+            config=replace(settings.config, batching="arrival"),
             max_tokens_per_micro_batch=sum(lengths_tokens),
         )
         return plan(samples=samples, plan_settings=in_order)
@@ -252,15 +253,15 @@ class Scheduler:
         longest sample where evaluation is ``dense``, else base budgets.
         """
         training = self.planner
-        plan_settings = replace(
-            training.plan_settings, tuning="off", max_segments=1, plans_positions=False
+        config = replace(
+            training.plan_settings.config, tuning="off", max_segments=1, positions="fixed"
         )
         if dense:
             most = training.coverage.max_blocks
-            plan_settings = replace(plan_settings, base_budget=most, layer_budgets=None)
+            config = replace(config, base_budget=most, layer_budgets=None)
         planner = StepPlanner(
             job=job,
-            plan_settings=plan_settings,
+            plan_settings=replace(training.plan_settings, config=config),
             cost=training.cost,
             coverage=training.coverage,
             calibrate="off",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
@@ -85,14 +85,14 @@ def kept_dense_length(
     operations and these costs were measured."""
     if state.get("dense_up_to_counted") and cost.efficiency is None:
         return None
-    now = _budgets_of(settings)
+    now = _budgets_of(settings.config)
     return state.get("dense_up_to_tokens") if state.get("dense_up_to_of", now) == now else None
 
 
-def _budgets_of(settings: PlanSettings) -> str:
-    if settings.layer_budgets == ALL_DENSE:
+def _budgets_of(config: SparseBalanceConfig) -> str:
+    if config.layer_budgets == ALL_DENSE:
         return ALL_DENSE
-    return f"{settings.base_budget} blocks of {settings.block_size}"
+    return f"{config.base_budget} blocks of {config.block_size}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,8 +180,8 @@ class StepPlanner:
         return {
             "version": _STATE_VERSION,
             "selection": self.selection,
-            "dense_up_to_tokens": self.plan_settings.dense_up_to_tokens,
-            "dense_up_to_of": _budgets_of(self.plan_settings),
+            "dense_up_to_tokens": self.plan_settings.config.dense_up_to_tokens,
+            "dense_up_to_of": _budgets_of(self.plan_settings.config),
             "dense_up_to_counted": self.dense_counted,
             "coverage": self.coverage.state_dict(),
             "calibration": self._calibration.state_dict(),

@@ -57,7 +57,7 @@ def _has_experts(get: Settings) -> bool:
 
 def _plans_positions(get: Settings) -> bool:
     """Whether steps may have fewer micro-batches than Megatron counts; as
-    :meth:`.PlanSettings.plans_positions_of` says of a job."""
+    :meth:`.PlanSettings.plans_positions` says of a job."""
     config = get.config
     most_ranks = config.max_context_parallel or get("context_parallel_size", 1)
     return bool(

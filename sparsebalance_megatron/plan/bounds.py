@@ -148,7 +148,9 @@ def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
         tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
         # Where experts cost something whatever the tokens, this takes away too much: still a bound.
         token_P = np.maximum(token_P - divided * (together_SP / tokens_S1).max(axis=0), 0.0)
-    tokens_S = np.minimum(costs.lengths_tokens_S[longest_S], problem.plan_settings.segment_tokens)
+    tokens_S = np.minimum(
+        costs.lengths_tokens_S[longest_S], problem.plan_settings.config.segment_tokens
+    )
     tokens_S = tokens_S * share
     passing_SP = tokens_S[:, None] * token_P + constant_P
     way_SP = np.cumsum(passing_SP, axis=1) - passing_SP

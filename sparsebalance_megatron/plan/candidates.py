@@ -93,7 +93,7 @@ class Candidate:
     ) -> Candidate:
         """The candidate of an arrangement."""
         budgets_LS = problem.expected_LS
-        if problem.budget_policy.by_latency:
+        if problem.plan_settings.tunes_by_latency:
             budgets_LS = tune(problem.budgets, arrangement).budgets_LS
         ms_R = problem.budgets.makespans_ms(budgets_LS, arrangement)
         return cls(
@@ -160,7 +160,7 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
     Raises:
         PlanError: none of the policy's placements exists.
     """
-    batching = problem.plan_settings.batching
+    batching = problem.plan_settings.config.batching
     simple: tuple[Batching, ...] = (batching,)
     if batching == "makespan":
         simple = ("arrival", "length", "latency")
@@ -216,7 +216,7 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
         plan_ms=effort * problem.search_ms(start.makespan_ms, share),
         enough_ms=stop * _bound_ms(problem, max_cp_size),
         layer_2SX=problem.layer_2SX,
-        spends_all=problem.plan_settings.plan_ms is not None,
+        spends_all=problem.plan_settings.config.plan_ms is not None,
     )
     candidate = Candidate.of(problem, found)
     if job.lockstep_ranks == 1 or job.pipeline_stages > 1 or max_cp_size > 1:
@@ -311,7 +311,7 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     Raises:
         PlanError: no placement of the samples exists.
     """
-    limit, best = problem.plan_settings.max_context_parallel, equal
+    limit, best = problem.plan_settings.max_cp_size, equal
     ranks = problem.job.data_parallel_size
     near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
     if best is not None and best.makespan_ms <= near_ms:
@@ -391,7 +391,7 @@ def _in_segments(
         return found
     # Cut finely, a pipeline takes about what its micro-batches take one after another. So cp_sizes
     # are those of a step with all layers on one stage, and the best of every limit.
-    one_stage, limit = problem.on_one_stage, problem.plan_settings.max_context_parallel
+    one_stage, limit = problem.on_one_stage, problem.plan_settings.max_cp_size
     starts = []
     while limit > 1:
         try:

@@ -191,7 +191,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    limit = problem.plan_settings.max_context_parallel if problem.plans_cp_sizes else 1
+    limit = problem.plan_settings.max_cp_size if problem.plans_cp_sizes else 1
     if problem.plans_segments and (problem.job.lockstep_ranks == 1 or limit == 1):
         return segmented_bound_ms(problem, limit)
     bounded = problem if problem.plans_cp_sizes else problem.of_groups

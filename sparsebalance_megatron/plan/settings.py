@@ -4,48 +4,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsebalance_megatron.config import (
-    Batching,
-    ContextParallel,
-    SparseBalanceConfig,
-    Tuning,
-)
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.plan.job import Job
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """Settings of the user; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+    """The user's choices, and the limits that follow from them for a job.
 
-    ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
-    step.
-    ``context_parallel``: whether every micro-batch has the job's context-parallel size
-    (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
-    layers whose base budget is not ``base_budget``. ``dense_up_to_tokens``: documents that layers
-    at ``base_budget`` attend to densely. ``plans_positions``: whether steps may have
-    fewer micro-batches than the job, where that is possible (:meth:`plans_positions_of`).
+    Attributes:
+        config: with a number as its ``dense_up_to``.
+        max_tokens_per_micro_batch: of one rank's share.
+        max_cp_size: most ranks that share a micro-batch (:func:`.job.max_cp_size`).
+        policy: chooses budgets; None is the one that ``tuning`` names.
     """
 
-    batching: Batching
-    tuning: Tuning
-    coverage_threshold: float
-    base_budget: int
-    block_size: int
+    config: SparseBalanceConfig
     max_tokens_per_micro_batch: int
-    plan_ms: float | None = None
-    context_parallel: ContextParallel = "static"
-    max_context_parallel: int = 1
-    max_segments: int = 1
-    segment_tokens: int = 1
-    layer_budgets: str | None = None
-    dense_up_to_tokens: int = 0
-    plans_positions: bool = False
+    max_cp_size: int = 1
+    policy: BudgetPolicy | None = None
+
+    def with_dense_length(self, tokens: int) -> PlanSettings:
+        """These settings with another length up to which documents are dense."""
+        return replace(self, config=replace(self.config, dense_up_to=str(tokens)))
+
+    @property
+    def of_all_positions(self) -> PlanSettings:
+        """These settings for steps of as many micro-batches as the job."""
+        return replace(self, config=replace(self.config, positions="fixed"))
 
     def base_L(self, layers: int) -> np.ndarray:
         """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.
@@ -53,7 +48,8 @@ class PlanSettings:
         Raises:
             ConfigError: ``layer_budgets`` names a layer that the model does not have.
         """
-        return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
+        config = self.config
+        return np.array(base_budgets(config.base_budget, config.layer_budgets, layers))
 
     def dense_L(self, layers: int) -> np.ndarray:
         """Mask of layers that read all visible blocks, whatever the tuning."""
@@ -61,53 +57,55 @@ class PlanSettings:
 
     def base_LS(self, layers: int, lengths_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """int64 base budgets of samples in blocks: all blocks of one that is dense in a layer."""
-        blocks_S = -(-np.asarray(lengths_tokens) // self.block_size)
+        blocks_S = -(-np.asarray(lengths_tokens) // self.config.block_size)
         dense_LS = self.dense_LS(layers, lengths_tokens)
         return np.where(dense_LS, blocks_S, self.base_L(layers)[:, None])
 
     def dense_LS(self, layers: int, lengths_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Mask of samples that layers attend to densely, whatever the tuning."""
-        blocks_S = -(-np.asarray(lengths_tokens) // self.block_size)
+        blocks_S = -(-np.asarray(lengths_tokens) // self.config.block_size)
         return np.asarray(blocks_S <= self.dense_blocks_L(layers)[:, None])
 
     def dense_blocks_L(self, layers: int) -> np.ndarray:
         """The longest samples that layers attend to densely, in blocks."""
-        others = self.base_budget, self.dense_up_to_tokens, self.block_size
+        config = self.config
+        others = config.base_budget, config.dense_up_to_tokens, config.block_size
         base_L = self.base_L(layers).tolist()
         return np.array([dense_up_to_blocks(base, *others) for base in base_L])
 
-    def plans_positions_of(self, job: Job) -> bool:
+    @property
+    def tunes_by_latency(self) -> bool:
+        """Whether budgets follow the latency of micro-batches as they are, so that neither cp_sizes
+        nor segments are planned, and samples are placed by what tuning makes of a first
+        placement."""
+        return self.config.tuning == "anchor"
+
+    @property
+    def plans_cp_sizes(self) -> bool:
+        """Whether micro-batches may differ in cp_size."""
+        dynamic = self.config.context_parallel == "dynamic" and self.max_cp_size > 1
+        return dynamic and self._searches
+
+    def plans_segments(self, job: Job) -> bool:
+        """Whether micro-batches of this job may pass the pipeline in segments."""
+        return (
+            self.config.max_segments > 1
+            and self._searches
+            and job.pipeline_stages > 1
+            and job.virtual_stages == 1
+            and job.context_parallel_size == 1
+        )
+
+    def plans_positions(self, job: Job) -> bool:
         """Whether steps of this job may have fewer positions than the job: fuller rows are more
         equal, and fewer ranks have to share a sample."""
-        plans_cp_sizes = self.context_parallel == "dynamic" and self.max_context_parallel > 1
         return (
-            self.plans_positions
-            and self.batching == "makespan"
-            and (job.lockstep_ranks > 1 or plans_cp_sizes)
+            self.config.positions == "planned"
+            and self.config.batching == "makespan"
+            and (job.lockstep_ranks > 1 or self.plans_cp_sizes)
             and job.pipeline_stages == 1
         )
 
-    @classmethod
-    def from_config(
-        cls,
-        config: SparseBalanceConfig,
-        max_tokens_per_micro_batch: int,
-        max_context_parallel: int = 1,
-    ) -> PlanSettings:
-        """The choices of a configuration, with the cap and the largest cp_size of this job."""
-        return cls(
-            batching=config.batching,
-            tuning=config.tuning,
-            coverage_threshold=config.coverage_threshold,
-            base_budget=config.base_budget,
-            layer_budgets=config.layer_budgets,
-            dense_up_to_tokens=config.dense_up_to_tokens,
-            block_size=config.block_size,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            plan_ms=config.plan_ms,
-            context_parallel=config.context_parallel,
-            max_context_parallel=max_context_parallel,
-            max_segments=config.max_segments,
-            segment_tokens=config.segment_tokens,
-            plans_positions=config.positions == "planned",
-        )
+    @property
+    def _searches(self) -> bool:
+        return self.config.batching == "makespan" and not self.tunes_by_latency

@@ -250,13 +250,13 @@ def _defect(
     if not samples:
         return "empty"
     if (starts := micro_batch.segment_starts_blocks) != (0,):
-        block_size = plan_settings.block_size
+        block_size = plan_settings.config.block_size
         blocks = sum(-(-length // block_size) for length in micro_batch.lengths_tokens)
         # A whole micro-batch with too few blocks for its ranks is padded.
         if starts[0] != 0 or min(np.diff([*starts, blocks])) < cp_size:
             return f"segments begin at blocks {starts} of {blocks} on {cp_size} ranks"
-        if len(starts) > plan_settings.max_segments:
-            return f"{len(starts)} segments, at most {plan_settings.max_segments}"
+        if len(starts) > plan_settings.config.max_segments:
+            return f"{len(starts)} segments, at most {plan_settings.config.max_segments}"
     if micro_batch.tokens > cap_tokens:
         return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
     if min(samples) < 0 or max(samples) >= len(lengths_tokens):

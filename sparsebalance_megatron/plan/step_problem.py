@@ -11,8 +11,6 @@ import numpy as np
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
-    BudgetPolicy,
-    budget_policy,
     budget_problem,
     tune,
 )
@@ -64,15 +62,10 @@ class StepProblem:
         """
         job, plan_settings, coverage = inputs.job, inputs.plan_settings, inputs.coverage
         cp_size = job.context_parallel_size
-        dynamic = plan_settings.context_parallel == "dynamic"
-        check_cp_sizes(
-            job.data_parallel_size,
-            cp_size,
-            plan_settings.max_context_parallel if dynamic else cp_size,
-        )
-        if plan_settings.block_size != inputs.cost.block_size:
+        check_cp_sizes(job.data_parallel_size, cp_size, plan_settings.max_cp_size)
+        if plan_settings.config.block_size != inputs.cost.block_size:
             raise PlanError(
-                f"block size {plan_settings.block_size} differs from the cost model's "
+                f"block size {plan_settings.config.block_size} differs from the cost model's "
                 f"{inputs.cost.block_size}; profile again or change --sparse-balance-block-size"
             )
         if coverage.layers != job.layers:
@@ -81,7 +74,7 @@ class StepProblem:
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(lengths))
         dense_LS = plan_settings.dense_LS(job.layers, lengths)
         if pinned_LS is not None:
-            blocks_S = -(-np.array(lengths) // plan_settings.block_size)
+            blocks_S = -(-np.array(lengths) // plan_settings.config.block_size)
             dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
         costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
         budgets = budget_problem(plan_settings, costs, coverage, pinned_LS)
@@ -136,37 +129,19 @@ class StepProblem:
         return self.budgets.plan_settings
 
     @property
-    def budget_policy(self) -> BudgetPolicy:
-        return budget_policy(self.plan_settings)
-
-    @property
     def plans_cp_sizes(self) -> bool:
         """Whether micro-batches may differ in cp_size."""
-        plan_settings = self.plan_settings
-        return (
-            plan_settings.context_parallel == "dynamic"
-            and plan_settings.max_context_parallel > 1
-            and plan_settings.batching == "makespan"
-            and not self.budget_policy.by_latency
-        )
+        return self.plan_settings.plans_cp_sizes
 
     @property
     def plans_segments(self) -> bool:
         """Whether micro-batches may pass the pipeline in segments."""
-        job, plan_settings = self.job, self.plan_settings
-        return (
-            plan_settings.max_segments > 1
-            and plan_settings.batching == "makespan"
-            and not self.budget_policy.by_latency
-            and job.pipeline_stages > 1
-            and job.virtual_stages == 1
-            and job.context_parallel_size == 1
-        )
+        return self.plan_settings.plans_segments(self.job)
 
     @property
     def plans_positions(self) -> bool:
         """Whether this step may have fewer positions than the job."""
-        return self.inputs.placement is None and self.plan_settings.plans_positions_of(self.job)
+        return self.inputs.placement is None and self.plan_settings.plans_positions(self.job)
 
     @property
     def costs(self) -> StepCosts:
@@ -176,7 +151,7 @@ class StepProblem:
     def expected_LS(self) -> np.ndarray:
         """Budgets to place by: base budgets, or what tuning makes of a first placement by them."""
         base_LS = self.budgets.allowed.base_LS
-        if not self.budget_policy.by_latency:
+        if not self.plan_settings.tunes_by_latency:
             return base_LS
         try:
             where = Arrangement.of_groups(self.balanced_by(self.budgets.base_2SC))
@@ -210,7 +185,7 @@ class StepProblem:
 
     def search_ms(self, step_ms: float, share: float) -> float:
         """Ms of search: what the policy says, or a share of a step."""
-        plan_ms = self.plan_settings.plan_ms
+        plan_ms = self.plan_settings.config.plan_ms
         return share * step_ms if plan_ms is None else plan_ms
 
 

@@ -20,6 +20,7 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.flags import MODES
+from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import Workload
@@ -38,27 +39,38 @@ _CHOSEN = ("batching", "tuning")
 
 
 class Row(NamedTuple):
-    """A way to plan: changes of :class:`.PlanSettings` with the default batching and tuning, in
+    """A way to plan: changes of the configuration with the default batching and tuning, in
     words, and whether the attention is Megatron's: dense where ranks share a micro-batch, too, with
-    an exchange that takes no time."""
+    an exchange that takes no time. ``policy``: see :class:`.PlanSettings`."""
 
     changes: Mapping[str, Any]
     meaning: str
     of_megatron: bool = False
+    policy: BudgetPolicy | None = None
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way on the same ranks."""
         changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
-        if workload.plan_settings.max_context_parallel == 1:
+        given, cost, max_cp_size = workload.plan_settings, workload.cost, None
+        if given.max_cp_size == 1:
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
-            changes["max_context_parallel"] = workload.job.context_parallel_size
-        settings, cost = replace(workload.plan_settings, **changes), workload.cost
+            changes["max_context_parallel"] = None
+            max_cp_size = workload.job.context_parallel_size
+        if changes["tuning"] == "anchor":
+            # It plans no segments.
+            changes["max_segments"] = 1
+        settings = replace(
+            given,
+            config=replace(given.config, **changes),
+            max_cp_size=max_cp_size or given.max_cp_size,
+            policy=self.policy,
+        )
         # Mode exact leaves attention to the model where heads travel and nothing is cut or kept.
         is_left = (
             changes.get("layer_budgets") == MODES["exact"]["layer_budgets"]
-            and settings.max_segments == 1
-            and cost.exchange.heads_serve(settings.max_context_parallel)
+            and settings.config.max_segments == 1
+            and cost.exchange.heads_serve(settings.max_cp_size)
             and not workload.memory.attention_kept
         )
         if self.of_megatron or is_left:
@@ -94,7 +106,7 @@ def rows_of(workload: Workload) -> dict[str, Row]:
     if workload.is_dense:
         rows = {name: rows[name] for name in (DENSE, EXACT)}
     if given_row(workload, rows) is None:
-        own = {name: getattr(settings, name) for name in _CHOSEN}
+        own = {name: getattr(settings.config, name) for name in _CHOSEN}
         rows[GIVEN] = Row(own, "what these flags train")
     return rows
 
@@ -103,7 +115,8 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
     """The row that is planned as the workload itself; None where there is none."""
     settings = workload.plan_settings
     if workload.is_dense:
-        settings = replace(settings, layer_budgets=MODES["exact"]["layer_budgets"])
+        all_dense = MODES["exact"]["layer_budgets"]
+        settings = replace(settings, config=replace(settings.config, layer_budgets=all_dense))
     planned = {name: row.of(workload).plan_settings for name, row in rows.items()}
     return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
 

@@ -81,7 +81,9 @@ def predict(
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
     lengths = np.concatenate(workload.batches)
-    dense_S = replace(workload.plan_settings, layer_budgets=None).dense_LS(1, lengths)[0]
+    settings = workload.plan_settings
+    alike = replace(settings, config=replace(settings.config, layer_budgets=None))
+    dense_S = alike.dense_LS(1, lengths)[0]
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         bound_ratio=float(ratios.mean()),
@@ -112,10 +114,7 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     dense_LS = settings.dense_LS(job.layers, batch)
     costs = step_costs(batch, job, workload.cost, scales, dense_LS)
     floor_LS = feasible_range(costs, workload.coverage, settings).floor_LS
-    shared_by = workload.job.context_parallel_size
-    if settings.context_parallel == "dynamic":
-        shared_by = max(shared_by, settings.max_context_parallel)
-    bounds = step_bounds(costs.sample_ms(floor_LS), costs, shared_by)
+    bounds = step_bounds(costs.sample_ms(floor_LS), costs, settings.max_cp_size)
     return bool(bounds.unhideable_S.any())
 
 
@@ -124,7 +123,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     steps = []
     for plan in plans:
         most_L = np.max([_most_L(each) for each in plan.micro_batches], axis=0)
-        held = _tokens_held(plan, workload.job, workload.plan_settings.block_size)
+        held = _tokens_held(plan, workload.job, workload.plan_settings.config.block_size)
         steps.append(_stages(workload, most_L, *held))
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
@@ -137,11 +136,11 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     Lists are those of base budgets, or of all blocks where tuning may raise budgets.
     """
     job, plan_settings = workload.job, workload.plan_settings
+    config = plan_settings.config
     cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
-    sharing_ranks = max(plan_settings.max_context_parallel, job.context_parallel_size)
-    longest_blocks = math.ceil(sharing_ranks * cap / plan_settings.block_size)
-    if plan_settings.max_segments > 1:
-        ahead = plan_settings.max_segments - 1 + job.pipeline_stages
+    longest_blocks = math.ceil(plan_settings.max_cp_size * cap / config.block_size)
+    if config.max_segments > 1:
+        ahead = config.max_segments - 1 + job.pipeline_stages
         segments = SegmentTokens(
             in_flight_P=tuple(
                 cap * min(job.micro_batches, ahead - stage) for stage in range(job.pipeline_stages)
@@ -150,9 +149,9 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
             longest=cap,
         )
     base_L = plan_settings.base_L(job.layers)
-    if sharing_ranks > 1 or segments is not None:
+    if plan_settings.max_cp_size > 1 or segments is not None:
         base_L = plan_settings.dense_blocks_L(job.layers)
-    budgets_L = np.minimum(base_L if plan_settings.tuning == "off" else DENSE, longest_blocks)
+    budgets_L = np.minimum(base_L if config.tuning == "off" else DENSE, longest_blocks)
     budgets_L = np.broadcast_to(budgets_L, base_L.shape)
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
 
@@ -174,17 +173,16 @@ def _stages(
 ) -> tuple[StageMemory, ...]:
     """Memory of every stage at one budget for each layer."""
     job, plan_settings, shape = workload.job, workload.plan_settings, workload.memory.shape
+    block_size = plan_settings.config.block_size
     dense_L = plan_settings.dense_L(job.layers)
     of_sparse = workload.cost.work.list_entries_per_token(
         heads=shape.num_attention_heads,
         groups=shape.num_query_groups,
-        block_size=plan_settings.block_size,
+        block_size=block_size,
         budget_blocks=int(budgets_L[~dense_L].max(initial=0)),
     )
     # A dense layer lists all blocks for each block of queries and KV head.
-    of_dense = (
-        shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / plan_settings.block_size
-    )
+    of_dense = shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / block_size
     entries_L = np.where(dense_L, of_dense, of_sparse)
     found = []
     for stage, chunks in enumerate(job.stage_layers):

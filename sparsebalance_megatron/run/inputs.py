@@ -53,7 +53,6 @@ class Inputs:
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
     """
 
-    config: SparseBalanceConfig
     settings: RunSettings
     plan_settings: PlanSettings
     train: SampleIndex
@@ -66,6 +65,10 @@ class Inputs:
     layer_lines: tuple[str, ...] = ()
 
     @property
+    def config(self) -> SparseBalanceConfig:
+        return self.plan_settings.config
+
+    @property
     def job(self) -> Job:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
@@ -73,7 +76,7 @@ class Inputs:
     @property
     def attention_options(self) -> AttentionOptions:
         """Options of the model's layers."""
-        most_ranks = self.plan_settings.max_context_parallel
+        most_ranks = self.plan_settings.max_cp_size
         leaves = self.config.leaves_attention and self.cost.exchange.heads_serve(most_ranks)
         return AttentionOptions(
             self.config, self.grid, leaves_attention=leaves, shares=most_ranks > 1
@@ -86,8 +89,7 @@ class Inputs:
             return self
         return replace(
             self,
-            config=replace(self.config, dense_up_to=str(tokens)),
-            plan_settings=replace(self.plan_settings, dense_up_to_tokens=tokens),
+            plan_settings=self.plan_settings.with_dense_length(tokens),
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
@@ -102,7 +104,7 @@ class Inputs:
         """A line about layers per stage that make up for the output head, where micro-batches may
         have segments, whose pipelines are short enough for it to show. Plans the first step a few
         times, or raises a :class:`.PlanError`."""
-        if self.plan_settings.max_segments == 1:
+        if self.config.max_segments == 1:
             return ()
         stages = even_stages(self.workload(1))
         return () if stages is None else (str(stages),)
@@ -234,7 +236,6 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     config = with_dense_length(config, cost, job.max_sample_tokens)
     config, layer_lines = with_layer_budgets(config, job.layout, lengths_tokens, cost)
     return Inputs(
-        config=config,
         settings=settings,
         plan_settings=job.plan_settings(config, settings.micro_batch_size * job.max_sample_tokens),
         train=train,
@@ -263,7 +264,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     others = {
         "job shape": str(inputs.job),
-        "ranks that may share a micro-batch": str(inputs.plan_settings.max_context_parallel),
+        "ranks that may share a micro-batch": str(inputs.plan_settings.max_cp_size),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),
         "selector of another package": source_of(inputs.config.selection) or "none",

@@ -142,7 +142,7 @@ class TrainerRun:
         ``get_forward_backward_func`` gives. Without it every step has :attr:`micro_batches`.
         """
         self._runs_as_planned = True
-        return as_planned(forward_backward, segments=self.inputs.plan_settings.max_segments > 1)
+        return as_planned(forward_backward, segments=self.inputs.config.max_segments > 1)
 
     def start(self, *, consumed_samples: int, iteration: int | None = None) -> None:
         """Start the run, unless it has started; collective, errors alike on all ranks.
@@ -159,14 +159,14 @@ class TrainerRun:
         """
         saved = self._loaded_state or {}
         if not self._runs_as_planned:
-            max_segments = self.inputs.plan_settings.max_segments
+            max_segments = self.inputs.config.max_segments
             if max_segments > 1:
                 raise IntegrationError(
                     f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
                     "call wrap_schedule before train_data_iterator"
                 )
             # Such a loop runs the job's number of micro-batches in every step.
-            fixed = replace(self.inputs.plan_settings, plans_positions=False)
+            fixed = self.inputs.plan_settings.of_all_positions
             self.inputs = replace(self.inputs, plan_settings=fixed)
         if not self._ends_steps and saved.get("consumed_samples") not in (None, consumed_samples):
             raise IntegrationError(
@@ -210,7 +210,7 @@ class TrainerRun:
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             groups=make_sequence_groups(
-                inputs.plan_settings.max_context_parallel,
+                inputs.plan_settings.max_cp_size,
                 exchange=inputs.config.exchange,
                 ranks_per_node=settings.host_job.neighbours_per_node,
                 heads=inputs.cost.exchange,

@@ -43,8 +43,8 @@ class TrainingHooks:
         device: torch.device,
         make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
-        segments = inputs.plan_settings.max_segments > 1
-        if segments or inputs.plan_settings.plans_positions_of(inputs.job):
+        segments = inputs.config.max_segments > 1
+        if segments or inputs.plan_settings.plans_positions(inputs.job):
             use_planned_schedule(segments=segments)
         self._arguments = arguments
         self.run = run = TrainerRun(

@@ -149,10 +149,10 @@ def _short(workload: Workload) -> str:
 
 
 def _dense_documents(workload: Workload) -> Iterator[str]:
-    settings = workload.plan_settings
+    config = workload.plan_settings.config
     if not workload.is_dense:
-        covered_tokens = settings.base_budget * settings.block_size
-        tokens = max(settings.dense_up_to_tokens, covered_tokens)
+        covered_tokens = config.base_budget * config.block_size
+        tokens = max(config.dense_up_to_tokens, covered_tokens)
         yield f"Dense documents: all of up to {tokens:,} tokens."
 
 
@@ -187,8 +187,8 @@ def _findings(row: TableRow) -> Iterator[str]:
         )
     if count := unhideable_steps(workload):
         settings, job = workload.plan_settings, workload.job
-        shared = max(settings.max_context_parallel, job.context_parallel_size) > 1
-        cut = job.pipeline_stages > 1 and settings.max_segments == 1
+        shared = settings.max_cp_size > 1
+        cut = job.pipeline_stages > 1 and settings.config.max_segments == 1
         who = "More" if shared else "Several"
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "

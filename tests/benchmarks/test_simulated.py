@@ -27,7 +27,7 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(name: str) -> None:
             given = setup.workload(data, steps=1, seed=1, config=config, sparse_efficiency=sparse)
             cost = given.cost.with_model_attention
             tokens = with_dense_length(config, cost, MAX_TOKENS).dense_up_to_tokens
-            settings = replace(given.plan_settings, dense_up_to_tokens=tokens)
+            settings = given.plan_settings.with_dense_length(tokens)
             given = replace(given, cost=cost, plan_settings=settings)
             ours, exact = (predict(ROWS[row].of(given)) for row in ("fixed budgets", EXACT))
             assert ours.makespan_ms <= 1.005 * exact.makespan_ms, (data, sparse)

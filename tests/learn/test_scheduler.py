@@ -209,7 +209,7 @@ def test_evaluation_is_balanced_at_one_budget(dense: bool) -> None:
 def test_a_sample_above_the_cap_lies_on_several_ranks() -> None:
     lengths = [200] * 31 + [1900]
     plan = planned(
-        lengths, max_tokens_per_micro_batch=1000, max_context_parallel=2, context_parallel="dynamic"
+        lengths, max_tokens_per_micro_batch=1000, max_cp_size=2, context_parallel="dynamic"
     )
     assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == 2
     assert plan.rank_tokens_RM().max() <= 1000

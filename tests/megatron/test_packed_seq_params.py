@@ -18,7 +18,7 @@ def test_layers_attend_densely_to_what_the_plan_says() -> None:
     for seed in range(20):
         job = job_shape(2, 3, stages=1 + seed % 2)
         lengths = random_lengths(4 * job.places, seed, longest=2**13)
-        inputs = step_inputs(job, lengths, seed, dense_up_to_tokens=2 ** (8 + seed % 5))
+        inputs = step_inputs(job, lengths, seed, dense_up_to=2 ** (8 + seed % 5))
         plan = planned(**inputs)
         ones = StageScales.ones(job.pipeline_stages)
         sent = PlannedStep(plan=plan, samples=np.arange(len(lengths)), scales=ones, plan_ms=0.0)

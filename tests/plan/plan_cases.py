@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -69,8 +69,21 @@ def plan_settings(**changes):
         "block_size": 64,
         "max_tokens_per_micro_batch": 1 << 40,
         "plan_ms": 20.0,
+        "context_parallel": "static",
+        "segment_tokens": 1,
+        "dense_up_to": 0,
+        "positions": "fixed",
     }
-    return PlanSettings(**(values | changes))
+    return changed_settings(None, **values | changes)
+
+
+def changed_settings(settings, **changes):
+    """Other settings, or new ones: fields of the configuration, and limits of a job."""
+    names = [each.name for each in fields(PlanSettings) if each.name != "config"]
+    limits = {name: changes.pop(name) for name in names if name in changes}
+    if settings is None:
+        return PlanSettings(config=SparseBalanceConfig(**changes), **limits)
+    return replace(settings, config=replace(settings.config, **changes), **limits)
 
 
 def coverage_curves(layers, max_blocks=2048, *, seed=0, observed=1.0):
@@ -111,7 +124,7 @@ def step_inputs(
     return {
         "lengths_tokens": (*lengths,),
         "job": job,
-        "plan_settings": plan_settings(**changes),
+        "plan_settings": plan_settings(**{"max_cp_size": job.context_parallel_size} | changes),
         "cost": cost or cost_model(),
         "scales": StageScales.of(ones_2PV, slowness_RP),
         "coverage": coverage_curves(job.layers, max_blocks, seed=seed, observed=observed),
@@ -120,7 +133,7 @@ def step_inputs(
 
 def changed(inputs, **changes):
     """Inputs of a plan with other settings."""
-    return inputs | {"plan_settings": replace(inputs["plan_settings"], **changes)}
+    return inputs | {"plan_settings": changed_settings(inputs["plan_settings"], **changes)}
 
 
 def planned(step=0, **inputs):

@@ -78,9 +78,9 @@ def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, membe
     """Devices differ, and a sample's experts take from a little of its time to nearly all."""
     generator = np.random.default_rng(seed)
     changes = (
-        {"max_context_parallel": min(widest, shape[0])}
+        {"max_cp_size": min(widest, shape[0])}
         if widest > 1
-        else {"plans_positions": bool(generator.integers(2))}
+        else {"positions": ("fixed", "planned")[int(generator.integers(2))]}
     )
     tuning = str(generator.choice(["off", DEFAULT_TUNING]))
     members, size = min(members, shape[0]), int(generator.integers(1, 3))
@@ -94,7 +94,7 @@ def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, membe
 
 
 def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
-    inputs = arguments((4, 3, 1, 1), 0, 4, size=1, tuning="off", plans_positions=False)
+    inputs = arguments((4, 3, 1, 1), 0, 4, size=1, tuning="off", positions="fixed")
     cost = with_experts_part(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
     expected = planned(**inputs | {"cost": cost, "lengths_tokens": [3000] * 12}).expectation
     assert expected.makespan_ms == pytest.approx(expected.lower_bound_ms)

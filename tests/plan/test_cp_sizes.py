@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
     DEFAULT_TUNING,
+    changed_settings,
     cost_model,
     flat,
     job_shape,
@@ -70,7 +71,7 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
 def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     given_ = arguments(
         shape, seed, kind=kind, size=2, c=c,
-        context_parallel="dynamic", max_context_parallel=shape[0],
+        context_parallel="dynamic", max_cp_size=shape[0],
     )  # fmt: skip
     given_["lengths_tokens"] = [max(length, 64 * shape[0]) for length in given_["lengths_tokens"]]
     plan = planned(**given_)
@@ -93,7 +94,7 @@ def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
         (2, 1),
         0,
         context_parallel="dynamic",
-        max_context_parallel=2,
+        max_cp_size=2,
         max_tokens_per_micro_batch=1000,
     )
     (micro_batch,) = planned(**given_ | {"lengths_tokens": [1900, 100]}).micro_batches
@@ -118,8 +119,8 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
     """A giant lies on all ranks, unless the network between pairs of them is slow."""
     given_ = arguments((4, 4), 0, size=4, tuning="off")
     given_["lengths_tokens"] = [60000, *[600] * 63]
-    given_["plan_settings"] = replace(
-        given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4
+    given_["plan_settings"] = changed_settings(
+        given_["plan_settings"], context_parallel="dynamic", max_cp_size=4
     )
     exchange = Exchange(
         bytes_per_token=1.0,
@@ -134,7 +135,7 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
     """Samples alike in length, one for every place and many places: nothing is left to gain."""
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal")
-    dynamic = replace(given_["plan_settings"], context_parallel="dynamic", max_context_parallel=4)
+    dynamic = changed_settings(given_["plan_settings"], context_parallel="dynamic", max_cp_size=4)
     equal = planned(**given_)
     monkeypatch.setattr(candidates, "cp_size_start", unwanted := Mock())
     free = planned(**given_ | {"plan_settings": dynamic})

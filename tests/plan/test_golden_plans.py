@@ -70,7 +70,7 @@ def further_plan(number: int) -> StepPlan:
         case 0:
             job = replace(job, lockstep_ranks=ranks)
         case 1:
-            changes = {"context_parallel": "dynamic", "max_context_parallel": ranks}
+            changes = {"context_parallel": "dynamic", "max_cp_size": ranks}
         case 2:
             job = replace(job, context_parallel_size=2)
         case 3 if stages > 1:
@@ -80,7 +80,7 @@ def further_plan(number: int) -> StepPlan:
     inputs = step_inputs(
         *(job, lengths, number),
         tuning=("off", "raise")[number // 4 % 2],
-        dense_up_to_tokens=int(generator.choice([256, 1024, 4096])),
+        dense_up_to=int(generator.choice([256, 1024, 4096])),
         layer_budgets=(None, "dense:0")[number // 8 % 2],
         plan_ms=4.0,
         **changes,

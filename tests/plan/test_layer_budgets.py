@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import (
     DEFAULT_TUNING,
     changed,
+    changed_settings,
     cost_model,
     job_shape,
     plan_settings,
@@ -51,7 +52,7 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
         *(shape, seed),
         tuning=tuning,
         layer_budgets=layer_budgets_text(dict(enumerate(base_L.tolist()))),
-        max_segments=4 if segments and shape[3] == 1 else 1,
+        max_segments=4 if segments and shape[3] == 1 and tuning != "anchor" else 1,
     )
     plan = planned(**given_)
     lengths_S = np.array(given_["lengths_tokens"])
@@ -59,7 +60,7 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
     budgets_LS, curves = plan.budgets_LS, given_["coverage"]
     base_LS = np.minimum(base_L[:, None], blocks_S)
     lost_LS = curves.coverage_LS(blocks_S, base_LS) - curves.coverage_LS(blocks_S, budgets_LS)
-    assert lost_LS.max() <= given_["plan_settings"].coverage_threshold + 1e-9
+    assert lost_LS.max() <= given_["plan_settings"].config.coverage_threshold + 1e-9
     dense_L = base_L == DENSE
     assert (budgets_LS[dense_L] == blocks_S).all()
     if tuning == "off":
@@ -77,7 +78,7 @@ def test_no_layer_falls_below_its_floor_and_dense_ones_stay(shape, seed, tuning,
 @pytest.mark.parametrize("tuning", ["anchor", DEFAULT_TUNING])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
     given_ = layered((2, 4, 2, 1), 3, tuning=tuning)
-    named = replace(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
+    named = changed_settings(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
     assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
 
 
@@ -109,7 +110,7 @@ def test_dense_documents_cost_what_they_do_in_dense_layers(lockstep_ranks, segme
     """They are dense by their length, or since the base budget covers them."""
     most = {"max_segments": segments, "segment_tokens": 64, "tuning": "off"}
     for seed in range(4):
-        for how in ({"dense_up_to_tokens": 2**12}, {"base_budget": 64}):
+        for how in ({"dense_up_to": 2**12}, {"base_budget": 64}):
             ours = inputs(
                 seed, cost_model(), lockstep_ranks=lockstep_ranks, longest=2**12, **most, **how
             )
@@ -134,7 +135,7 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(sparse):
         choices["layer_budgets"] = (None, "4:0 40:1")[seed // 2 % 2]
         tokens = crossing_tokens(cost, base, 2**15)
         given = inputs(seed, cost, lockstep_ranks=(1, 2)[seed // 4 % 2], **choices)
-        ours = plan_settings(**choices, dense_up_to_tokens=tokens)
+        ours = plan_settings(**choices, dense_up_to=tokens)
         dense = plan_settings(**choices | {"layer_budgets": "dense:all"})
         found, exact = (
             planned(**given | {"plan_settings": each}).expectation.makespan_ms
@@ -151,7 +152,7 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
     for seed in range(12):
         base = (8, 24)[seed % 2]
         tokens = crossing_tokens(cost, base, 2**15)
-        choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
+        choices = {"base_budget": base, "dense_up_to": tokens, "tuning": "raise"}
         given = inputs(seed, cost, lockstep_ranks=lockstep_ranks, **choices)
         problem = StepProblem.of(PlanInputs(**given))
         costs, plan = problem.costs, planned_no_slower(given, {"tuning": "off"})
@@ -177,7 +178,7 @@ def raised(seed, **changes):
     """Inputs under tuning raise that lift some documents to dense attention."""
     cost, base = counted(0.13), (8, 24)[seed % 2]
     tokens = crossing_tokens(cost, base, 2**15)
-    choices = {"base_budget": base, "dense_up_to_tokens": tokens, "tuning": "raise"}
+    choices = {"base_budget": base, "dense_up_to": tokens, "tuning": "raise"}
     return inputs(seed, cost, **choices | changes)
 
 
@@ -211,8 +212,9 @@ def test_documents_that_ranks_share_are_dense_by_length_alone(sharing):
         changes = {"max_tokens_per_micro_batch": 2**17}
         if sharing == "equal":
             given |= {"job": replace(job, context_parallel_size=2)}
+            changes["max_cp_size"] = 2
         else:
-            changes |= {"context_parallel": "dynamic", "max_context_parallel": 2}
+            changes |= {"context_parallel": "dynamic", "max_cp_size": 2}
         plan = planned(**changed(given, **changes))
         for micro_batch in plan.micro_batches:
             if micro_batch.cp_size == 1:
@@ -227,7 +229,7 @@ def test_documents_that_ranks_share_are_dense_by_length_alone(sharing):
 
 def test_lengths_by_hand():
     """There are blocks of 64, layers at 8, 4 and 40 blocks, and a dense one."""
-    settings = plan_settings(layer_budgets="4:1 40:2 dense:3", dense_up_to_tokens=16 * 64)
+    settings = plan_settings(layer_budgets="4:1 40:2 dense:3", dense_up_to=16 * 64)
     assert settings.dense_blocks_L(4).tolist()[:3] == [16, 8, 80]
     lengths = [1, 512, 513, 1024, 1025, 5120, 5121]
     base_LS = settings.base_LS(4, lengths)
@@ -239,4 +241,4 @@ def test_lengths_by_hand():
     ]
     assert settings.base_L(4)[3] == DENSE
     # A length within a block counts all of it.
-    assert replace(settings, dense_up_to_tokens=961).dense_blocks_L(4)[0] == 16
+    assert changed_settings(settings, dense_up_to=961).dense_blocks_L(4)[0] == 16

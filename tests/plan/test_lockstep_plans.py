@@ -54,7 +54,7 @@ def test_plans_of_groups_are_no_longer_than_the_order_of_arrival(shape, seed, lo
 @pytest.mark.parametrize(("shape", "cp_size"), [((4, 6, 1, 1), 1), ((8, 4, 1, 1), 2)])
 def test_without_a_pipeline_every_rank_runs_its_longest_micro_batch_first(shape, cp_size):
     for seed in range(5):
-        given_ = arguments(shape, seed, 4)
+        given_ = arguments(shape, seed, 4, max_cp_size=cp_size)
         given_["job"] = replace(given_["job"], context_parallel_size=cp_size)
         plan = planned(**given_)
         assert {micro_batch.cp_size for micro_batch in plan.micro_batches} == {cp_size}
@@ -72,7 +72,7 @@ def test_an_order_that_was_asked_for_or_given_stays():
         blind_ms, lockstep_ms = (plan.expectation.makespan_ms for plan in plans)
         assert lockstep_ms > blind_ms
     placement = tuple(tuple((6 * rank + m,) for m in range(6)) for rank in range(4))
-    given_ = arguments((4, 6, 1, 1), 1, 4, size=1, plans_positions=True)
+    given_ = arguments((4, 6, 1, 1), 1, 4, size=1, positions="planned")
     plan = planned(**given_, placement=placement)
     assert (
         tuple(
@@ -103,8 +103,8 @@ def positions_of(plan):
 def both(shape, seed, lockstep_ranks, **changes):
     """Inputs and plans of planned and of fixed numbers of positions."""
     given_ = [
-        arguments(shape, seed, lockstep_ranks, plans_positions=plans, **changes)
-        for plans in (True, False)
+        arguments(shape, seed, lockstep_ranks, positions=positions, **changes)
+        for positions in ("planned", "fixed")
     ]
     return given_, [planned(**each) for each in given_]
 
@@ -137,7 +137,7 @@ def test_fewer_positions_are_found_and_the_cap_limits_them():
     lengths = [500 + 13 * sample for sample in range(64)]
     cap_tokens = -(-sum(lengths) // (4 * 5))
     given_ = arguments(
-        shape, 3, 4, tuning="off", plans_positions=True, max_tokens_per_micro_batch=cap_tokens
+        shape, 3, 4, tuning="off", positions="planned", max_tokens_per_micro_batch=cap_tokens
     )
     capped = planned(**given_ | {"lengths_tokens": lengths})
     assert 5 <= positions_of(capped) <= 8
@@ -147,8 +147,8 @@ def test_fewer_positions_are_found_and_the_cap_limits_them():
 @pytest.mark.parametrize(
     ("shape", "lockstep_ranks", "batching"),
     [
-        ((4, 4, 2, 1), 4, DEFAULT_TUNING),
-        ((4, 4, 1, 1), 1, DEFAULT_TUNING),
+        ((4, 4, 2, 1), 4, "makespan"),
+        ((4, 4, 1, 1), 1, "makespan"),
         ((4, 4, 1, 1), 4, "latency"),
         ((4, 4, 1, 1), 4, "arrival"),
     ],
@@ -161,15 +161,13 @@ def test_the_number_is_the_jobs_where_it_cannot_be_planned(shape, lockstep_ranks
 
 
 def test_too_few_tokens_per_micro_batch_are_an_error_all_the_same():
-    given_ = arguments((4, 2, 1, 1), 1, 4, plans_positions=True, max_tokens_per_micro_batch=100)
+    given_ = arguments((4, 2, 1, 1), 1, 4, positions="planned", max_tokens_per_micro_batch=100)
     with pytest.raises(PlanError, match="tokens"):
         planned(**given_)
 
 
 def test_context_parallel_groups_may_have_fewer_positions():
-    given_ = arguments(
-        (8, 4, 1, 1), 2, 8, tuning="off", plans_positions=True, max_context_parallel=2
-    )
+    given_ = arguments((8, 4, 1, 1), 2, 8, tuning="off", positions="planned", max_cp_size=2)
     given_["job"] = replace(given_["job"], context_parallel_size=2)
     plan = planned(**given_)
     positions = positions_of(plan)

@@ -68,10 +68,10 @@ def makespans_ms(number: int) -> list[float]:
     inputs = random_inputs(number)
     job = inputs["job"]
     few, all_ranks = (
-        {"context_parallel": "dynamic", "max_context_parallel": limit}
+        {"context_parallel": "dynamic", "max_cp_size": limit}
         for limit in (2, job.data_parallel_size)
     )
-    other: dict[str, object] = {"plans_positions": True}
+    other: dict[str, object] = {"positions": "planned"}
     if job.pipeline_stages > 1:
         other = {"max_segments": 4, "segment_tokens": 64}
     sharing = (few, all_ranks)[number % 2]

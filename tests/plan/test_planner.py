@@ -75,7 +75,7 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, un
         assert micro_batch.budgets_LS.dtype == np.int32
         assert not micro_batch.budgets_LS.flags.writeable
         if tuning == "off":
-            assert (micro_batch.budgets_LS == given_["plan_settings"].base_budget).all()
+            assert (micro_batch.budgets_LS == given_["plan_settings"].config.base_budget).all()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
     assert expected.makespan_ms == max(expected.rank_makespan_ms)
@@ -135,7 +135,7 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     work = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
-    base_LS = np.full_like(budgets_LS, given_["plan_settings"].base_budget)
+    base_LS = np.full_like(budgets_LS, given_["plan_settings"].config.base_budget)
     base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), where).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)

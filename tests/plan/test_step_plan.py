@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import job_shape, plan_settings, planned, step_inputs
+from plan.plan_cases import changed_settings, job_shape, plan_settings, planned, step_inputs
 
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -116,7 +116,7 @@ def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
     found = replace(
         wide, micro_batches=(joined, replace(cut, segment_starts_blocks=(0, 2, 3)), whole)
     )
-    policy = replace(POLICY, max_segments=3)
+    policy = changed_settings(POLICY, max_segments=3)
     found.validate(LENGTHS, JOB, policy)
     assert found.schedule_of(0) == SegmentedSchedule((1, 3), (1, 3))
     assert found.schedule_of(1) == SegmentedSchedule((1, 1), (1, 3))
@@ -125,8 +125,10 @@ def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
 
 
 def test_every_segment_has_a_block_for_each_of_its_ranks(wide):
-    policy = replace(POLICY, max_segments=3)
-    blocks = sum(-(-tokens // POLICY.block_size) for tokens in wide.micro_batches[0].lengths_tokens)
+    policy = changed_settings(POLICY, max_segments=3)
+    blocks = sum(
+        -(-tokens // POLICY.config.block_size) for tokens in wide.micro_batches[0].lengths_tokens
+    )
     with_first(wide, segment_starts_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
     for segment_starts_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
         with pytest.raises(PlanError, match=f"segments begin at .* of {blocks} on 2 ranks"):

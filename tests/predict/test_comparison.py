@@ -80,7 +80,7 @@ def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
     for row in rows.values():
         planned = row.of(given)
         assert planned.job == given.job
-        assert planned.plan_settings.max_context_parallel >= 2
+        assert planned.plan_settings.max_cp_size >= 2
     (step,) = rows[DENSE].of(given).planned_steps()
     assert {each.cp_size for each in step.plan.micro_batches} == {2}
 
@@ -88,7 +88,7 @@ def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
 def test_rows_of_segments() -> None:
     given = workload(config={"max_segments": 4, "segment_tokens": 256})
     rows = rows_of(given)
-    assert rows[DENSE].of(given).plan_settings.max_segments == 1
+    assert rows[DENSE].of(given).plan_settings.config.max_segments == 1
     assert rows[OURS].of(given) == given
 
 

@@ -32,10 +32,11 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
 def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     """A plan whose micro-batches have other segments than planned."""
     plan_settings, members = inputs.plan_settings, inputs.job.lockstep_ranks
-    shares = plan_settings.max_context_parallel > 1
-    whole = replace(inputs, plan_settings=replace(plan_settings, max_segments=1))
+    shares = plan_settings.max_cp_size > 1
+    config = replace(plan_settings.config, max_segments=1)
+    whole = replace(inputs, plan_settings=replace(plan_settings, config=config))
     plan = (plan_with_drawn_cp_sizes if shares else plan_step)(step, whole)
-    most_segments = plan_settings.max_segments
+    most_segments = plan_settings.config.max_segments
     if most_segments == 1:
         return plan
     generator = np.random.default_rng(step)
@@ -43,7 +44,7 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     by_row = sorted(plan.micro_batches, key=lambda each: row_of(each, members))
     for _, group in groupby(by_row, key=lambda each: row_of(each, members)):
         row = list(group)
-        blocks = [blocks_of(each, plan_settings.block_size) for each in row]
+        blocks = [blocks_of(each, plan_settings.config.block_size) for each in row]
         per_rank = [own // each.cp_size for each, own in zip(row, blocks, strict=True)]
         most = max(1, min(most_segments, *per_rank))
         first = all(each.segments == 1 for each in micro_batches)

@@ -35,9 +35,9 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
     )
     roomy = replace(
         plan_settings,
+        config=replace(plan_settings.config, context_parallel="static", max_context_parallel=None),
         max_tokens_per_micro_batch=plan_settings.max_tokens_per_micro_batch * group,
-        context_parallel="static",
-        max_context_parallel=1,
+        max_cp_size=1,
     )
     scales = replace(inputs.scales, slowness_RP=None)
     plan = plan_step(step, replace(inputs, job=narrow, plan_settings=roomy, scales=scales))
@@ -45,17 +45,17 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
     micro_batches = [
         replace(each, rank=each.rank * group, cp_size=group) for each in plan.micro_batches
     ]
-    if plan_settings.context_parallel == "dynamic":
+    if plan_settings.config.context_parallel == "dynamic":
         micro_batches = [
             micro_batch
             for position in range(job.micro_batches)
             for micro_batch in drawn(
                 [micro_batch for micro_batch in micro_batches if micro_batch.position == position],
-                plan_settings.max_context_parallel,
+                plan_settings.max_cp_size,
                 generator,
             )
         ]
-    block_size, expected = plan_settings.block_size, plan.expectation
+    block_size, expected = plan_settings.config.block_size, plan.expectation
     micro_batches = [with_blocks_for_all(each, block_size) for each in micro_batches]
     plan = replace(
         plan,

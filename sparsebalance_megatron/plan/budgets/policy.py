@@ -55,14 +55,7 @@ class TunedBudgets:
 
 
 class BudgetPolicy:
-    """Chooses budgets; this one keeps every sample's base budget.
-
-    ``by_latency``: budgets follow the latency of micro-batches as they are, so that neither
-    cp_sizes nor segments are planned, and samples are placed by what tuning makes of a first
-    placement.
-    """
-
-    by_latency = False
+    """Chooses budgets; this one keeps every sample's base budget."""
 
     def allowed(
         self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
@@ -81,8 +74,6 @@ class AnchorPolicy(BudgetPolicy):
 
     The mean at base budgets stands for the paper's average over recent steps.
     """
-
-    by_latency = True
 
     def allowed(
         self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
@@ -201,8 +192,8 @@ def _may_be_dense_LS(
     problem: BudgetProblem, where: Arrangement, budgets_LS: np.ndarray
 ) -> np.ndarray:
     """Mask of raised and of pinned budgets at which layers may attend densely."""
-    plan_settings, costs = problem.plan_settings, problem.costs
-    attends_densely = plan_settings.tuning == "raise" and plan_settings.dense_up_to_tokens > 0
+    config, costs = problem.plan_settings.config, problem.costs
+    attends_densely = config.tuning == "raise" and config.dense_up_to_tokens > 0
     if not attends_densely or where.segment_starts_blocks:
         return np.zeros_like(costs.dense_LS)
     chosen_LS = (budgets_LS > problem.allowed.base_LS) | problem.pinned_S
@@ -238,8 +229,8 @@ BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
 
 
 def budget_policy(plan_settings: PlanSettings) -> BudgetPolicy:
-    """The policy that the user's settings name."""
-    return BUDGET_POLICIES[plan_settings.tuning]
+    """The policy of the settings."""
+    return plan_settings.policy or BUDGET_POLICIES[plan_settings.config.tuning]
 
 
 def budget_problem(
@@ -266,7 +257,7 @@ def budget_problem(
 
 
 def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
-    """Budgets of a placed global batch under ``plan_settings.tuning``."""
+    """Budgets of a placed global batch under ``plan_settings.config.tuning``."""
     budgets_LS, clamped_S = budget_policy(problem.plan_settings).tuned_LS(problem, where)
     allowed, costs = problem.allowed, problem.costs
     becomes_LS = _may_be_dense_LS(problem, where, budgets_LS) & (budgets_LS >= costs.blocks_S)

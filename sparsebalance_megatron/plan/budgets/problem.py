@@ -61,7 +61,10 @@ def feasible_range(
     raised = raised_range(costs, coverage, plan_settings)
     blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
-        coverage, blocks_Z, plan_settings.base_L(coverage.layers), plan_settings.coverage_threshold
+        coverage,
+        blocks_Z,
+        plan_settings.base_L(coverage.layers),
+        plan_settings.config.coverage_threshold,
     )[:, size_S]
     return replace(raised, floor_LS=np.where(costs.dense_LS, raised.base_LS, floor_LS))
 

@@ -89,8 +89,8 @@ class SegmentSearch:
 
     def __init__(self, problem: StepProblem, whole: Arrangement, most_tokens: int) -> None:
         self._problem, self._most_tokens = problem, most_tokens
-        self._settings, self._lockstep = problem.plan_settings, problem.job.lockstep_ranks > 1
-        self._places = Places(problem.costs, problem.expected_LS, self._settings.max_segments)
+        self._config, self._lockstep = problem.plan_settings.config, problem.job.lockstep_ranks > 1
+        self._places = Places(problem.costs, problem.expected_LS, self._config.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._share_W = problem.costs.share_W.tolist()
         self._limits: dict[Row, tuple[float, int]] = {}
@@ -127,11 +127,11 @@ class SegmentSearch:
         """Ms of the member that has most work, and segments that any member has enough tokens
         for."""
         if row not in self._limits:
-            tokens_of, least = self._problem.lengths_tokens, self._settings.segment_tokens
+            tokens_of, least = self._problem.lengths_tokens, self._config.segment_tokens
             most = max(sum(tokens_of[sample] for sample in samples) for samples in row) // least
             self._limits[row] = (
                 max(self._work_ms(row, samples) for samples in row),
-                max(1, min(self._settings.max_segments, most)),
+                max(1, min(self._config.max_segments, most)),
             )
         return self._limits[row]
 
@@ -279,7 +279,7 @@ class SegmentSearch:
         return self._starts_of[row, segments]
 
     def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        least = self._settings.segment_tokens
+        least = self._config.segment_tokens
         if self._lockstep:
             return self._places.starts(row, segments, least)
         most_ms, _ = self._work_and_limit(row)

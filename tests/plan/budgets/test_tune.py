@@ -79,7 +79,7 @@ def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observe
     assert budgets_LS.dtype == np.int32
     assert budgets_LS.min() >= 1
     known_LS = case.coverage.observed_LS(case.costs.blocks_S)
-    assert (budgets_LS[~known_LS] == case.plan_settings.base_budget).all()
+    assert (budgets_LS[~known_LS] == case.plan_settings.config.base_budget).all()
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
     assert lost.max() <= (threshold + 1e-12 if tuning == "anchor" else 0.0)
     if tuning == "raise":
@@ -110,7 +110,7 @@ def test_anchor_moves_nobody_away(seed, shape):
 def test_micro_batches_end_within_a_step_of_the_anchor(seed):
     """The step is one of budgets, in some layer and sample whose limits allow it."""
     lengths = [9000 + 300 * micro_batch for micro_batch in range(8)]
-    case = Case(seed, "anchor", lengths=lengths, coverage_threshold=1.0)
+    case = Case(seed, "anchor", lengths=lengths, coverage_threshold=0.999)
     target = case.latencies(case.allowed.base_LS).mean()
     after = case.latencies(case.tuned.budgets_LS)
     clamped = np.unique(case.micro_batch_of_S[case.tuned.clamped_S])

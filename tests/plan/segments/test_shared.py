@@ -120,7 +120,7 @@ def inputs(lengths, *, ranks=2, positions=4, segments=FREE, slow=False, **change
     slowness_RP = np.ones((ranks, STAGES))
     if slow:
         slowness_RP += np.random.default_rng(len(lengths)).uniform(0.0, 0.5, slowness_RP.shape)
-    choices = {"max_segments": 8, "segment_tokens": 256, "max_context_parallel": ranks}
+    choices = {"max_segments": 8, "segment_tokens": 256, "max_cp_size": ranks}
     return step_inputs(
         *(job, lengths),
         cost=replace(cost_model(), segments=segments, exchange=exchange),

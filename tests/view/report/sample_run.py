@@ -80,7 +80,7 @@ class SampleRun:
         inputs = PlanInputs(
             lengths_tokens=tuple(map(int, drawn)),
             job=self.job,
-            plan_settings=PlanSettings.from_config(config, 2 * MAX_TOKENS),
+            plan_settings=PlanSettings(config=config, max_tokens_per_micro_batch=2 * MAX_TOKENS),
             cost=COST,
             scales=StageScales.ones(self.stages, 1),
             coverage=self.coverage(),
