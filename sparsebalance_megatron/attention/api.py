@@ -166,11 +166,23 @@ def dense_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
     """
+    check_dense(q_THD, k_TGD, v_TGF, layout, known, sink_H)
     selection = Selection.of_documents(layout)
-    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
+
+
+def check_dense(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGF: Tensor,
+    layout: PackedLayout,
+    known: tuple[Tensor, Tensor] | None,
+    sink_H: Tensor | None,
+) -> None:
+    """Raise what :func:`dense_attention` would."""
+    _check_tensors(q_THD, k_TGD, v_TGF, Selection.of_documents(layout), known, sink_H)
     if obstacle := dense.obstacle(q_THD, v_TGF, layout):
         raise _error(f"dense attention {obstacle}")
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
 
 
 def attends_densely(

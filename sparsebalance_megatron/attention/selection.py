@@ -72,12 +72,20 @@ class Selection:
         )
 
     @classmethod
-    def of_documents(cls, layout: PackedLayout) -> Selection:
-        """Whole documents, for :mod:`.kernels.dense`; it has no lists."""
-        device = layout.number_N.device
-        indices_QCK = torch.empty(0, 0, 0, dtype=torch.int32, device=device)
-        counts_QC = torch.empty(0, 0, dtype=torch.int32, device=device)
-        return cls.within(layout, indices_QCK=indices_QCK, counts_QC=counts_QC, by_token=True)
+    def of_documents(
+        cls, query_layout: PackedLayout, kv_layout: PackedLayout | None = None
+    ) -> Selection:
+        """Whole documents, for :mod:`.kernels.dense`; it has no lists. ``kv_layout``: of the keys,
+        where these are others."""
+        device = query_layout.number_N.device
+        return cls(
+            indices_QCK=torch.empty(0, 0, 0, dtype=torch.int32, device=device),
+            counts_QC=torch.empty(0, 0, dtype=torch.int32, device=device),
+            by_token=True,
+            query_layout=query_layout,
+            kv_layout=kv_layout or query_layout,
+            own_block_N=query_layout.number_N,
+        )
 
     @classmethod
     def of_everything(cls, layouts: LayoutPair, kv_heads: int) -> Selection:
@@ -130,6 +138,16 @@ class Selection:
             counts_QC=self.counts_QC[:, some],
             columns=columns,
         )
+
+    def without_first(self, rows: int) -> Selection:
+        """The selection with empty lists for the first rows, blocks or tokens as they select."""
+        counts_QC, columns = self.counts_QC.clone(), self.columns
+        counts_QC[:rows] = 0
+        if columns is not None:
+            counts_NG = columns.counts_NG.clone()
+            counts_NG[:rows] = 0
+            columns = replace(columns, counts_NG=counts_NG)
+        return replace(self, counts_QC=counts_QC, columns=columns)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its lists and own blocks as plain tensors."""

@@ -112,9 +112,7 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
 
     ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
-    where they were measured. ``covered_pair_share``: what a block pair takes in lists of all
-    blocks, over one in a list of the selection. Such lists stand for dense attention where ranks
-    share a document or it is cut; 0 where dense attention itself does.
+    where they were measured.
     """
 
     block_size: int
@@ -126,7 +124,6 @@ class CostModel:
     segments: SegmentCost = field(default=SegmentCost())
     efficiency: Efficiency | None = None
     device: str = "an unknown device"
-    covered_pair_share: float = 1.0
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature; zeros for experts of a model without any."""
@@ -297,8 +294,6 @@ class CostModel:
             source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
             device=device.upper(),
-            # The queries of a block share a list of all blocks, whatever the selection.
-            covered_pair_share=min(1.0, efficiency.sparse / OF_BLOCK_LISTS.sparse),
         ).with_bandwidth(gigabytes_per_second)
 
 

@@ -275,6 +275,8 @@ class BudgetedCoreAttention(MegatronModule):
         layout, others = context.layout, context
         results: list[Sequence[Tensor]] = []
         documents = self._dense_documents(q_THD, v_TGF, context)
+        in_pieces = documents if self._in_pieces(context, documents) else 0
+        documents -= in_pieces
         if 0 < documents < layout.documents:
             layout, others = layout.split(documents)[0], context.without(documents)
             # Their tokens come first, and a split is a view.
@@ -286,7 +288,7 @@ class BudgetedCoreAttention(MegatronModule):
         if documents:
             results.append(self._attend_densely(dense, layout, context))
         if documents < context.layout.documents:
-            selection, *result = self._attend_to_lists(listed, others, selection)
+            selection, *result = self._attend_to_lists(listed, others, selection, in_pieces)
             results.append(result)
         if documents and found is None:
             self._observe_densely(dense, layout, context, others)
@@ -306,14 +308,24 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _dense_documents(self, q_THD: Tensor, v_TGF: Tensor, context: LocalMicroBatch) -> int:
         """Number of first documents that are attended to densely, without lists."""
-        sequence = context.sequence
-        if sequence is not None and not (sequence.ranks is None and sequence.group.shares_heads):
-            return 0
-        documents = context.dense_documents(self._layer_index)
+        planned = context.dense_documents(self._layer_index)
+        documents = min(planned, context.layout.documents)
         implementation = self._options.config.attention
         if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
             return documents
         return 0
+
+    @staticmethod
+    def _in_pieces(context: LocalMicroBatch, documents: int) -> bool:
+        """Whether so many dense documents are attended to in pieces, by keys and values that are
+        exchanged: in segments, where heads do not travel, and where a rank would have nothing of
+        the others."""
+        sequence = context.sequence
+        if sequence is None or (sequence.ranks is None and sequence.group.members == 1):
+            return False
+        if sequence.ranks is not None or not sequence.group.shares_heads:
+            return True
+        return documents < context.layout.documents and not sequence.leaves_to_all(documents)
 
     def _attend_densely(
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
@@ -333,16 +345,29 @@ class BudgetedCoreAttention(MegatronModule):
         return [travelling.attend((q_THD, k_TGD, v_TGF), of_member)]
 
     def _attend_to_lists(
-        self, qkv: Sequence[Tensor], context: LocalMicroBatch, selection: Selection | None
+        self,
+        qkv: Sequence[Tensor],
+        context: LocalMicroBatch,
+        selection: Selection | None,
+        in_pieces: int,
     ) -> tuple[Selection, Tensor, Tensor]:
-        """The selection, made anew where none is given, out_THF and lse_TH."""
+        """The selection, made anew where none is given, out_THF and lse_TH.
+
+        ``in_pieces``: so many first documents are attended to densely. If all of the micro-batch's
+        are, nothing is selected.
+        """
         if selection is None:
             with undisturbed(qkv[0].device):
-                selection = self.select(qkv[0], qkv[1], context)
+                selection = self.select(qkv[0], qkv[1], context, in_pieces)
         attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
         if context.sequence is not None:
             exchange = context.exchange(self._layer_index)
-            attend = partial(sequence_attention, sequence=context.sequence, exchange=exchange)
+            attend = partial(
+                sequence_attention,
+                sequence=context.sequence,
+                exchange=exchange,
+                dense_documents=in_pieces,
+            )
         implementation = self._options.config.attention
         attend = partial(attend, selection=selection, implementation=implementation)
         return selection, *self._attended(attend, qkv)
@@ -412,12 +437,16 @@ class BudgetedCoreAttention(MegatronModule):
         context.observations[self._layer_index] = seen
 
     @torch.no_grad()
-    def select(self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch) -> Selection:
-        """The blocks that this rank's queries read."""
+    def select(
+        self, q_THD: Tensor, k_TGD: Tensor, context: LocalMicroBatch, in_pieces: int = 0
+    ) -> Selection:
+        """The blocks that this rank's queries read; see :meth:`_attend_to_lists`."""
         options, sequence = self._options, context.sequence
-        if self._reads_everything(context):
+        if self._reads_everything(context, in_pieces):
             self._observe_densely((q_THD, k_TGD), context.layout, context, context)
             layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
+            if in_pieces:
+                return Selection.of_documents(layouts.query_layout, layouts.kv_layout)
             return Selection.of_everything(layouts, k_TGD.shape[1])
         budgets_S = context.budgets_LS[self._layer_index]
         rank: Callable[..., Any] = partial(rank_sequence, layout=context.layout)
@@ -436,10 +465,14 @@ class BudgetedCoreAttention(MegatronModule):
             self.observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
 
-    def _reads_everything(self, context: LocalMicroBatch) -> bool:
-        """Whether all blocks are listed, unranked: where dense attention to all documents is
-        planned, and does not serve."""
-        if self._base_budget != DENSE and self._options.config.attention == "tokens":
+    def _reads_everything(self, context: LocalMicroBatch, in_pieces: int) -> bool:
+        """Whether nothing is ranked: dense attention to all documents is planned, and runs in
+        pieces, or by lists of all blocks where it does not serve."""
+        if (
+            not in_pieces
+            and self._base_budget != DENSE
+            and self._options.config.attention == "tokens"
+        ):
             return False
         return context.is_dense(self._layer_index)
 

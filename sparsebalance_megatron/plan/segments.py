@@ -35,7 +35,6 @@ from sparsebalance_megatron.plan.step_costs import (
     VISIBLE,
     Columns,
     StepCosts,
-    as_lists,
     dense_layers,
     of_lockstep_groups,
 )
@@ -255,11 +254,8 @@ def _pieces(
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
     bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
-    lists_M = (segments_M > 1) | ((cp_size_M > 1) & ~costs.heads_travel_W[cp_size_M])
-    lists_I = np.repeat(lists_M, np.fromiter(map(len, micro_batches), dtype=np.int64))
     tokens_2E, ms = _prefix(
-        *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E]),
-        lists_E=lists_I[place_E],
+        *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
     )
     piece_U = np.searchsorted(start_E, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
@@ -276,14 +272,11 @@ def _prefix(
     budgets_LS: np.ndarray,
     sample_E: np.ndarray,
     blocks_YE: np.ndarray,
-    *,
-    lists_E: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [Y, E] of the first blocks of samples and, at budgets [..., L, S], their ms
     [..., 2, Y, E, X], in one piece.
 
-    What a micro-batch and a sequence cost whatever their length is not in it. ``lists_E``: lists of
-    all blocks stand for dense attention.
+    What a micro-batch and a sequence cost whatever their length is not in it.
     """
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
@@ -303,14 +296,11 @@ def _prefix(
     visible_YE = costs.work.visible_pairs(length_YE)
     dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
 
-    lists_2XF = as_lists(columns.denser_2XF, costs.covered_pair_share * columns.pair_2X)
-
     def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
-        sparse_21X, denser_21X, lists_21X = (
-            x[:, None, :, feature] for x in (columns.sparse_2XF, columns.denser_2XF, lists_2XF)
+        sparse_21X, denser_21X = (
+            x[:, None, :, feature] for x in (columns.sparse_2XF, columns.denser_2XF)
         )
-        denser_2EX = np.where(lists_E[:, None], lists_21X, denser_21X)
-        return np.asarray(sparse * sparse_21X + dense_EX * denser_2EX)
+        return np.asarray(sparse * sparse_21X + dense_EX * denser_21X)
 
     return tokens_YE, (
         tokens_YE[..., None] * ms_2EX(TOKENS)[:, None]
@@ -335,13 +325,14 @@ class Places:
         places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
         blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
         blocks_XS = blocks_XS.astype(np.int64)
-        samples = len(costs.blocks_S)
-        _, ms_2XSP = _prefix(
-            *(costs, costs.by_chunk, budgets_LS, np.arange(samples), blocks_XS),
-            lists_E=np.ones(samples, dtype=bool),
-        )
+        samples_S, columns = np.arange(len(costs.blocks_S)), costs.by_chunk
+        _, ms_2XSP = _prefix(costs, columns, budgets_LS, samples_S, blocks_XS)
         self._costs = costs
-        self._work_SX, self._blocks_SX = ms_2XSP.sum(axis=(0, 3)).T, blocks_XS.T
+        # What a dense sample saves whatever its length, it saves wherever it is cut.
+        saved_P = columns.denser_2XF[..., SEQUENCES].clip(None, 0.0).sum(axis=0)
+        saved_S = dense_layers(costs.dense_LS, columns.column_of_L, len(saved_P)) @ saved_P
+        work_XS = ms_2XSP.sum(axis=(0, 3)) - (blocks_XS > 0) * saved_S
+        self._work_SX, self._blocks_SX = work_XS.T, blocks_XS.T
         self.work_S = self._work_SX[:, -1]
         self._along: dict[MicroBatch, tuple[np.ndarray, ...]] = {}
 

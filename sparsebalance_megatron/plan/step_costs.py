@@ -59,14 +59,6 @@ class Columns:
         return self._ms_2SX(self.sparse_2XF) + self._dense_SX * self._ms_2SX(self.denser_2XF)
 
     @cached_property
-    def lists_2SX(self) -> np.ndarray:
-        """Ms that a sample takes more where it is shared and heads do not travel, for layers that
-        would attend to it densely."""
-        covered_pair_2X = self.costs.covered_pair_share * self.pair_2X
-        more_2XF = as_lists(self.denser_2XF, covered_pair_2X) - self.denser_2XF
-        return self._dense_SX * self._ms_2SX(more_2XF)
-
-    @cached_property
     def exchange_2SX(self) -> np.ndarray:
         """Ms of receiving all of a sample's keys and values."""
         return self.exchange_2X[:, None] * self.costs.lengths_tokens_S[:, None]
@@ -95,11 +87,10 @@ class Columns:
             return sample_2SX
         share_S1 = self.costs.share_W[cp_size_S][:, None]
         received_S1 = self.costs.received_W[cp_size_S][:, None]
-        whole_21X, heads_W = self.sequence_2X[:, None], self.costs.heads_travel_W
-        lists_2SX = self.lists_2SX * ~heads_W[cp_size_S][:, None]
-        shared_2SX = whole_21X + (sample_2SX + lists_2SX - whole_21X) * share_S1
+        whole_21X = self.sequence_2X[:, None]
+        shared_2SX = whole_21X + (sample_2SX - whole_21X) * share_S1
         on_each_2SX = shared_2SX + self.exchange_2SX * received_S1
-        if heads_W[cp_size_S].any():
+        if self.costs.heads_more_2W.any():
             more_2S1 = self.costs.heads_more_2W[:, cp_size_S, None]
             on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
@@ -123,9 +114,7 @@ class Columns:
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    A layer attends to a sample densely, without a router, or sparsely, under its budget. Where
-    ranks share a sample and heads do not travel, or it is cut in segments, lists of all blocks
-    stand for dense attention.
+    A layer attends to a sample densely, without a router, or sparsely, under its budget.
 
     Attributes:
         work: how block pairs follow from budgets.
@@ -139,10 +128,8 @@ class StepCosts:
         exchange_2: ms of receiving the keys and values of a token in one layer.
         exchange: how ranks share.
         segments: what passing the pipeline in segments costs.
-        covered_pair_share: see :class:`.CostModel`.
         dense_LS: which layers attend to which samples densely.
         slowness_RP: factors on all times of a rank in a stage.
-        ranks_in_one: ranks that every rank of this job stands for: a context-parallel group's.
     """
 
     job: Job
@@ -157,10 +144,8 @@ class StepCosts:
     exchange_2: np.ndarray
     exchange: Exchange
     segments: SegmentCost
-    covered_pair_share: float
     dense_LS: np.ndarray
     slowness_RP: np.ndarray
-    ranks_in_one: int = 1
 
     @property
     def chunk_of_layer_L(self) -> np.ndarray:
@@ -237,10 +222,7 @@ class StepCosts:
         layer_2CF[..., TOKENS] += received * self.exchange_2[:, None]
         outside_2CF[..., SEQUENCES] = self.outside_2CF[..., SEQUENCES]
         denser_2CF = self.denser_2CF.copy()
-        if self.heads_travel_W[cp_size]:
-            denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None] / share
-        else:
-            denser_2CF = as_lists(denser_2CF, self.covered_pair_share * self.pair_2C)
+        denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None] / share
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
@@ -251,7 +233,6 @@ class StepCosts:
             experts_2CF=share * self.experts_2CF,
             exchange_2=np.zeros(2),
             slowness_RP=slowness_RWP.max(axis=1),
-            ranks_in_one=cp_size,
         )
 
     @cached_property
@@ -267,20 +248,15 @@ class StepCosts:
         return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
 
     @cached_property
-    def heads_travel_W(self) -> np.ndarray:
-        """Whether heads of dense documents travel at cp_size 0 (none) to R."""
-        cp_sizes = range(2, self.job.data_parallel_size + 1)
-        travel = [self.exchange.heads_obstacle(cp_size) is None for cp_size in cp_sizes]
-        return np.array([False, False, *travel])
-
-    @cached_property
     def heads_more_2W(self) -> np.ndarray:
         """Ms that a token of a dense document takes more in a layer where heads travel than where
         keys and values do, at cp_size 0 (none) to R; 0 where they do not travel."""
-        cp_sizes = range(len(self.heads_travel_W))
-        heads_W = np.array([self.exchange.heads_ms_per_token(max(1, cp)) for cp in cp_sizes])
-        more_2W = heads_W - self.exchange_2[:, None] * self.received_W
-        return np.where(self.heads_travel_W, more_2W, 0.0)
+        more_2W = np.zeros((2, self.job.data_parallel_size + 1))
+        for cp_size in range(2, self.job.data_parallel_size + 1):
+            if self.exchange.heads_obstacle(cp_size) is None:
+                heads = self.exchange.heads_ms_per_token(cp_size)
+                more_2W[:, cp_size] = heads - self.exchange_2 * self.received_W[cp_size]
+        return more_2W
 
     @property
     def pair_2C(self) -> np.ndarray:
@@ -440,22 +416,9 @@ def step_costs(
         exchange_2=np.array([cost.exchange.ms_per_token(direction) for direction in Direction]),
         exchange=cost.exchange,
         segments=cost.segments.times(scales.cut_ratio),
-        covered_pair_share=cost.covered_pair_share,
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
-
-
-def as_lists(denser_2XF: np.ndarray, covered_pair_2X: np.ndarray) -> np.ndarray:
-    """``denser_2XF`` of a sample that is shared or in segments: a layer reads lists of all blocks,
-    which are taken to be no faster than dense attention.
-
-    Args:
-        covered_pair_2X: ms of a block pair in them.
-    """
-    lists_2XF = np.zeros_like(denser_2XF)
-    lists_2XF[..., VISIBLE] = covered_pair_2X
-    return np.maximum(lists_2XF, denser_2XF)
 
 
 def dense_layers(dense_LS: np.ndarray, column_of_L: np.ndarray, columns: int) -> np.ndarray:

@@ -80,7 +80,7 @@ class Row(NamedTuple):
             hidden = replace(
                 cost.exchange, bytes_per_token=0.0, gradient_bytes_per_token=0.0, loss=0.0
             )
-            cost = replace(cost, covered_pair_share=0.0, exchange=hidden)
+            cost = replace(cost, exchange=hidden)
         return replace(workload, cost=cost, plan_settings=settings)
 
 

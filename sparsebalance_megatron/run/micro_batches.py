@@ -33,6 +33,9 @@ from sparsebalance_megatron.megatron.planned_schedule import StepShape
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
+_CHUNK_TOKENS = 64
+"""Blocks of documents that are dealt out in halves: ranks get even parts of short ones, too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePacking:
@@ -68,10 +71,13 @@ class SequencePacking:
 
     def held(self, micro_batch: MicroBatchPlan) -> SequenceSlice:
         """Slice of a micro-batch that this rank holds, which may be all of it."""
+        group = self._group(micro_batch)
+        in_halves = _is_dense(micro_batch) and not group.shares_heads
         return SequenceSlice.dealt(
             self.cu_seqlens(micro_batch),
-            self._group(micro_batch),
-            block_size=self.block_size,
+            group,
+            block_size=min(self.block_size, _CHUNK_TOKENS) if in_halves else self.block_size,
+            in_halves=in_halves,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
@@ -90,6 +96,7 @@ class SequencePacking:
                 segment,
                 block_size=self.block_size,
                 ranks=group,
+                in_halves=_is_dense(micro_batch),
                 pad_to_multiple_of=self.pad_to_multiple_of,
             )
             for segment in range(micro_batch.segments)
@@ -117,16 +124,17 @@ class SequencePacking:
         if micro_batch.cp_size == 1:
             held = micro_batch.segment_tokens(self.block_size)
         else:
-            last = segment_slice(
-                self.cu_seqlens(micro_batch),
-                micro_batch.segment_starts_blocks,
-                micro_batch.segments - 1,
-                block_size=self.block_size,
-                ranks=SequenceGroup(members=micro_batch.cp_size),
-            )
+            last = self.slices(micro_batch)[-1]
+            assert last is not None, "ranks that share a micro-batch hold slices"
             held = np.asarray(last.tokens_per_member)
         multiple = self.pad_to_multiple_of
         return np.reshape(-(-held // multiple) * multiple, (micro_batch.segments, -1))
+
+
+def _is_dense(micro_batch: MicroBatchPlan) -> bool:
+    """Whether every layer attends to all documents densely."""
+    dense_L = micro_batch.dense_documents_L
+    return len(dense_L) > 0 and bool((dense_L == len(micro_batch.samples)).all())
 
 
 @dataclass(eq=False)

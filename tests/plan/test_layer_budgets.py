@@ -6,6 +6,7 @@ What those cost, and that none is slower for it.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -200,31 +201,28 @@ def test_a_step_under_its_own_budgets_is_the_same_step(lockstep_ranks):
         )
 
 
-@pytest.mark.parametrize("sharing", ["equal", "planned"])
-def test_documents_that_ranks_share_are_dense_by_length_alone(sharing):
-    """Raising makes no others dense: what ranks share they read by lists."""
-    shared = 0
-    for seed in range(12):
+def test_documents_that_ranks_share_become_dense_too():
+    """By their length, or where their budget was raised to all blocks."""
+    raised_to_dense = 0
+    for seed, equal in itertools.product(range(12), (True, False)):
         given = raised(seed)
-        job = given["job"]
+        job, changes = given["job"], {"max_tokens_per_micro_batch": 2**17}
         if job.data_parallel_size == 1:
             continue
-        changes = {"max_tokens_per_micro_batch": 2**17}
-        if sharing == "equal":
+        if equal:
             given |= {"job": replace(job, context_parallel_size=2)}
             changes["max_cp_size"] = 2
         else:
             changes |= {"context_parallel": "dynamic", "max_cp_size": 2}
-        plan = planned(**changed(given, **changes))
-        for micro_batch in plan.micro_batches:
+        for micro_batch in planned(**changed(given, **changes)).micro_batches:
             if micro_batch.cp_size == 1:
                 continue
-            shared += 1
-            settings = given["plan_settings"]
-            by_length_LS = settings.dense_LS(job.layers, micro_batch.lengths_tokens)
-            leading_LS = np.logical_and.accumulate(by_length_LS, axis=1)
+            settings, lengths = given["plan_settings"], np.array(micro_batch.lengths_tokens)
+            covered_LS = micro_batch.budgets_LS >= -(-lengths // settings.config.block_size)
+            leading_LS = np.logical_and.accumulate(covered_LS, axis=1)
             assert (leading_LS.sum(axis=1) == micro_batch.dense_documents_L).all()
-    assert shared
+            raised_to_dense += (leading_LS & ~settings.dense_LS(job.layers, lengths)).sum()
+    assert raised_to_dense
 
 
 def test_lengths_by_hand():

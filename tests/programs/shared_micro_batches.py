@@ -55,8 +55,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
                 generator,
             )
         ]
-    block_size, expected = plan_settings.config.block_size, plan.expectation
-    micro_batches = [with_blocks_for_all(each, block_size) for each in micro_batches]
+    expected = plan.expectation
     plan = replace(
         plan,
         data_parallel_size=job.data_parallel_size,
@@ -132,15 +131,6 @@ def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[M
         )
         for place, (part, size) in enumerate(zip(parts, sizes, strict=True))
     ]
-
-
-def with_blocks_for_all(micro_batch: MicroBatchPlan, block_size: int) -> MicroBatchPlan:
-    """The micro-batch without dense documents in layers whose other documents have too few blocks
-    for its ranks."""
-    blocks = [-(-length // block_size) for length in micro_batch.lengths_tokens]
-    others_L = sum(blocks) - np.cumsum([0, *blocks])[micro_batch.dense_documents_L]
-    fine_L = (others_L == 0) | (others_L >= micro_batch.cp_size)
-    return replace(micro_batch, dense_documents_L=micro_batch.dense_documents_L * fine_L)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,7 @@ CUTS = {
     "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
     "segments-lengths": ("lengths", 2, ""),
     "segments-exact": ("exact", 2, ""),
+    "segments-wide-exact": ("exact", 4, f"{WIDE} {RECOMPUTE} uniform"),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),

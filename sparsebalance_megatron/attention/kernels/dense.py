@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole documents: every query reads all tokens of its document up to itself, and no lists.
+"""Whole documents: every query reads all tokens of its document up to itself, and no lists. Where
+queries and keys have layouts of their own, those of document i read all keys of document i.
 
 On CUDA one call of the FlashAttention kernels inside torch serves all documents, whose boundaries
 lie on the device; on the CPU one call each. The kernels on CUDA write nothing outside of documents:
@@ -10,6 +11,7 @@ Shape legend: W the widest head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise, starmap
 from typing import Any
@@ -52,12 +54,13 @@ def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
-    layout = selection.query_layout
     if takes_flash(q_THD.device):
         q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
         out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
-        for tokens in starmap(slice, pairwise(layout.cu_seqlens)):
-            found = attend(*_as_tiles(tokens, q, k, v), softmax_scale=softmax_scale, causal=True)
+        causal, heads = _is_causal(selection), q.shape[1]
+        for tokens, keys in _documents(selection):
+            tiles = *_as_tiles(heads, tokens, q), *_as_tiles(heads, keys, k, v)
+            found = attend(*tiles, softmax_scale=softmax_scale, causal=causal)
             out[tokens], lse[tokens] = (each.transpose(0, 1) for each in found)
         return out.to(q_THD.dtype), lse
     q_THW, k_TGW, v_TGW = _fitting(q_THD, k_TGD, v_TGF)
@@ -66,23 +69,28 @@ def forward(
         key=k_TGW,
         value=v_TGW,
         return_debug_mask=False,
-        **_of_documents(layout, softmax_scale),
+        **_of_documents(selection, softmax_scale),
     )
     return out_THW[..., : v_TGF.shape[2]], lse_HT.T
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    layout, scale = saved.selection.query_layout, saved.softmax_scale
+    selection, scale = saved.selection, saved.softmax_scale
     inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
     if takes_flash(dout_THF.device):
-        wide = [x.to(wide_dtype(x.dtype)) for x in inputs]
-        gradients = [torch.empty_like(x) for x in wide[1:4]]
-        for tokens in starmap(slice, pairwise(layout.cu_seqlens)):
-            tiles = _as_tiles(tokens, *wide, saved.lse_TH)
-            found = attend_backward(*tiles, softmax_scale=scale, causal=True)
-            for whole, per_head in zip(gradients, found, strict=True):
+        dout, q, k, v, out = (x.to(wide_dtype(x.dtype)) for x in inputs)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        causal, heads = _is_causal(selection), q.shape[1]
+        for tokens, keys in _documents(selection):
+            tiles = (
+                *_as_tiles(heads, tokens, dout, q),
+                *_as_tiles(heads, keys, k, v),
+                *_as_tiles(heads, tokens, out, saved.lse_TH),
+            )
+            found = attend_backward(*tiles, softmax_scale=scale, causal=causal)
+            for whole, per_head, rows in zip(gradients, found, (tokens, keys, keys), strict=True):
                 per_whole_head = per_head.unflatten(0, (whole.shape[1], -1)).sum(1)
-                whole[tokens] = per_whole_head.transpose(0, 1)
+                whole[rows] = per_whole_head.transpose(0, 1)
         dq, dk, dv = (x.to(dout_THF.dtype) for x in gradients)
         return dq, dk, dv
     dout_THW, q_THW, k_TGW, v_TGW, out_THW = _fitting(*inputs)
@@ -96,7 +104,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         # Read where there is dropout.
         rng_state=q_THW.new_empty(2, dtype=torch.uint64),
         unused=q_THW.new_empty(0),
-        **_of_documents(layout, scale),
+        **_of_documents(selection, scale),
     )
     dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(gradients, inputs[1:4], strict=True))
     return dq, dk, dv
@@ -138,22 +146,34 @@ def missing_in_torch() -> str | None:
     return None
 
 
-def _as_tiles(tokens: slice, *xs_T: Tensor) -> list[Tensor]:
+def _is_causal(selection: Selection) -> bool:
+    return selection.kv_layout is selection.query_layout
+
+
+def _documents(selection: Selection) -> Iterator[tuple[slice, slice]]:
+    """Tokens of the queries and of the keys of every document."""
+    layouts = selection.query_layout, selection.kv_layout
+    yield from zip(*(starmap(slice, pairwise(x.cu_seqlens)) for x in layouts), strict=True)
+
+
+def _as_tiles(heads: int, tokens: slice, *xs_T: Tensor) -> list[Tensor]:
     """Some tokens of tensors [T, H or G, ...] as [H, tokens, ...]: a tile for each query head."""
-    heads = max(x.shape[1] for x in xs_T)
     return [
         x[tokens].transpose(0, 1).repeat_interleave(heads // x.shape[1], 0, output_size=heads)
         for x in xs_T
     ]
 
 
-def _of_documents(layout: PackedLayout, softmax_scale: float) -> dict[str, Any]:
+def _of_documents(selection: Selection, softmax_scale: float) -> dict[str, Any]:
     """What both operations on CUDA take by name besides tensors of tokens."""
+    queries, keys = selection.query_layout, selection.kv_layout
     return {
-        **dict.fromkeys(("cum_seq_q", "cum_seq_k"), layout.bounds_S1),
-        **dict.fromkeys(("max_q", "max_k"), int(layout.grid.tokens_S.max())),
+        "cum_seq_q": queries.bounds_S1,
+        "cum_seq_k": keys.bounds_S1,
+        "max_q": int(queries.grid.tokens_S.max()),
+        "max_k": int(keys.grid.tokens_S.max()),
         "dropout_p": 0.0,
-        "is_causal": True,
+        "is_causal": _is_causal(selection),
         "scale": softmax_scale,
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from sparsebalance_megatron.attention.sequence.slice import (
     SequenceExchange,
     SequenceGroup,
     SequenceSlice,
+    dealt_owners,
 )
 
 
@@ -38,13 +40,14 @@ def segment_slice(
     *,
     block_size: int,
     ranks: SequenceGroup | None = None,
+    in_halves: bool = False,
     pad_to_multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> SequenceSlice:
     """What this rank holds of a segment, as a slice of the sequence so far.
 
-    Budgets and coverage are those of the documents that have begun. Ranks that share the sequence
-    hold its blocks in turn, as in :meth:`.slice.SequenceSlice.dealt`.
+    Budgets and coverage are those of the documents that have begun. To ranks that share the
+    sequence each segment is dealt out as in :meth:`.slice.SequenceSlice.dealt`.
 
     Args:
         cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
@@ -66,11 +69,15 @@ def segment_slice(
     last_block = bounds[segment + 1] - 1
     end = grid.start_N[last_block] + grid.length_N[last_block]
     begun = grid.boundaries[grid.boundaries < end].tolist()
-    segment_N = np.repeat(np.arange(segment + 1), np.diff(bounds)[: segment + 1])
+    owners = [
+        number * ranks.members
+        + dealt_owners(grid, slice(first, last), ranks.members, in_halves=in_halves)
+        for number, (first, last) in enumerate(pairwise(bounds[: segment + 2].tolist()))
+    ]
     return SequenceSlice(
         cu_seqlens=(*begun, int(end)),
         block_size=block_size,
-        owner_N=segment_N * ranks.members + np.arange(len(segment_N)) % ranks.members,
+        owner_N=np.concatenate(owners),
         group=SequenceGroup(
             member=segment * ranks.members + ranks.member,
             members=(segment + 1) * ranks.members,

@@ -13,7 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention, checked_kernel
+from sparsebalance_megatron.attention.api import (
+    block_sparse_attention,
+    check_dense,
+    checked_kernel,
+)
 from sparsebalance_megatron.attention.kernels.contract import (
     Attention,
     Kernel,
@@ -24,6 +28,7 @@ from sparsebalance_megatron.attention.kernels.contract import (
 from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.sequence.pieces import DensePieces
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation
 
@@ -38,6 +43,7 @@ def sequence_attention(
     exchange: SequenceExchange | None,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
+    dense_documents: int = 0,
     known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,6 +56,8 @@ def sequence_attention(
     Args:
         selection: lists of the slice's queries over the blocks of the sequence.
         exchange: how other keys and values get here; None where the slice is the whole sequence.
+        dense_documents: so many first documents are attended to densely (:mod:`.pieces`), whatever
+            their lists; where there are no others, the selection needs none. With an exchange.
         known: all members give it, or none, since the exchange of a forward is left out.
 
     Raises:
@@ -75,8 +83,16 @@ def sequence_attention(
             sink_H=sink_H,
         )
     # What is checked are the tensors that are here.
-    here = replace(selection, kv_layout=sequence.local_layout)
-    kernel = checked_kernel(q_THD, k_TGD, v_TGF, here, implementation, known, sink_H)
+    here, kernel = sequence.local_layout, None
+    if dense_documents < sequence.whole_layout.documents:
+        listed = replace(selection, kv_layout=here)
+        kernel = checked_kernel(q_THD, k_TGD, v_TGF, listed, implementation, known, sink_H)
+    if kernel is None or dense_documents:
+        check_dense(q_THD, k_TGD, v_TGF, here, known, sink_H)
+        if kernel is not None:
+            rows = sequence.rows_of(dense_documents, by_token=selection.by_token)
+            selection = selection.without_first(rows)
+        kernel = DensePieces(sequence=sequence, documents=dense_documents, lists=kernel)
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
     return Attention.apply(
         *(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class SequenceSlice:
         group: SequenceGroup,
         *,
         block_size: int,
+        in_halves: bool = False,
         pad_to_multiple_of: int = 1,
         device: torch.device | str = "cpu",
     ) -> SequenceSlice:
@@ -89,15 +90,18 @@ class SequenceSlice:
 
         Every document is spread alike, and so is its work, whatever budget it gets.
 
+        Args:
+            in_halves: for dense attention in pieces: see :func:`dealt_owners`.
+
         Raises:
             ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or has fewer
                 blocks than the group has members.
         """
-        blocks = len(block_grid(cu_seqlens, block_size).start_N)
+        grid = block_grid(cu_seqlens, block_size)
         return cls(
             cu_seqlens=tuple(map(int, cu_seqlens)),
             block_size=block_size,
-            owner_N=np.arange(blocks, dtype=np.int64) % group.members,
+            owner_N=dealt_owners(grid, slice(None), group.members, in_halves=in_halves),
             group=group,
             pad_to_multiple_of=pad_to_multiple_of,
             device=device,
@@ -145,6 +149,11 @@ class SequenceSlice:
         owner_N = self.owner_N % self.ranks.members
         return replace(self, owner_N=owner_N, group=self.ranks, ranks=None)
 
+    def leaves_to_all(self, documents: int) -> bool:
+        """Whether every member has a block of the documents after so many first ones."""
+        owner_N = self.owner_N[self._grid.blocks_S[:documents].sum() :]
+        return bool(np.bincount(owner_N, minlength=self.group.members).all())
+
     def without(self, documents: int) -> SequenceSlice:
         """The slice of all but the first documents; made once for each number."""
         if documents not in self._without:
@@ -161,6 +170,18 @@ class SequenceSlice:
     @cached_property
     def _without(self) -> dict[int, SequenceSlice]:
         return {}
+
+    @cached_property
+    def pieces(self) -> dict[Any, Any]:
+        """What :mod:`.pieces` has made of it."""
+        return {}
+
+    def rows_of(self, documents: int, *, by_token: bool) -> int:
+        """Tokens of the first documents that this rank holds, or blocks."""
+        if by_token:
+            return int(np.searchsorted(self.tokens_T, self.cu_seqlens[documents]))
+        blocks = int(self._grid.blocks_S[:documents].sum())
+        return int(np.searchsorted(self.blocks_W[self.group.member], blocks))
 
     @cached_property
     def tokens_T(self) -> np.ndarray:
@@ -275,6 +296,35 @@ class SequenceSlice:
     def on_device(self, x: np.ndarray) -> Tensor:
         """A copy on the slice's device."""
         return copied_to(torch.from_numpy(x), self.device)
+
+
+def dealt_owners(grid: BlockGrid, some: slice, members: int, *, in_halves: bool) -> np.ndarray:
+    """int64, the member that gets each of some neighbouring blocks: one after the other in turn.
+
+    In halves, a member gets at most two runs of a document, whose dense attention is an even part
+    of the document's:
+
+    1. The document is cut into 2 x ``members`` chunks of nearly equally many blocks.
+    2. Chunk i and chunk i from the end are a pair. The larger a pair, the fewer tokens has the
+       member so far that gets it.
+    3. Where that leaves a member without a block, all get blocks in turn.
+    """
+    document_N, length_N = grid.document_N[some], grid.length_N[some]
+    in_turn_N = np.arange(len(document_N), dtype=np.int64) % members
+    if not in_halves:
+        return in_turn_N
+    owner_N, tokens_W = np.empty_like(in_turn_N), np.zeros(members, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(document_N, prepend=-1))
+    for start, end in zip(starts, (*starts[1:], len(document_N)), strict=True):
+        edges = start + np.arange(2 * members + 1) * (end - start) // (2 * members)
+        token_edges = np.cumsum([0, *length_N[start:end]])[edges - start]
+        chunk_tokens = np.diff(token_edges)
+        pair_tokens_W = (chunk_tokens + chunk_tokens[::-1])[:members]
+        member_W = np.empty(members, dtype=np.int64)
+        member_W[np.argsort(-pair_tokens_W, kind="stable")] = np.argsort(tokens_W, kind="stable")
+        owner_N[start:end] = np.repeat([*member_W, *member_W[::-1]], np.diff(edges))
+        tokens_W[member_W] += pair_tokens_W
+    return owner_N if np.bincount(owner_N, minlength=members).all() else in_turn_N
 
 
 def _padded(values_T: Tensor, tokens: int, padding: float) -> Tensor:

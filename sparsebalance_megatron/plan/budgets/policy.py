@@ -158,8 +158,8 @@ def no_dearer_than_dense_LS(
 
     A layer that takes as long reads everything, densely, where it can: it attends densely to all
     documents of the micro-batch before that one, of which the first are those that most layers
-    attend to densely. Elsewhere it goes back to the last budget that takes less. Micro-batches in
-    segments or shared by ranks, and jobs without dense attention, know lists only and keep theirs.
+    attend to densely. Elsewhere it goes back to the last budget that takes less. Where there are
+    segments, and in jobs without dense attention, raised budgets stay lists.
     """
     may_be_dense_LS = _may_be_dense_LS(problem, where, raised_LS)
     if not may_be_dense_LS.any():
@@ -197,10 +197,7 @@ def _may_be_dense_LS(
     if not attends_densely or where.segment_starts_blocks:
         return np.zeros_like(costs.dense_LS)
     chosen_LS = (budgets_LS > problem.allowed.base_LS) | problem.pinned_S
-    cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S] * costs.ranks_in_one
-    sizes, size_S = np.unique(cp_size_S, return_inverse=True)
-    whole = [costs.exchange.heads_obstacle(cp_size) is None for cp_size in sizes.tolist()]
-    return np.asarray(chosen_LS & ~costs.dense_LS & np.array(whole)[size_S])
+    return np.asarray(chosen_LS & ~costs.dense_LS)
 
 
 def leading_LS(

@@ -42,7 +42,7 @@ class Contents:
     ) -> None:
         samples, chunks = len(costs.lengths_tokens_S), costs.chunks
         by_chunk, constant = costs.by_chunk, costs.constant_2C
-        work, exchange, lists = sample_2SC, by_chunk.exchange_2SX, by_chunk.lists_2SX
+        work, exchange = sample_2SC, by_chunk.exchange_2SX
         sequence, dense = by_chunk.sequence_2X, by_chunk.dense_tokens_SX
         self._chunk_of_X = np.arange(chunks)
         if layer_2SX is not None:
@@ -57,17 +57,16 @@ class Contents:
             in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
             self._chunk_of_X = np.append(costs.chunk_of_X[first_X], np.arange(chunks))
             of_layers = (
-                *(layer_2SX, layers.exchange_2SX, layers.lists_2SX, layers.sequence_2X),
-                layers.dense_tokens_SX,
+                *(layer_2SX, layers.exchange_2SX, layers.sequence_2X, layers.dense_tokens_SX),
             )
-            work, exchange, lists, sequence, dense = (
+            work, exchange, sequence, dense = (
                 np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
                 for values in of_layers
             )
             constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work - sequence[:, None], *((exchange, lists) if shared else ()))
+            for values in (work - sequence[:, None], *((exchange,) if shared else ()))
         ]
         self._work_terms = terms[0].shape[1]
         if shared:
@@ -76,7 +75,6 @@ class Contents:
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W, self._received_W = costs.share_W, costs.received_W
-        self._heads_W = costs.heads_travel_W
         self._heads_more_WF = np.repeat(costs.heads_more_2W.T, sequence.shape[1], axis=1)
         self._slowness_IRC = _slowness_of_micro_batches(costs)
 
@@ -91,12 +89,8 @@ class Contents:
         share = self._share_W[cp_size][..., None]
         ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
-            exchange, lists, dense = np.split(
-                contents[..., self._work_terms : SEQUENCES], 3, axis=-1
-            )
+            exchange, dense = np.split(contents[..., self._work_terms : SEQUENCES], 2, axis=-1)
             ms += exchange * self._received_W[cp_size][..., None]
-            by_lists = (cp_size > 1) & ~self._heads_W[cp_size]
-            ms += lists * np.where(by_lists[..., None], share, 0.0)
             ms += dense * self._heads_more_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant

@@ -58,8 +58,7 @@ def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, see
     seed=st.integers(0, 99),
 )
 def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
-    """Without costs of cutting, what segments take is what the samples take in one piece, but that
-    lists of all blocks stand for dense attention."""
+    """Without costs of cutting, what segments take is what the samples take in one piece."""
     job = job_shape(1, 1, stages=STAGES)
     cost = replace(cost_model(), segments=FREE)
     dense_LS = np.random.default_rng(seed + 1).random((job.layers, len(lengths))) < 0.3
@@ -77,8 +76,6 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     assert cut.tokens_U.sum() == sum(lengths)
     pieces = len(starts)
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
-    if pieces > 1:
-        whole_2P = whole_2P + costs.by_chunk.lists_2SX.sum(axis=1)
     ends_S = np.cumsum(costs.blocks_S)
     crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in starts)
     expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.by_chunk.sequence_2X

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense attention of a slice's queries to all tokens of their documents up to themselves.
+
+Of a document a slice holds runs of neighbouring tokens, in any number and at any place.
+
+1. The document's tokens in the slice, one after the other, attend to one another: a causal square.
+2. Before each run lies a gap, whose tokens the slice does not hold. The run and all runs after it
+   read all of these: a full rectangle for each gap.
+3. Outputs of the square and the rectangles are merged by their log-sum-exp. Gradients of the pieces
+   add up, computed from the merged outputs.
+
+The first rectangles of all documents are one call of the kernel, so are the second ones, and so on.
+Whoever holds which tokens, values are the same to rounding; the work of a member follows from it.
+
+Shape legend: T tokens of the slice, or those whose keys are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels import dense
+from sparsebalance_megatron.attention.kernels.contract import (
+    Kernel,
+    Saved,
+    merge_partials,
+    wide_dtype,
+)
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Documents of queries and of keys: the numbers of their tokens, among the slice's and among
+    those whose keys are here, and how dense attention reads them."""
+
+    query_T: Tensor
+    key_T: Tensor
+    selection: Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePieces:
+    """A :class:`..kernels.contract.Kernel`: a slice's first documents are attended to densely.
+
+    ``lists``: attends to the others by their lists, of which the first documents have none; None
+    where there are no others.
+    """
+
+    sequence: SequenceSlice
+    documents: int
+    lists: Kernel | None = None
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGF: Tensor,
+        selection: Selection,
+        *,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        wide, shape = wide_dtype(q_THD.dtype), q_THD.shape[:2]
+        out_THF = q_THD.new_zeros(*shape, v_TGF.shape[2], dtype=wide)
+        lse_TH = q_THD.new_full(shape, -float("inf"), dtype=wide)
+        if self.lists is not None:
+            inputs = q_THD, k_TGD, v_TGF, selection
+            out_THF, lse_TH = self.lists.forward(*inputs, softmax_scale=softmax_scale)
+            out_THF = out_THF.to(wide)
+        for piece in self.pieces(selection.kv_layout):
+            q, found = q_THD[piece.query_T], (out_THF[piece.query_T], lse_TH[piece.query_T])
+            keys = k_TGD[piece.key_T], v_TGF[piece.key_T]
+            out, lse = dense.forward(q, *keys, piece.selection, softmax_scale=softmax_scale)
+            out, lse = merge_partials(*found, out.to(wide), lse)
+            out_THF.index_copy_(0, piece.query_T, out)
+            lse_TH.index_copy_(0, piece.query_T, lse)
+        return out_THF.to(q_THD.dtype), lse_TH
+
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, inputs = dout_THF.dtype, (saved.q_THD, saved.k_TGD, saved.v_TGF)
+        sums = [x.new_zeros(x.shape, dtype=wide_dtype(dtype)) for x in inputs]
+        if self.lists is not None:
+            sums = [x.to(wide_dtype(dtype)) for x in self.lists.backward(dout_THF, saved)]
+        for piece in self.pieces(saved.selection.kv_layout):
+            of_piece = replace(
+                saved,
+                q_THD=saved.q_THD[piece.query_T],
+                k_TGD=saved.k_TGD[piece.key_T],
+                v_TGF=saved.v_TGF[piece.key_T],
+                out_THF=saved.out_THF[piece.query_T],
+                lse_TH=saved.lse_TH[piece.query_T],
+                selection=piece.selection,
+            )
+            parts = dense.backward(dout_THF[piece.query_T], of_piece)
+            rows = piece.query_T, piece.key_T, piece.key_T
+            for total, row_T, part in zip(sums, rows, parts, strict=True):
+                total.index_add_(0, row_T, part.to(total.dtype))
+        dq_THD, dk_TGD, dv_TGF = (x.to(dtype) for x in sums)
+        return dq_THD, dk_TGD, dv_TGF
+
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
+        return dense.obstacle(q_THD, v_TGF, selection.query_layout)
+
+    def pieces(self, keys: PackedLayout) -> Sequence[Piece]:
+        """The pieces where these keys are here, of the sequence or of a member; made once."""
+        made = self.sequence.pieces
+        if (self.documents, keys) not in made:
+            made[self.documents, keys] = self._pieces(self._tokens_of(keys))
+        found: Sequence[Piece] = made[self.documents, keys]
+        return found
+
+    def _tokens_of(self, keys: PackedLayout) -> np.ndarray:
+        """The numbers in the sequence of the tokens of a layout."""
+        sequence = self.sequence
+        if keys is sequence.whole_layout:
+            return np.arange(keys.tokens)
+        members = sequence if sequence.ranks is None else sequence.by_rank
+        numbers = range(members.group.members)
+        return members.tokens_W[next(m for m in numbers if members.layout_of(m) is keys)]
+
+    def _pieces(self, key_T: np.ndarray) -> list[Piece]:
+        """``key_T``: the numbers in the sequence of tokens whose keys are here, rising."""
+        held_T, boundaries = self.sequence.tokens_T, self.sequence.cu_seqlens
+        squares: list[tuple[np.ndarray, np.ndarray]] = []
+        rectangles: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        for first, end in pairwise(boundaries[: self.documents + 1]):
+            a, b = np.searchsorted(held_T, (first, end))
+            if a == b:
+                continue
+            own_T, level = held_T[a:b], 0
+            place_T = np.searchsorted(key_T, own_T)
+            if place_T[-1] < len(key_T) and key_T[place_T[-1]] == own_T[-1]:
+                squares.append((np.arange(a, b), place_T))
+            runs = np.flatnonzero(np.diff(own_T, prepend=own_T[0] - 2) != 1)
+            ends = (first, *(own_T[runs[1:] - 1] + 1))
+            for run, end_before in zip(runs, ends, strict=True):
+                gap = np.searchsorted(key_T, (end_before, own_T[run]))
+                if gap[0] < gap[1]:
+                    if level == len(rectangles):
+                        rectangles.append([])
+                    rectangles[level].append((np.arange(a + run, b), np.arange(*gap)))
+                    level += 1
+        pieces = [self._piece(squares, causal=True)] if squares else []
+        return pieces + [self._piece(each, causal=False) for each in rectangles]
+
+    def _piece(self, parts: Sequence[tuple[np.ndarray, np.ndarray]], *, causal: bool) -> Piece:
+        """``parts``: tokens of queries and of keys, document by document."""
+        layouts = [
+            packed_layout(
+                np.cumsum([0, *map(len, tokens)]), self.sequence.block_size, self.sequence.device
+            )
+            for tokens in zip(*parts, strict=True)
+        ]
+        query_T, key_T = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Piece(
+            query_T=self.sequence.on_device(query_T),
+            key_T=self.sequence.on_device(key_T),
+            selection=Selection.of_documents(layouts[0], None if causal else layouts[1]),
+        )
