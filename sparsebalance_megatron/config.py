@@ -303,8 +303,13 @@ class SparseBalanceConfig:
     @property
     def heads_may_travel(self) -> bool:
         """Whether ranks that share a document may attend to it densely, each with its heads."""
-        by_lists = self.attention in ("triton", "reference")
-        return self.recompute_attention == "again" and not by_lists
+        return self.recompute_attention == "again" and not self.attends_by_lists
+
+    @property
+    def attends_by_lists(self) -> bool:
+        """Whether a kernel was named that attends by lists: to dense documents by those of all
+        blocks."""
+        return self.attention in ("triton", "reference")
 
     @property
     def dense_up_to_tokens(self) -> int:

@@ -49,8 +49,9 @@ def with_dense_length(
     their lists."""
     if config.dense_up_to != "auto":
         return config
-    lists = config.attention in ("triton", "reference")
-    tokens = 0 if lists else crossing_tokens(cost, config.base_budget, longest_tokens)
+    tokens = (
+        0 if config.attends_by_lists else crossing_tokens(cost, config.base_budget, longest_tokens)
+    )
     return replace(config, dense_up_to=str(tokens))
 
 

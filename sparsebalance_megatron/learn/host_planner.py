@@ -15,6 +15,7 @@ from sparsebalance_megatron.cost.dense_length import check_dense_length, with_de
 from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
@@ -22,7 +23,6 @@ from sparsebalance_megatron.plan.arrangement import Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, max_cp_size
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

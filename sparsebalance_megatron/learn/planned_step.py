@@ -12,7 +12,8 @@ import numpy as np
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
+from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.plan.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExc
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
 from sparsebalance_megatron.config import ConfigError, ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import RankPlace
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 
 def rank_place() -> RankPlace:

@@ -207,7 +207,7 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
     found = anneal(
         start.arrangement,
         problem.costs,
-        problem.expected_2SC,
+        problem.expected_2SX,
         rules=Rules(
             cap_tokens=problem.cap_tokens,
             max_cp_size=max_cp_size,
@@ -215,7 +215,6 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
         ),
         plan_ms=effort * problem.search_ms(start.makespan_ms, share),
         enough_ms=stop * _bound_ms(problem, max_cp_size),
-        layer_2SX=problem.layer_2SX,
         spends_all=problem.plan_settings.config.plan_ms is not None,
     )
     candidate = Candidate.of(problem, found)
@@ -390,7 +389,8 @@ def _in_segments(
         # Sharing can gain little.
         return found
     # Cut finely, a pipeline takes about what its micro-batches take one after another. So cp_sizes
-    # are those of a step with all layers on one stage, and the best of every limit.
+    # are those of a step with all layers on one stage, and the best of every limit; of a start that
+    # takes as long there, both, as they may differ in the pipeline.
     one_stage, limit = problem.on_one_stage, problem.plan_settings.max_cp_size
     starts = []
     while limit > 1:
@@ -399,7 +399,10 @@ def _in_segments(
         except PlanError:
             # The cap asks for micro-batches that more ranks share.
             break
-        starts.append(_searched(start, limit).arrangement)
+        searched = _searched(start, limit)
+        starts.append(searched.arrangement)
+        if start.makespan_ms == searched.makespan_ms:
+            starts.append(start.arrangement)
         limit //= 2
     return found + _cut(problem, starts, most_tokens)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.errors import PlanError
 
 _DECAY = 0.9
 """Weight of the past in the moving average of coverage."""

@@ -25,8 +25,8 @@ def group_times(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) ->
     whatever it holds is that of the slowest device."""
     members_2EWMX = _by_member_2EWMX(costs, layer_ms_2SX(costs, budgets_LS, where), where)
     slowness_EWX = slowness_of_members_EWX(costs)
-    ms_2EMC = of_lockstep_groups(members_2EWMX, slowness_EWX, costs.chunk_of_X)
-    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
+    ms_2EMC = of_lockstep_groups(members_2EWMX, slowness_EWX, costs.by_layer.chunk_of_X)
+    slowest_EC = slowness_EWX[..., costs.by_layer.own :].max(axis=1)
     ms_2EMC += costs.constant_2C[:, None, None] * slowest_EC[:, None]
     ms_2RMC = np.repeat(ms_2EMC, costs.job.lockstep_ranks, axis=1)
     times = costs.flat(ms_2RMC, where.cp_sizes_RM)
@@ -47,14 +47,13 @@ def own_times(costs: StepCosts, times_2RPVM: np.ndarray, where: Arrangement) -> 
 
 def layer_ms_2SX(costs: StepCosts, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
     """Ms of placed samples in the columns of layers, on each of the ranks that share them."""
-    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
     cp_size_S = where.cp_sizes_RM.reshape(-1)[where.micro_batch_of_S]
-    return costs.layers.at_cp_size(costs.layers.ms_2SX(budgets_LS), cp_size_S)
+    return costs.by_layer.at_cp_size(costs.by_layer.ms_2SX(budgets_LS), cp_size_S)
 
 
 def slowness_of_members_EWX(costs: StepCosts) -> np.ndarray:
     """Factors on the times of every member of a group in the columns of layers."""
-    slowness_RX = costs.slowness_RP[:, costs.chunk_of_X // costs.job.virtual_stages]
+    slowness_RX = costs.slowness_RP[:, costs.by_layer.chunk_of_X // costs.job.virtual_stages]
     return slowness_RX.reshape(-1, costs.job.lockstep_ranks, slowness_RX.shape[1])
 
 

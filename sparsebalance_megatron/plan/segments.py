@@ -184,22 +184,21 @@ def row_cuts(
         starts: of the segments of every member of every row.
         groups: whose devices run each row.
     """
-    assert costs.layers is not None, "ranks that wait in layers have costs by layer"
-    members = costs.job.lockstep_ranks
+    members, columns = costs.job.lockstep_ranks, costs.by_layer
     ms_2UX, tokens_U = _pieces(
         costs,
-        costs.layers,
+        columns,
         budgets_LS,
         list(chain.from_iterable(rows)),
         list(chain.from_iterable(starts)),
     )
     slowness_EWX = slowness_of_members_EWX(costs)
-    slowest_EC = slowness_EWX[..., costs.own_columns :].max(axis=1)
+    slowest_EC = slowness_EWX[..., columns.own :].max(axis=1)
     cuts = []
     ends = accumulate((members * len(of_row[0]) for of_row in starts), initial=0)
     for group, part in zip(groups, pairwise(ends), strict=True):
-        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(costs.chunk_of_X))
-        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], costs.chunk_of_X)
+        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(columns.chunk_of_X))
+        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], columns.chunk_of_X)
         ms_2UP += (_whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
         cuts.append(Cut(ms_2UP, tokens_U[slice(*part)].reshape(members, -1).max(axis=0)))
     return cuts

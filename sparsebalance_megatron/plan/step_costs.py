@@ -21,11 +21,11 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part, StageScales
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 _SPARSE_PARTS = (Part.ATTENTION, Part.ROUTER)
 _MICRO_BATCHES, SEQUENCES, TOKENS, PAIRS, VISIBLE = range(len(FEATURES))
@@ -37,16 +37,22 @@ class Columns:
 
     Attributes:
         column_of_L: the column of each layer.
+        chunk_of_X: the chunk of the pipeline that each column belongs to.
+        own: columns whose work every rank does for its own samples. A lockstep group divides that
+            of the others.
+        constant_2X: ms of a micro-batch whatever it holds.
         sparse_2XF: ms by feature, for a sample that no layer attends to densely.
         denser_2XF: how much more that is for each layer of the column that does.
         pair_2X: ms of a block pair in one layer.
-        sequence_2X: ms of every sample on every rank that shares it. A lockstep group divides all
-            of its experts' work.
+        sequence_2X: ms of every sample on every rank that shares it.
         exchange_2X: ms of receiving the keys and values of a token.
     """
 
     costs: StepCosts
     column_of_L: np.ndarray
+    chunk_of_X: np.ndarray
+    own: int
+    constant_2X: np.ndarray
     sparse_2XF: np.ndarray
     denser_2XF: np.ndarray
     pair_2X: np.ndarray
@@ -95,7 +101,7 @@ class Columns:
             on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
 
-    @property
+    @cached_property
     def _dense_SX(self) -> np.ndarray:
         return dense_layers(self.costs.dense_LS, self.column_of_L, self.pair_2X.shape[1])
 
@@ -164,6 +170,9 @@ class StepCosts:
         return Columns(
             costs=self,
             column_of_L=self.chunk_of_layer_L,
+            chunk_of_X=np.arange(self.chunks),
+            own=self.chunks,
+            constant_2X=self.constant_2C,
             sparse_2XF=own_2CF + self.experts_2CF,
             denser_2XF=self.denser_2CF,
             pair_2X=self.pair_2C,
@@ -172,12 +181,12 @@ class StepCosts:
         )
 
     @cached_property
-    def layers(self) -> Columns | None:
-        """Costs by layer, where ranks wait for one another in every layer: in columns of each layer
-        without its experts, then each chunk's embedding and output head, then each chunk's
-        experts."""
+    def by_layer(self) -> Columns:
+        """Costs whose columns are those that ranks wait for one another in: where they begin every
+        layer together, each layer without its experts, then each chunk's embedding and output head,
+        then each chunk's experts with its constant; else :attr:`by_chunk`."""
         if self.job.lockstep_ranks == 1:
-            return None
+            return self.by_chunk
         layers, chunks = len(self.chunk_of_layer_L), self.chunks
         layer_2LF = self.layer_2CF[:, self.chunk_of_layer_L]
         own_2XF = np.concatenate([layer_2LF, self.outside_2CF], axis=1)
@@ -185,6 +194,9 @@ class StepCosts:
         return Columns(
             costs=self,
             column_of_L=np.arange(layers),
+            chunk_of_X=np.concatenate([self.chunk_of_layer_L, *[np.arange(chunks)] * 2]),
+            own=layers + chunks,
+            constant_2X=np.pad(self.constant_2C, ((0, 0), (layers + chunks, 0))),
             sparse_2XF=np.concatenate([own_2XF, self.experts_2CF], axis=1),
             denser_2XF=np.pad(self.denser_2CF[:, self.chunk_of_layer_L], (*beside, (0, 0))),
             pair_2X=np.pad(self.pair_2C[:, self.chunk_of_layer_L], beside),
@@ -192,22 +204,12 @@ class StepCosts:
             exchange_2X=np.pad(self.exchange_2[:, None] * np.ones(layers), beside),
         )
 
-    @property
-    def chunk_of_X(self) -> np.ndarray:
-        """The chunk that each column of :attr:`layers` belongs to."""
-        return np.concatenate([self.chunk_of_layer_L, *[np.arange(self.chunks)] * 2])
-
-    @property
-    def own_columns(self) -> int:
-        """Columns of :attr:`layers` before those of experts."""
-        return len(self.chunk_of_layer_L) + self.chunks
-
     @cached_property
     def together_2SC(self) -> np.ndarray:
         """Ms of a sample in the experts of every chunk, whose work a lockstep group divides."""
         return self.by_chunk._ms_2SX(self.experts_2CF)
 
-    @property
+    @cached_property
     def of_groups(self) -> StepCosts:
         """Costs of the job whose ranks are context-parallel groups.
 
@@ -344,7 +346,7 @@ def of_lockstep_groups(
     ms_WYX: np.ndarray, slowness_WX: np.ndarray, chunk_of_X: np.ndarray
 ) -> np.ndarray:
     """Ms [..., Y, C] of a lockstep group, from those [..., W, Y, X] of its members in the columns
-    of :attr:`.StepCosts.layers`.
+    of :attr:`.StepCosts.by_layer`.
 
     Every column takes what the slowest member takes on its device; experts take an equal share on
     the slowest device.

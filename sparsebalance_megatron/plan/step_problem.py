@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, StageScales
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.budgets.policy import (
     budget_problem,
@@ -20,7 +21,6 @@ from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.search.balance import balanced
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class StepProblem:
         """This step on the job whose ranks are its context-parallel groups."""
         return self if self.job.context_parallel_size == 1 else self._at(self.costs.of_groups)
 
-    @property
+    @cached_property
     def on_one_stage(self) -> StepProblem:
         """This step with all layers on one stage, whose time is the sum over positions."""
         layers = tuple(range(self.job.layers))
@@ -166,12 +166,14 @@ class StepProblem:
         at_base = expected_LS is budgets.allowed.base_LS
         return budgets.base_2SC if at_base else self.costs.sample_ms(expected_LS)
 
-    @property
-    def layer_2SX(self) -> np.ndarray | None:
-        """Ms of every sample in the columns of layers at the expected budgets; None where no ranks
-        wait in layers."""
-        layers = self.costs.layers
-        return None if layers is None else layers.ms_2SX(self.expected_LS)
+    @cached_property
+    def expected_2SX(self) -> np.ndarray:
+        """Ms of every sample in the columns of :attr:`.StepCosts.by_layer` at the expected
+        budgets."""
+        costs = self.costs
+        if costs.by_layer is costs.by_chunk:
+            return self.expected_2SC
+        return costs.by_layer.ms_2SX(self.expected_LS)
 
     def balanced_by(self, sample_2SC: np.ndarray) -> Placement:
         """Latency-balanced placement of samples that take so many ms."""

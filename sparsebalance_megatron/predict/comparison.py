@@ -19,9 +19,9 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import memory_gib
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
-from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import progress_bar

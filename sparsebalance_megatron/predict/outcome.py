@@ -122,7 +122,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     """Memory of every stage in the step that needs most of it."""
     steps = []
     for plan in plans:
-        most_L = np.max([_most_L(each) for each in plan.micro_batches], axis=0)
+        most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
         held = _tokens_held(plan, workload.job, workload.plan_settings.config.block_size)
         steps.append(_stages(workload, most_L, *held))
     return tuple(
@@ -133,12 +133,15 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
 def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     """Memory of every stage with micro-batches at the token cap, whatever the samples.
 
-    Lists are those of base budgets, or of all blocks where tuning may raise budgets.
+    Lists are those of base budgets, or of all blocks where tuning may raise budgets; none where
+    every document is dense.
     """
     job, plan_settings = workload.job, workload.plan_settings
     config = plan_settings.config
     cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
-    longest_blocks = math.ceil(plan_settings.max_cp_size * cap / config.block_size)
+    longest_blocks = min(
+        math.ceil(plan_settings.max_cp_size * cap / config.block_size), workload.coverage.max_blocks
+    )
     if config.max_segments > 1:
         ahead = config.max_segments - 1 + job.pipeline_stages
         segments = SegmentTokens(
@@ -149,17 +152,18 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
             longest=cap,
         )
     base_L = plan_settings.base_L(job.layers)
-    if plan_settings.max_cp_size > 1 or segments is not None:
-        base_L = plan_settings.dense_blocks_L(job.layers)
     budgets_L = np.minimum(base_L if config.tuning == "off" else DENSE, longest_blocks)
+    if not config.attends_by_lists:
+        dense_L = plan_settings.dense_blocks_L(job.layers) >= longest_blocks
+        budgets_L = np.where(dense_L, 0, budgets_L)
     budgets_L = np.broadcast_to(budgets_L, base_L.shape)
     return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
 
 
-def _most_L(micro_batch: MicroBatchPlan) -> np.ndarray:
-    """Largest budget in each layer; 0 of samples that a rank attends to without lists."""
+def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
+    """Largest budget in each layer; 0 of samples that are attended to without lists."""
     budgets_LS = micro_batch.budgets_LS
-    if micro_batch.cp_size == 1 and micro_batch.segments == 1:
+    if not workload.plan_settings.config.attends_by_lists:
         listed_LS = np.arange(budgets_LS.shape[1]) >= micro_batch.dense_documents_L[:, None]
         budgets_LS = budgets_LS * listed_LS
     return np.asarray(budgets_LS.max(axis=1))
@@ -183,7 +187,7 @@ def _stages(
     )
     # A dense layer lists all blocks for each block of queries and KV head.
     of_dense = shape.num_query_groups * int(budgets_L[dense_L].max(initial=0)) / block_size
-    entries_L = np.where(dense_L, of_dense, of_sparse)
+    entries_L = np.where(budgets_L == 0, 0.0, np.where(dense_L, of_dense, of_sparse))
     found = []
     for stage, chunks in enumerate(job.stage_layers):
         own = [layer for chunk in chunks for layer in chunk]

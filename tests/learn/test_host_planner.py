@@ -22,12 +22,12 @@ from step_cases import SHAPE, step_measurement
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.model import DEFAULT_EFFICIENCY
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 BLOCK = 64
 LONGEST = 8192

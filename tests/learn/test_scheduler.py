@@ -19,10 +19,11 @@ from step_cases import step_measurement
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
+from sparsebalance_megatron.plan.step_plan import StepPlan
 
 STEPS = 6
 

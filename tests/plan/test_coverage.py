@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import coverage_curves
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.coverage import (
     CoverageCurves,
     budget_grid,
     least_feasible_budget,
     length_bucket,
 )
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @given(st.integers(1, 5000))

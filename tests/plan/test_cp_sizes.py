@@ -26,9 +26,9 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan import candidates
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])

@@ -25,7 +25,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.errors import PlanError
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 4, 2, 1), (8, 4, 2, 2), (2, 5, 4, 1), (4, 1, 1, 1)])

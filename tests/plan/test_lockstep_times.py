@@ -50,10 +50,10 @@ def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape, cp
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
     found_2SX, expected_2SC = (
         columns.at_cp_size(columns.ms_2SX(budgets_LS), cp_size_S)
-        for columns in (costs.layers, costs.by_chunk)
+        for columns in (costs.by_layer, costs.by_chunk)
     )
     found_2SC = np.zeros_like(expected_2SC)
-    np.add.at(found_2SC, (..., costs.chunk_of_X), found_2SX)
+    np.add.at(found_2SC, (..., costs.by_layer.chunk_of_X), found_2SX)
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
 
 
@@ -98,7 +98,7 @@ def naive_2RPVM(costs, budgets_LS, where):
     def own_ms(direction, rank, position, column):
         samples, cp_size = held[rank, position]
         cp_size_S = np.full(len(costs.lengths_tokens_S), cp_size)
-        ms_2SX = costs.layers.at_cp_size(costs.layers.ms_2SX(budgets_LS), cp_size_S)
+        ms_2SX = costs.by_layer.at_cp_size(costs.by_layer.ms_2SX(budgets_LS), cp_size_S)
         return sum(ms_2SX[direction, sample, column] for sample in samples)
 
     for direction in (0, 1):
@@ -108,7 +108,7 @@ def naive_2RPVM(costs, budgets_LS, where):
                 stage = chunk // job.virtual_stages
                 slowness = [costs.slowness_RP[each, stage] for each in group]
 
-                own, experts = np.split(costs.chunk_of_X, [costs.own_columns])
+                own, experts = np.split(costs.by_layer.chunk_of_X, [costs.by_layer.own])
                 ms = sum(
                     max(
                         slow * own_ms(direction, each, position, column)

@@ -29,10 +29,10 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.model import StageScales
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 1, 1)])
 KINDS = st.sampled_from(["spread", "equal", "giant", "tiny"])

@@ -11,9 +11,9 @@ from oracles import plan as oracle
 from plan.plan_cases import FORWARD_MS, cost_model, job_shape, placed
 
 from sparsebalance_megatron.cost.model import Part, StageScales
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 BLOCK = 64
 

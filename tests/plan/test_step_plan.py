@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from plan.plan_cases import changed_settings, job_shape, plan_settings, planned, step_inputs
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 LENGTHS = [500, 700, 900, 1100]
 JOB = job_shape(2, 2)

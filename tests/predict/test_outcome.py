@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from predict.predict_cases import EXPERTS, LENGTHS, workload
 
-from sparsebalance_megatron.predict.comparison import rows_of
+from sparsebalance_megatron.predict.comparison import EXACT, ROWS, rows_of
 from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
 from sparsebalance_megatron.predict.workload import prior_coverage, read_lengths, samples_of
 
@@ -56,6 +56,15 @@ def test_memory_at_most_holds_for_every_sample_and_depends_on_none() -> None:
             found = predict(row.of(given))
             for held, most in zip(found.stages, found.stages_at_most, strict=True):
                 assert held.total_bytes <= most.total_bytes
+
+
+def test_no_lists_are_counted_where_every_document_is_dense() -> None:
+    dense = workload(config={"dense_up_to": str(max(LENGTHS))})
+    exact = ROWS[EXACT].of(workload())
+    assert memory_at_most(dense) == memory_at_most(exact)
+    by_lists = workload(config={"attention": "reference", "layer_budgets": "dense:all"})
+    for lists, none in zip(memory_at_most(by_lists), memory_at_most(exact), strict=True):
+        assert lists.total_bytes > none.total_bytes
 
 
 def test_experts_take_time_and_memory() -> None:

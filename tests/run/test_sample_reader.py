@@ -19,9 +19,10 @@ from learn.scheduler_cases import index as index  # a fixture
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 
 WAIT_S = 30

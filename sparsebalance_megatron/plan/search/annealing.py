@@ -71,24 +71,23 @@ _IDLE_ROUNDS = 400
 def anneal(
     start: Arrangement,
     costs: StepCosts,
-    sample_2SC: np.ndarray,
+    work_2SX: np.ndarray,
     *,
     rules: Rules,
     plan_ms: float,
     enough_ms: float = 0.0,
-    layer_2SX: np.ndarray | None = None,
     spends_all: bool = False,
 ) -> Arrangement:
     """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
 
     Args:
-        sample_2SC: ms of every sample on a rank by itself.
-        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
+        work_2SX: ms of every sample in the columns of :attr:`.StepCosts.by_layer`, on a rank by
+            itself.
         enough_ms: a step that takes so long or less ends the search.
         spends_all: enough moves do not end the search.
     """
-    contents = Contents(costs, sample_2SC, layer_2SX, shared=rules.max_cp_size > 1)
-    weights_S = sample_2SC.sum(axis=(0, 2))
+    contents = Contents(costs, work_2SX, shared=rules.max_cp_size > 1)
+    weights_S = work_2SX.sum(axis=(0, 2))
     effort = SearchEffort(plan_ms)
     annealing = _Annealing(start, costs.job, contents, weights_S, rules, effort)
     return annealing.best(enough_ms, spends_all)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 _WEIGHT, _TOKENS, _BLOCKS = range(3)
 

@@ -20,50 +20,34 @@ SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 class Contents:
     """Sums over the samples of a micro-batch, and its times by cp_size.
 
-    Times are of columns: of the chunks; or, where ranks wait for one another in every layer, of
-    columns of layers, those that are alike together.
+    Times are of the columns of :attr:`.StepCosts.by_layer`, those that are alike together.
 
     Args:
-        sample_2SC: ms of every sample on a rank by itself.
-        layer_2SX: likewise in the columns of layers, where ranks wait in every layer.
+        work_2SX: ms of every sample in those columns, on a rank by itself.
         shared: whether ranks may share micro-batches.
 
     Attributes:
         of_sample_SX: contents of every sample.
     """
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        sample_2SC: np.ndarray,
-        layer_2SX: np.ndarray | None = None,
-        *,
-        shared: bool = True,
-    ) -> None:
-        samples, chunks = len(costs.lengths_tokens_S), costs.chunks
-        by_chunk, constant = costs.by_chunk, costs.constant_2C
-        work, exchange = sample_2SC, by_chunk.exchange_2SX
-        sequence, dense = by_chunk.sequence_2X, by_chunk.dense_tokens_SX
-        self._chunk_of_X = np.arange(chunks)
-        if layer_2SX is not None:
-            layers = costs.layers
-            assert layers is not None, "ranks that wait in layers have costs by layer"
-            own_2SX = layer_2SX[..., : costs.own_columns]
-            keys = np.concatenate(
-                [costs.chunk_of_X[None, : costs.own_columns], own_2SX.reshape(2 * samples, -1)]
+    def __init__(self, costs: StepCosts, work_2SX: np.ndarray, *, shared: bool = True) -> None:
+        samples, columns = len(costs.lengths_tokens_S), costs.by_layer
+        own, experts = columns.own, work_2SX.shape[2] - columns.own
+        keys = [columns.chunk_of_X[None, :own], work_2SX[..., :own].reshape(2 * samples, -1)]
+        _, first_X, alike_X = np.unique(
+            np.concatenate(keys), axis=1, return_index=True, return_inverse=True
+        )
+        own_columns = len(first_X)
+        self._chunk_of_X = np.append(columns.chunk_of_X[first_X], columns.chunk_of_X[own:])
+        column_X = np.append(alike_X, own_columns + np.arange(experts))
+        in_column = column_X == np.arange(own_columns + experts)[:, None]
+        work, exchange, sequence, dense, constant = (
+            np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
+            for values in (
+                *(work_2SX, columns.exchange_2SX, columns.sequence_2X, columns.dense_tokens_SX),
+                columns.constant_2X,
             )
-            _, first_X, alike_X = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-            column_X = np.append(alike_X, len(first_X) + np.arange(chunks))
-            in_column = column_X == np.arange(len(first_X) + chunks)[:, None]
-            self._chunk_of_X = np.append(costs.chunk_of_X[first_X], np.arange(chunks))
-            of_layers = (
-                *(layer_2SX, layers.exchange_2SX, layers.sequence_2X, layers.dense_tokens_SX),
-            )
-            work, exchange, sequence, dense = (
-                np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
-                for values in of_layers
-            )
-            constant = np.pad(constant, ((0, 0), (len(first_X), 0)))
+        )
         terms = [
             values.transpose(1, 0, 2).reshape(samples, -1)
             for values in (work - sequence[:, None], *((exchange,) if shared else ()))

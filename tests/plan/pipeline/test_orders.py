@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
@@ -22,7 +23,6 @@ from sparsebalance_megatron.plan.pipeline.orders import (
     megatron_order,
     most_tokens_in_flight,
 )
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 FORWARD, BACKWARD = Direction
 

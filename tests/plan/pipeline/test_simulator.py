@@ -13,10 +13,10 @@ from oracles import plan as oracle
 from plan.plan_cases import flat, longest_through, random_cp_sizes, shared_times
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order, schedule_name
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, simulate
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 FORWARD, BACKWARD = Direction
 

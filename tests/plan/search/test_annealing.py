@@ -37,9 +37,9 @@ def annealed(case, plan_ms, **limits):
     )
 
 
-def begun(case, layer_2SX=None):
+def begun(case, work_2SX=None):
     """A search that has made no move."""
-    contents = Contents(case.costs, case.sample_2SC, layer_2SX)
+    contents = Contents(case.costs, case.sample_2SC if work_2SX is None else work_2SX)
     effort = SearchEffort(plan_ms=100.0)
     return _Annealing(case.start, case.costs.job, contents, case.weights_S, case.rules, effort)
 
@@ -100,8 +100,7 @@ def test_lockstep_groups_take_what_their_slowest_members_take(seed, shape, max_c
         sample_2SC=costs.sample_ms(budgets_LS),
         rules=replace(case.rules, lockstep_ranks=2),
     )
-    layer_2SX = costs.layers.ms_2SX(budgets_LS)
-    search = begun(case, layer_2SX)
+    search = begun(case, costs.by_layer.ms_2SX(budgets_LS))
     for _ in range(4):
         search._round()
         where = Arrangement.of_places(search.state.place_S, search.state.cp_sizes_RM.copy())

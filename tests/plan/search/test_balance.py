@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import random_lengths
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.search.balance import _pack, arrival, balanced, packed_rows
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 NO_CAP = 1 << 40
 
