@@ -151,11 +151,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     flags += LAYOUTS[names[0]].model
     tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
     data = ["--data-path", str(prefix), *tokenizer]
+    first = LAYOUTS[names[0]]
     table = options.cost_table or launch.profile(
-        [*flags, *data, *LAYOUTS[names[0]].flags, *options.megatron_flags],
+        [*flags, *data, *first.flags, *options.megatron_flags],
         options.directory / "cost_table.json",
         device=options.device,
         quick=options.quick,
+        processes=first.processes if first.shared else 1,
     )
     costs = ["--sparse-balance-cost-table", str(table)]
     return {

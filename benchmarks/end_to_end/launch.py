@@ -66,11 +66,15 @@ def tokenizer_flags(prefix: Path, given: Sequence[str]) -> list[str]:
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
 
 
-def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool) -> Path:
-    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats."""
+def profile(
+    flags: Sequence[str], table: Path, *, device: str, quick: bool, processes: int = 1
+) -> Path:
+    """Measure a cost table for these flags, and exchanges between so many processes; with ``quick``
+    fewer lengths and repeats."""
     print("measuring the model's layers on this machine", flush=True)
     effort = ["--quick"] if quick else []
-    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device)
+    words = ("profile", "-o", str(table), *effort, "--", *flags)
+    _tool(*words, device=device, processes=processes)
     return table
 
 
@@ -147,11 +151,13 @@ def _started(command: Sequence[str], device: str) -> Iterator[subprocess.Popen[s
             process.wait()
 
 
-def _tool(*arguments: str, device: str = "cpu") -> None:
+def _tool(*arguments: str, device: str = "cpu", processes: int = 1) -> None:
     """The ``sparse-balance`` tool; its output only if it fails."""
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m")
+    launcher = torchrun if processes > 1 else ()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "sparsebalance_megatron.cli", *arguments],
+            [sys.executable, "-m", *launcher, "sparsebalance_megatron.cli", *arguments],
             env=environment(device),
             capture_output=True,
             text=True,
