@@ -7,7 +7,7 @@ chunk, W columns of a chunk (blocks that its rows may read), I first blocks of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ def rank_in_chunks(
     observe: bool,
     first_blocks: int = 0,
     router: Router = "torch",
+    score: Callable[[slice, slice], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """indices_QCK of ``places`` places and mass_SK of :class:`..ranking.Ranking`.
 
@@ -50,13 +51,15 @@ def rank_in_chunks(
         queries_QCED: a row asks with the mean over E.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         first_blocks: of a document, which come after the own block whatever their scores.
+        score: float32 [C, Y, W] of some rows and some blocks, before the softmax scale, in a tensor
+            that may be overwritten; None is the product of queries and keys. It is ranked in torch.
     """
     heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
     # Lists are kept until the backward pass.
     dtype = torch.int16 if kv_layout.blocks <= _MOST_BLOCKS_IN_16_BITS else torch.int32
     indices_QCK = torch.empty(len(own_Q), heads, places, dtype=dtype, device=device)
-    if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
+    if score is None and ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
         from sparsebalance_megatron.attention.select.router_kernels import rank_rows
 
         return indices_QCK, rank_rows(
@@ -76,9 +79,10 @@ def rank_in_chunks(
     tokens_Q = torch.ones_like(own_Q) if by_token else layouts.query_layout.length_N
     keys_CND = keys_NGD.float().transpose(0, 1)
     keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
+    score = score or (lambda rows, blocks: _product(queries_QCED[rows], keys_CND[:, blocks]))
     for chunk in chunks(layouts, by_token=by_token, heads=heads, elements=elements):
         rows, first_column = chunk.rows, chunk.blocks.start
-        scores_CYW = _scores(queries_QCED[rows], keys_CND[:, chunk.blocks])
+        scores_CYW = score(rows, chunk.blocks)
         visible = _Visible.of(
             *(scores_CYW, own_Q[rows] - first_column, first_Q[rows] - first_column),
             first_blocks=first_blocks,
@@ -101,7 +105,7 @@ def rank_in_chunks(
     return indices_QCK, mass_SK
 
 
-def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
+def _product(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
     """float32 [C, Y, W], before the softmax scale."""
     queries_YCED = askers_YCED.float()
     alone = queries_YCED.shape[2] == 1

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import SELECTORS, drawn, listed, ranked
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from oracles import attention as oracle
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
@@ -118,3 +119,36 @@ def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> No
     ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
     row = 30 * BLOCK if ranking.by_token else 30
     assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
+
+
+@pytest.mark.parametrize("chunk_elements", [100, 1 << 18])
+def test_blocks_may_be_scored_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chunk_elements: int
+) -> None:
+    """By the greatest product of a block's keys, say."""
+    monkeypatch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
+    cu_seqlens = [0, 5, 61, 90]
+    q_THD, k_TGD = drawn(90, 2, 2, seed=3)
+    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
+    bounds = layout.bounds_on_host
+
+    def score(rows: slice, blocks: slice) -> Tensor:
+        products_CYT = torch.einsum("ycd,tcd->cyt", q_THD[rows], k_TGD)
+        ends = zip(bounds[:-1][blocks], bounds[1:][blocks], strict=True)
+        return torch.stack([products_CYT[..., a:b].amax(-1) for a, b in ends], dim=-1)
+
+    indices_TCK, _ = streaming.rank_in_chunks(
+        *(q_THD[:, :, None], torch.zeros(layout.blocks, 2, 8), LayoutPair.within(layout)),
+        by_token=True,
+        softmax_scale=1.0,
+        places=3,
+        observe=False,
+        score=score,
+    )
+    scores_CTN = score(slice(None), slice(None))
+    for token, head in itertools.product(range(90), range(2)):
+        own = int(np.searchsorted(bounds, token, side="right")) - 1
+        first = int(layout.document_first_N[own])
+        best = sorted(range(first, own), key=lambda block: -scores_CTN[head, token, block])[:2]
+        expected = [own, *best, -1, -1][:3]
+        assert indices_TCK[token, head].tolist() == expected
