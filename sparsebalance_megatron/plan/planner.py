@@ -164,8 +164,8 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     if costs.job.lockstep_ranks > 1:
         times_2RPVM = own_times(costs, times_2RPVM, arrangement)
     times_2RPVM.flags.writeable = False
-    work_RPVM = times_2RPVM[0] + times_2RPVM[1]
-    constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
+    work_RPVM = times_2RPVM.sum(axis=0)
+    constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
         constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
     )

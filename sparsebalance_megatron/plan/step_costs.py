@@ -277,7 +277,7 @@ class StepCosts:
     @property
     def pair_ms_C(self) -> np.ndarray:
         """Forward and backward ms of a block pair in a layer of each chunk."""
-        return self.pair_2C[0] + self.pair_2C[1]
+        return np.asarray(self.pair_2C.sum(axis=0))
 
     @property
     def pair_ms_L(self) -> np.ndarray:

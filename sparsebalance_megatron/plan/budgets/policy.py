@@ -115,8 +115,8 @@ class AnchorPolicy(BudgetPolicy):
 
 
 def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
-    forward_RPVM, backward_RPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
-    return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
+    times_2RPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
+    return times_2RPVM.sum(axis=0).sum(axis=(1, 2)).ravel()
 
 
 class RaisePolicy(BudgetPolicy):

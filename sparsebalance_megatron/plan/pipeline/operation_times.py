@@ -139,7 +139,7 @@ def imbalance(times_ms: np.ndarray | Sequence[float]) -> float:
 
 def stage_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
     """[R, P] ms of computation per stage: the sum over its micro-batches; NaN where one is."""
-    return (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
+    return times_2RPVM.sum(axis=0).sum(axis=(2, 3))
 
 
 def rank_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
