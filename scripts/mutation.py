@@ -49,19 +49,19 @@ LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 CP_SIZES = "tests/plan/test_cp_sizes.py"
-SEGMENTS = "tests/plan/segments/test_segments.py"
+SEGMENTS = "tests/plan/test_segments.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": (
-        *("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_units.py"),
+        *("tests/plan/budgets/test_policy.py", "tests/plan/budgets/test_units.py"),
         *("tests/plan/test_layer_budgets.py", "tests/plan/test_lockstep_plans.py"),
     ),
     "plan/search/cp_size_start": (CP_SIZES,),
     "plan/search/balance": (
         *("tests/plan/search/test_balance.py", "tests/plan/test_golden_plans.py"),
     ),
-    "plan/search/segments": (SEGMENTS, "tests/plan/segments/test_shared.py"),
+    "plan/search/segments": (SEGMENTS, "tests/plan/test_segments_shared.py"),
     "plan/search/": (
         *("tests/plan/search/test_annealing.py", "tests/plan/search/test_moves.py"),
         *(CP_SIZES, "tests/plan/test_more_allowed.py"),
@@ -76,7 +76,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/context_groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
     "plan/segments": (
-        *(SEGMENTS, "tests/plan/segments/test_lockstep.py", "tests/plan/segments/test_shared.py"),
+        *(SEGMENTS, "tests/plan/test_segments_lockstep.py", "tests/plan/test_segments_shared.py"),
     ),
     "plan/": (
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
@@ -85,7 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
-        "tests/learn/test_calibration.py",
+        "tests/learn/test_step_planner.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
@@ -113,10 +113,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "learn/planned_step": ("tests/learn/test_scheduler.py", "tests/learn/test_host_planner.py"),
     "learn/": (
-        *("tests/learn/test_scheduler.py", "tests/learn/test_calibration.py"),
+        *("tests/learn/test_scheduler.py", "tests/learn/test_step_planner.py"),
         *("tests/learn/test_measurement.py", "tests/learn/test_host_planner.py"),
     ),
-    "log/files": ("tests/log/test_log_file.py", "tests/log/test_reader.py"),
+    "log/files": ("tests/log/test_files.py", "tests/log/test_reader.py"),
     "log/": ("tests/log/test_reader.py", "tests/log/test_records.py"),
     "run/": (
         *("tests/run/test_sample_reader.py", "tests/run/test_timing.py"),
