@@ -31,7 +31,7 @@ class Arrangement:
     segment_starts_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @classmethod
-    def of_groups(cls, placement: Placement, cp_size: int = 1) -> Arrangement:
+    def of_placement(cls, placement: Placement, cp_size: int = 1) -> Arrangement:
         """Every micro-batch of a placement onto groups of so many ranks."""
         nothing = tuple(() for _ in placement[0])
         samples = tuple(

@@ -151,7 +151,7 @@ def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
     placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
     if placed != list(range(samples)):
         raise PlanError(f"placement: must hold each of the {samples} samples exactly once")
-    return Candidate.of(problem, Arrangement.of_groups(placement), "arrival")
+    return Candidate.of(problem, Arrangement.of_placement(placement), "arrival")
 
 
 def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
@@ -194,7 +194,7 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
             placement = balanced(problem.costs.lengths_tokens_S, lengths, job, cap_tokens)
         case _:
             placement = problem.balanced_by(problem.expected_2SC)
-    return Candidate.of(problem, Arrangement.of_groups(placement), batching)
+    return Candidate.of(problem, Arrangement.of_placement(placement), batching)
 
 
 def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Candidate:
@@ -229,7 +229,7 @@ def _falling(problem: StepProblem, where: Arrangement) -> Arrangement:
     backward times rank as forward times do."""
     times = problem.costs.micro_batch_ms(problem.expected_2SC, where)
     order_RM = np.argsort(-times.by_micro_batch_2RPVM.sum(axis=(0, 2, 3)), axis=1, kind="stable")
-    return Arrangement.of_groups(
+    return Arrangement.of_placement(
         tuple(
             tuple(of_rank[position] for position in order_M)
             for of_rank, order_M in zip(where.samples, order_RM.tolist(), strict=True)
@@ -294,7 +294,7 @@ def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidat
             place_W = np.argsort(np.argsort(slowness_W, kind="stable"))
             in_order = [falling[height] for height in order_M.tolist()]
             samples += [tuple(rows[row][place] for row in in_order) for place in place_W.tolist()]
-        found.append(Candidate.of(problem, Arrangement.of_groups(tuple(samples))))
+        found.append(Candidate.of(problem, Arrangement.of_placement(tuple(samples))))
     return found
 
 
@@ -381,7 +381,7 @@ def _in_segments(
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
         with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_groups(problem.balanced_by(problem.expected_2SC))]
+            starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SC))]
     found = _cut(problem, starts, most_tokens)
     if not problem.plans_cp_sizes or lockstep:
         return found

@@ -50,7 +50,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     where, tuned = best.arrangement, tune(best.problem.budgets, best.arrangement)
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
-        where = Arrangement.of_groups(where.samples, problem.job.context_parallel_size)
+        where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
     order_I = _in_order(problem, where, tuned.dense_LS)
     tuned = replace(tuned, dense_LS=_side_by_side(problem, where, tuned.dense_LS, order_I))
     plan = StepPlan(

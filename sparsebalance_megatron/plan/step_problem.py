@@ -154,7 +154,7 @@ class StepProblem:
         if not self.plan_settings.tunes_by_latency:
             return base_LS
         try:
-            where = Arrangement.of_groups(self.balanced_by(self.budgets.base_2SC))
+            where = Arrangement.of_placement(self.balanced_by(self.budgets.base_2SC))
             return tune(self.budgets, where).budgets_LS
         except PlanError:
             return base_LS

@@ -211,7 +211,7 @@ MOST_TOKENS = 200_000
 
 def searched(most_tokens: int = MOST_TOKENS, **changes):
     problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
-    where, ms = SegmentSearch(problem, Arrangement.of_groups(LOPSIDED), most_tokens).best()
+    where, ms = SegmentSearch(problem, Arrangement.of_placement(LOPSIDED), most_tokens).best()
     return problem, where, ms
 
 

@@ -99,7 +99,7 @@ def random_rows(seed, segments):
     lengths = generator.integers(segments * BLOCK, 5000, 12).tolist()
     problem = StepProblem.of(PlanInputs(**inputs(lengths, seed=seed, free=True)))
     budgets_LS = generator.integers(1, 40, (problem.job.layers, 12))
-    where = Arrangement.of_groups(
+    where = Arrangement.of_placement(
         tuple(tuple((rank * 3 + position,) for position in range(3)) for rank in range(4))
     )
     blocks_S = problem.costs.blocks_S

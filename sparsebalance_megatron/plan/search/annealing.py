@@ -149,9 +149,7 @@ class _Annealing:
             cp_sizes_IWM = unshared(moves * ranks, positions).reshape(moves, ranks, positions)
         if members > 1:
             self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
-            ms_IWMF = self.contents.of_groups(
-                ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:])
-            )
+            ms_IWMF = self.contents.joined(ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:]))
             cp_sizes_IWM = np.maximum(cp_sizes_IWM, members)[:, ::members] // members
         self.effort.spend(self._waiting * ms_IWMF.size)
         at_once = max(1, _OPERATIONS_AT_ONCE // ms_IWMF[0].size)

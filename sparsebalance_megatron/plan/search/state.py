@@ -83,7 +83,7 @@ class Contents:
             ms *= np.tile(slowness[..., self._chunk_of_X], 2)
         return np.asarray(ms)
 
-    def of_groups(self, ms_IEWMF: np.ndarray) -> np.ndarray:
+    def joined(self, ms_IEWMF: np.ndarray) -> np.ndarray:
         """Ms of lockstep groups, forward, then backward of every chunk, from those of members."""
         pairs, groups, members, positions, _ = ms_IEWMF.shape
         columns = len(self._chunk_of_X)

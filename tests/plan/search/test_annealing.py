@@ -77,7 +77,7 @@ def test_few_micro_batches_begin_in_the_best_of_all_orders(shape, seed):
     found, placement = annealed(case, 0.0), case.start.samples
     every = itertools.permutations(range(len(placement[0])))
     ordered = [tuple(tuple(rank[m] for m in order) for rank in placement) for order in every]
-    best_R = np.min([case.ms_R(Arrangement.of_groups(each)) for each in ordered], axis=0)
+    best_R = np.min([case.ms_R(Arrangement.of_placement(each)) for each in ordered], axis=0)
     assert case.ms_R(found) == pytest.approx(best_R, rel=1e-9)
 
 
@@ -198,7 +198,7 @@ def small_case(shape, samples, seed, *, max_cp_size):
 def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     """The slower rank gets the shorter of two long samples alone, where the other has room."""
     lengths = [4000, 1000, 4001]
-    start = Arrangement.of_groups((((0, 1),), ((2,),)))
+    start = Arrangement.of_placement((((0, 1),), ((2,),)))
     job = job_shape(2, 1)
     scales = StageScales.of(np.ones((2, 1, 1)), np.array([[2.0], [1.0]]))
     costs = step_costs(lengths, job, cost_model(), scales)
@@ -214,7 +214,7 @@ def placement_and_ms(plan_ms, seed=5, **limits):
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
-    start = Arrangement.of_groups(arrival(lengths, job, 1 << 40))
+    start = Arrangement.of_placement(arrival(lengths, job, 1 << 40))
     rules = Rules(cap_tokens=1 << 40)
     found = anneal(start, costs, sample_2SC, rules=rules, plan_ms=plan_ms, **limits)
     return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SC, found)).max()
