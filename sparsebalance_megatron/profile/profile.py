@@ -22,7 +22,13 @@ import torch
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
-from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
+from sparsebalance_megatron.cost.table import (
+    CostRow,
+    CostTable,
+    ExchangeRow,
+    MeasuredDenseKernel,
+    RunIdentity,
+)
 from sparsebalance_megatron.megatron.arguments import device_type_of
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
@@ -115,11 +121,15 @@ def profile(
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
+    dense: dict[MeasuredDenseKernel, list[CostRow]] = {name: [] for name in model.dense_kernels}
+    others = {model.dense_kernels[0]: rows}
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
         for part in cell.parts:
-            timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
-            rows += measure(part, timed, cell, thoroughness, clock)
+            for name, found in (dense if part is Part.DENSE_ATTENTION else others).items():
+                timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks, name)
+                found += measure(part, timed, cell, thoroughness, clock)
+    fastest = min(dense, key=lambda name: sum(row.ms_median for row in dense[name]))
     segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
@@ -130,9 +140,10 @@ def profile(
         },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
-        rows=tuple(rows),
+        rows=(*rows, *dense[fastest]),
         exchanges=exchanges,
         segments=segments,
+        dense_kernel=fastest,
     )
 
 
