@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import check_range, flag_name
+from sparsebalance_megatron.config import DenseAttention, check_range, flag_name
 from sparsebalance_megatron.cost.parts import (
     NEVER_TIMED,
     OF_EVERY_MODEL,
@@ -30,7 +30,6 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 MeasuredMs = Annotated[float, msgspec.Meta(ge=1e-7, le=1e7)]
 """From less than a clock can tell to hours."""
 SpreadMs = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
-MeasuredDenseKernel = Literal["fa4", "torch"]
 
 _REMEDY = "measure again with `sparse-balance profile` and this model's flags"
 
@@ -217,7 +216,7 @@ class CostTable:
     rows: tuple[CostRow, ...]
     exchanges: tuple[ExchangeRow, ...] = ()
     segments: SegmentCost | None = None
-    dense_kernel: MeasuredDenseKernel = "torch"
+    dense_kernel: DenseAttention = "torch"
     format_version: Literal[1] = 1
     path: str | None = field(default=None, compare=False)
 

@@ -31,10 +31,10 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import DenseAttention, SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.table import ExchangeRow, MeasuredDenseKernel
+from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
@@ -91,23 +91,22 @@ class ProfiledModel:
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     @property
-    def dense_kernels(self) -> list[MeasuredDenseKernel]:
+    def dense_kernels(self) -> list[DenseAttention]:
         """The kernel of whole documents that the config names, else those that serve."""
         chosen = self._options.config
         if chosen.dense_attention != "auto":
             return [chosen.dense_attention]
-        layout = packed_layout((0, 1), chosen.block_size, self._device)
         q_THD, _, v_TGF = self._queries_keys_values(1)
-        names: tuple[MeasuredDenseKernel, ...] = ("fa4", "torch")
-        serving = [name for name in names if dense_kernel(q_THD, v_TGF, layout, name)[1] is None]
-        return serving or ["torch"]
+        layout = packed_layout((0, 1), chosen.block_size, self._device)
+        serves = dense_kernel(q_THD, v_TGF, layout, "fa4")[1] is None
+        return ["fa4", "torch"] if serves else ["torch"]
 
     def timed(
         self,
         part: Part,
         lengths_tokens: Sequence[int],
         budget_blocks: int,
-        kernel: MeasuredDenseKernel = "torch",
+        kernel: DenseAttention = "torch",
     ) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget; dense attention by a
         kernel."""
@@ -164,7 +163,7 @@ class ProfiledModel:
             backward=backward_from(gradient_THF, inputs=qkv),
         )
 
-    def _dense_attention(self, layout: PackedLayout, kernel: MeasuredDenseKernel) -> Timed:
+    def _dense_attention(self, layout: PackedLayout, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
         qkv = self._queries_keys_values(layout.tokens)
         if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention, kernel):

@@ -20,15 +20,9 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron import __version__
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, DenseAttention, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
-from sparsebalance_megatron.cost.table import (
-    CostRow,
-    CostTable,
-    ExchangeRow,
-    MeasuredDenseKernel,
-    RunIdentity,
-)
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
 from sparsebalance_megatron.megatron.arguments import device_type_of
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
@@ -121,7 +115,7 @@ def profile(
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
-    dense: dict[MeasuredDenseKernel, list[CostRow]] = {name: [] for name in model.dense_kernels}
+    dense: dict[DenseAttention, list[CostRow]] = {name: [] for name in model.dense_kernels}
     others = {model.dense_kernels[0]: rows}
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):

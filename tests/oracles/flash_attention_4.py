@@ -60,16 +60,21 @@ def _heads_of_documents(
     max_seqlen_k: int,
 ) -> Iterator[tuple[tuple[slice, int], tuple[slice, int], Tensor]]:
     """Rows of a document and a query head, keys and their head, and keys not to be read."""
-    q, k, *_ = xs
+    q, k, v, *_ = xs
+    assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
     group = q.shape[1] // k.shape[1]
     for bounds, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
         assert bounds.dtype == torch.int32 and bounds.is_contiguous()
         assert isinstance(longest, int) and int(bounds.diff().max()) <= longest
-    for x in xs:
-        places = x.storage_offset(), *x.stride()[:-1]
-        assert x.stride(-1) == 1 and not any(place * x.element_size() % 16 for place in places)
+    assert all(map(is_aligned, xs))
     bounds = (pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
     for (a, b), (c, d) in zip(*bounds, strict=True):
         later = torch.ones(b - a, d - c, dtype=torch.bool).triu(1) & causal
         for head in range(q.shape[1]):
             yield (slice(a, b), head), (slice(c, d), head // group), later
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether kernels may read 16 bytes at a time."""
+    places = x.storage_offset(), *x.stride()[:-1]
+    return x.stride(-1) == 1 and not any(place * x.element_size() % 16 for place in places)
