@@ -271,25 +271,25 @@ def _measured(
             in_torch = _router(case, inputs, selection.query_layout, bench, "torch")
             results["router in torch"] = in_torch
         for name, attend in sparse(case, shape, selection).items():
-            results[name] = _contender(name, attend, inputs, pairs, bench, outputs)
+            results[name] = measured_contender(name, attend, inputs, pairs, bench, outputs)
         row = tuple(case.boundaries)
         if row not in dense_results:
             dense_results[row] = {
-                name: _contender(name, attend, inputs, all_pairs, bench, {})
+                name: measured_contender(name, attend, inputs, all_pairs, bench, {})
                 for name, attend in dense(case, shape).items()
             }
         results |= dense_results[row]
     else:
         for name, attend in on_cpu(selection, case, shape).items():
             counted = all_pairs if name.startswith("dense") else pairs
-            results[name] = _contender(name, attend, inputs, counted, bench, outputs)
+            results[name] = measured_contender(name, attend, inputs, counted, bench, outputs)
     if {"triton", "flex"} <= outputs.keys():
         difference_THD = outputs["triton"].float() - outputs["flex"].float()
         results["largest difference, triton and flex"] = float(difference_THD.abs().max())
     return results
 
 
-def _contender(
+def measured_contender(
     name: str,
     attend: Attend,
     inputs: list[Tensor],
@@ -299,14 +299,14 @@ def _contender(
 ) -> dict[str, Any]:
     """A contender's results; a missing backend or too little memory is one of them."""
     try:
-        results, out_THD = _timed(attend, inputs, pairs, bench)
+        results, out_THD = timed_contender(attend, inputs, pairs, bench)
     except (RuntimeError, ValueError, AssertionError, TypeError, ImportError) as error:
         return {"error": f"{type(error).__name__}: {str(error).strip().partition('\n')[0]}"}
     outputs[name] = out_THD.detach().cpu()
     return results
 
 
-def _timed(
+def timed_contender(
     attend: Attend, inputs: list[Tensor], pairs: int, bench: Bench
 ) -> tuple[dict[str, Any], Tensor]:
     bench.poison()
@@ -359,7 +359,7 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
     inputs = inputs_of(case, bench.shape, bench.device, bench.dtype)
     pairs = selected_pairs(selection, bench.shape)
     attend = ours(selection, bench.shape, "triton")
-    results = {"table": _contender("table", attend, inputs, pairs, bench, {})}
+    results = {"table": measured_contender("table", attend, inputs, pairs, bench, {})}
     for name, change in _changes(selection.by_token, bench):
         if time.monotonic() > deadline_s:
             results[name] = {"error": "left out: no time left"}
@@ -367,7 +367,7 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
         with contextlib.ExitStack() as changed:
             for module, attribute, value in change:
                 changed.enter_context(patch.object(module, attribute, value))
-            results[name] = _contender(name, attend, inputs, pairs, bench, {})
+            results[name] = measured_contender(name, attend, inputs, pairs, bench, {})
     return results
 
 

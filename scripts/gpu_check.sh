@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # What continuous integration cannot run, because it has no GPU: the stages named, or all, the most
-# valuable first. Together they take 30 minutes at most, none more than 9. Logs and results are in
+# valuable first: the first three decide in ten minutes. Together they take 40 minutes at most, none
+# more than 9. Logs and results are in
 # DIRECTORY; a stage that is cut off leaves what it has found, and goes on there when started again.
 # A failed stage stops no other; docs/FIRST_GPU.md says after which to stop. A table of all results
 # is printed at the end, and kept as table.txt. `--check` lists the stages and their limits, and runs nothing.
@@ -9,6 +10,8 @@
 #   scripts/gpu_check.sh DIRECTORY [STAGE...]
 #
 #   environment  versions, device, the kernels' check of themselves at five head dims: environment.log
+#   rates        benchmarks/attention_rates.py: kernels right, and worth it; attention_rates.json
+#   step         a training step of dense, exact and ours: step.json
 #   tests        pytest -m gpu: tests.jsonl, a line per test
 #   quickstart   Megatron's loop over NCCL, one rank per GPU: quickstart.json
 #   profile      a cost table for layers with the attention of Qwen2.5-3B, checked: cost_table.json
@@ -23,10 +26,10 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 declare -A LIMIT_MINUTES=(
-    [environment]=1 [tests]=6 [quickstart]=3 [profile]=4 [kernels]=6 [end_to_end]=5 [sanitizer]=2
-    [tiles]=3
+    [environment]=1 [rates]=6 [step]=3 [tests]=6 [quickstart]=3 [profile]=4 [kernels]=6
+    [end_to_end]=5 [sanitizer]=2 [tiles]=3
 )
-ORDER=(environment tests quickstart profile kernels end_to_end sanitizer tiles)
+ORDER=(environment rates step tests quickstart profile kernels end_to_end sanitizer tiles)
 (($#)) || fail "name a directory for logs and results: $0 DIRECTORY [STAGE...]"
 if [[ "$1" == --check ]]; then
     for name in "${ORDER[@]}"; do printf '%s %s\n' "${name}" "${LIMIT_MINUTES[${name}]}"; done
@@ -97,6 +100,15 @@ stage() {
     case "$1" in
         environment)
             limited "${minutes}m" sparse-balance env --check
+            ;;
+        rates)
+            limited "${minutes}m" python benchmarks/attention_rates.py \
+                --json "${OUT}/attention_rates.json" --minutes "$((minutes - 1))"
+            ;;
+        step)
+            limited "${minutes}m" python benchmarks/end_to_end.py --layout gpu-dp4 \
+                --variants dense exact ours --batches 1 --warm-up 1 --minutes "$((minutes - 1))" \
+                --json "${OUT}/step.json" --directory "${OUT}/step"
             ;;
         tests)
             # Their files alone: to import all others takes a minute.

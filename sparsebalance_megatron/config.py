@@ -31,15 +31,16 @@ ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+DenseAttention = Literal["auto", "fa4", "torch"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 
 FILE_FLAG = "--sparse-balance-config"
 ONLY_IN_FILE = frozenset(
-    {"attention", "router", "recompute_attention", "positions", "plan_ms", "planning", "exchange"}
-    | {"context_parallel", "segment_tokens", "counted_device", "gigabytes_per_second"}
-    | {"missing_loss_mask", "calibration", "log_megabytes"}
+    {"attention", "dense_attention", "router", "recompute_attention", "positions", "plan_ms"}
+    | {"planning", "exchange", "context_parallel", "segment_tokens", "counted_device"}
+    | {"gigabytes_per_second", "missing_loss_mask", "calibration", "log_megabytes"}
 )
 """Fields without a flag of their own: ``--sparse-balance-config`` sets them."""
 DEFAULT_SELECTION = "token-query-head"
@@ -129,6 +130,10 @@ class SparseBalanceConfig:
     attention: AttentionImplementation = "auto"
     """Attention implementation. On CUDA auto takes triton, or gathered blocks or tokens where that
     does not serve. Name one to compare or to debug: it never falls back."""
+
+    dense_attention: DenseAttention = "auto"
+    """Kernel of dense documents on CUDA: FlashAttention-4 (extra fa4), torch's, or what the cost
+    table found faster, else fa4 where it serves (auto)."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere

@@ -21,7 +21,8 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
 OPEN_TO_ALL = (
-    *("config", "errors", "json_file", "flags", "layer_budgets", "selector_registry", "supported"),
+    *("config", "errors", "json_file", "flags", "flash_attention", "layer_budgets"),
+    *("selector_registry", "supported"),
     *("command_entry", "text_table"),
     "__version__",
 )
@@ -52,7 +53,9 @@ IMPORT_RULES = {
     "plan": ImportRule(outside=("numpy",), inside=("plan", "cost")),
     "learn": ImportRule(outside=("msgspec", "numpy"), inside=("learn", "plan", "cost")),
     "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
-    "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
+    "attention": ImportRule(
+        outside=("flash_attn", "numpy", "torch", "triton"), inside=("attention",)
+    ),
     "megatron": ImportRule(
         outside=("megatron", "msgspec", "numpy", "torch"),
         inside=("attention", "cost", "learn", "megatron", "plan"),
@@ -112,6 +115,7 @@ IMPORT_RULES = {
     "layer_budgets.py": ImportRule(),
     "selector_registry.py": ImportRule(),
     "flags.py": ImportRule(outside=("msgspec",)),
+    "flash_attention.py": ImportRule(),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(outside=("tqdm",)),
     "command_entry.py": ImportRule(),

@@ -188,8 +188,8 @@ def gpu_check_commands(folder: Path) -> list[Command]:
     commands = [command for command in calls if command[1:2] != ["-c"]]
     assert len(calls) - len(commands) == 2
     assert [command[0] for command in commands] == [
-        *("sparse-balance", "python", "scripts/quickstart.sh", "sparse-balance"),
-        *("python", "python", "python"),
+        *("sparse-balance", "python", "python", "python", "scripts/quickstart.sh"),
+        *("sparse-balance", "python", "python", "python"),
     ]
     return commands
 

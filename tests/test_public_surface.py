@@ -88,7 +88,7 @@ COMMANDS = {
     *("sensitivity", "summary", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
-EXTRAS = {"data", "docs", "evaluate", "pretrained", "te", "test", "tools", "wandb"}
+EXTRAS = {"data", "docs", "evaluate", "fa4", "pretrained", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "filelock", "msgspec", "numpy", "scipy", "psutil", "tqdm"}
 
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.device import copied_to
-from sparsebalance_megatron.attention.kernels import blocks, dense, reference, tokens, triton
+from sparsebalance_megatron.attention.kernels import blocks, dense, fa4, reference, tokens, triton
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
+from sparsebalance_megatron.config import (
+    DEFAULT_SELECTION,
+    AttentionImplementation,
+    DenseAttention,
+)
 
 KERNELS: Mapping[str, Kernel] = {
     "triton": triton,
@@ -29,6 +33,8 @@ KERNELS: Mapping[str, Kernel] = {
     "reference": reference,
 }
 """Kernels by implementation; "auto" stands for one of them."""
+DENSE_KERNELS: Mapping[str, Any] = {"fa4": fa4, "torch": dense}
+"""Kernels of whole documents; "auto" is the first that serves."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -156,19 +162,23 @@ def dense_attention(
     layout: PackedLayout,
     *,
     softmax_scale: float,
+    kernel: DenseAttention = "auto",
     known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within the documents of a packed sequence, without lists.
 
-    Arguments and results are those of :func:`block_sparse_attention`.
+    Other arguments and results are those of :func:`block_sparse_attention`.
+
+    Args:
+        kernel: who computes: FlashAttention-4, torch's own, or the first of them that serves.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or torch has no kernel for them.
+        ValueError: shapes, dtypes or devices do not fit, or there is no kernel for them.
     """
-    check_dense(q_THD, k_TGD, v_TGF, layout, known, sink_H)
+    chosen = check_dense(q_THD, k_TGD, v_TGF, layout, kernel, known, sink_H)
     selection = Selection.of_documents(layout)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, dense, known)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, chosen, known)
 
 
 def check_dense(
@@ -176,25 +186,46 @@ def check_dense(
     k_TGD: Tensor,
     v_TGF: Tensor,
     layout: PackedLayout,
-    known: tuple[Tensor, Tensor] | None,
-    sink_H: Tensor | None,
-) -> None:
-    """Raise what :func:`dense_attention` would."""
+    kernel: DenseAttention = "auto",
+    known: tuple[Tensor, Tensor] | None = None,
+    sink_H: Tensor | None = None,
+) -> Any:
+    """The kernel that :func:`dense_attention` takes; raises what that would."""
     _check_tensors(q_THD, k_TGD, v_TGF, Selection.of_documents(layout), known, sink_H)
-    if obstacle := dense.obstacle(q_THD, v_TGF, layout):
-        raise _error(f"dense attention {obstacle}")
+    name, obstacle = dense_kernel(q_THD, v_TGF, layout, kernel)
+    if obstacle is not None:
+        raise _error(f'dense attention, kernel "{name}", {obstacle}; or use "torch" or lists')
+    return DENSE_KERNELS[name]
+
+
+def dense_kernel(
+    q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout, kernel: DenseAttention
+) -> tuple[str, str | None]:
+    """Name of the kernel that :func:`dense_attention` takes, and why it does not serve; None where
+    it does."""
+    name, obstacle = "", None
+    for name in DENSE_KERNELS if kernel == "auto" else (kernel,):
+        obstacle = DENSE_KERNELS[name].obstacle(q_THD, v_TGF, layout)
+        if obstacle is None:
+            break
+    return name, obstacle
 
 
 def attends_densely(
-    q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout, implementation: AttentionImplementation
+    q_THD: Tensor,
+    v_TGF: Tensor,
+    layout: PackedLayout,
+    implementation: AttentionImplementation,
+    kernel: DenseAttention = "auto",
 ) -> bool:
     """Whether :func:`dense_attention` serves here, and the implementation leaves it the choice.
 
     Kernels that were named for their lists, and the reference, compute all that is asked of them.
+    FlashAttention-4, if named, is never replaced by lists.
     """
     if implementation in ("triton", "reference"):
         return False
-    return dense.obstacle(q_THD, v_TGF, layout) is None
+    return kernel == "fa4" or dense_kernel(q_THD, v_TGF, layout, kernel)[1] is None
 
 
 def checked_kernel(

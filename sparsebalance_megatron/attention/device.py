@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+_ALIGNED_BYTES = 16
+
 
 def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the host on ``device``, without a wait for what runs there.
@@ -20,6 +22,14 @@ def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def aligned(x_THD: Tensor) -> Tensor:
+    """The tensor itself where each of its vectors begins at a multiple of 16 bytes, else a copy."""
+    *strides, last = x_THD.stride()
+    places = (x_THD.storage_offset(), *strides)
+    fits = last == 1 and not any(x * x_THD.element_size() % _ALIGNED_BYTES for x in places)
+    return x_THD if fits else x_THD.clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager

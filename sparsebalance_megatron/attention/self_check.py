@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention, checked_kernel
+from sparsebalance_megatron.attention.api import (
+    attends_densely,
+    block_sparse_attention,
+    checked_kernel,
+    dense_attention,
+    dense_kernel,
+)
 from sparsebalance_megatron.attention.kernels.contract import wide_dtype
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -29,14 +35,18 @@ _ROWS_OF_OTHER_LISTS, _COVERAGE_TOLERANCE = 1e-3, 1e-3
 """Share of rows whose lists may differ: scores that are equal to rounding have either order."""
 _REPEATS_ON_GPU = 16
 """Threads of a program exchange values through memory; a missing barrier shows now and then."""
+_DENSE_REPEATS_ON_GPU = 200
+"""A version of FlashAttention-4 spoilt one backward launch in 100 to 1,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which kernels were compared; name -> largest error of a result, in tolerances."""
+    """Which kernels were compared, of lists and of whole documents ("lists" where these have none);
+    name -> largest error of a result, in tolerances."""
 
     kernel: str
     errors: dict[str, float]
+    dense_kernel: str = "lists"
 
     def problems(self) -> list[str]:
         """The results that are out of tolerance, as phrases; an error may be NaN."""
@@ -52,7 +62,9 @@ def check_attention(
     device: torch.device,
 ) -> Verdict:
     """Compare out, lse, dq, dk, dv with the reference in float64, and lists and coverage with the
-    router by torch on the CPU. Triton's kernels run several times and must repeat every bit.
+    router by torch on the CPU; of lists, and of whole documents where these need none. Triton's
+    kernels run several times and must repeat every bit, those of whole documents many times, within
+    tolerance.
 
     ``heads`` are of queries and of keys on a rank, ``head_dims`` of keys and of values.
     """
@@ -79,17 +91,58 @@ def check_attention(
         "lists": float((found_QCK != lists_QCK).any(-1).double().mean()) / _ROWS_OF_OTHER_LISTS,
         "coverage": float((found_coverage - coverage).abs().max()) / _COVERAGE_TOLERANCE,
     }
-    share = _ROUNDINGS * torch.finfo(dtype).eps
-    share += _WIDE_ROUNDINGS * torch.finfo(wide_dtype(dtype)).eps
-    for name, result, exact in zip(("out", "lse", "dq", "dk", "dv"), results, right, strict=True):
-        tolerance = share * (exact.abs() + exact.abs().max())
-        errors[name] = float(((result.double() - exact).abs() / tolerance).max())
+    errors |= _errors(results, right, dtype)
     repeats = _REPEATS_ON_GPU if device.type == "cuda" else 1
     for _ in range(repeats if kernel == "triton" else 0):
         _, again = _attended(config, inputs, selection, there)
         if not all(map(torch.equal, results, again)):
             errors["repeats"] = torch.inf
-    return Verdict(kernel=kernel, errors=errors)
+    everything = Selection.of_everything(LayoutPair.within(host), kv_heads)
+    _, right = _attended(trusted, [x.double() for x in inputs], everything, host)
+    dense, found = _checked_densely(config, inputs, right, there)
+    return Verdict(kernel=kernel, errors=errors | found, dense_kernel=dense)
+
+
+def _checked_densely(
+    config: SparseBalanceConfig,
+    inputs: Sequence[Tensor],
+    right: Sequence[Tensor],
+    layout: PackedLayout,
+) -> tuple[str, dict[str, float]]:
+    """The kernel of whole documents, and its errors."""
+    q_THD, k_TGD, v_TGF, dout_THF = (x.to(layout.block_T.device, copy=True) for x in inputs)
+    named = config.dense_attention
+    if not attends_densely(q_THD, v_TGF, layout, config.attention, named):
+        return "lists", {}
+    qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
+
+    def attended() -> list[Tensor]:
+        softmax_scale = q_THD.shape[-1] ** -0.5
+        outputs = dense_attention(*qkv, layout, softmax_scale=softmax_scale, kernel=named)
+        results = [*outputs, *torch.autograd.grad(outputs[0], qkv, dout_THF)]
+        return [x.detach() for x in results]
+
+    first = attended()
+    errors = _errors([x.cpu() for x in first], right, q_THD.dtype)
+    for _ in range(_DENSE_REPEATS_ON_GPU if q_THD.is_cuda else 0):
+        if not all(error <= 1.0 for error in _errors(attended(), first, q_THD.dtype).values()):
+            errors["repeats"] = torch.inf
+    name, _ = dense_kernel(q_THD, v_TGF, layout, named)
+    return name, {f"dense {result}": error for result, error in errors.items()}
+
+
+def _errors(
+    results: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype
+) -> dict[str, float]:
+    """Largest error of each result, in tolerances; NaN where it has one."""
+    share = _ROUNDINGS * torch.finfo(dtype).eps
+    share += _WIDE_ROUNDINGS * torch.finfo(wide_dtype(dtype)).eps
+    errors = {}
+    for name, result, exact in zip(("out", "lse", "dq", "dk", "dv"), results, right, strict=True):
+        exact = exact.double()
+        tolerance = share * (exact.abs() + exact.abs().max())
+        errors[name] = float(((result.double() - exact).abs() / tolerance).max())
+    return errors
 
 
 def _routed(

@@ -10,7 +10,10 @@ from typing import Any
 from sparsebalance_megatron import supported
 from sparsebalance_megatron.config import SparseBalanceConfig
 
-_PACKAGES = ("sparsebalance-megatron", "numpy", "triton", "transformer-engine", "flash-attn")
+_PACKAGES = (
+    *("sparsebalance-megatron", "numpy", "triton", "transformer-engine", "flash-attn"),
+    "flash-attn-4",
+)
 _HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 _CHECKS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     **{name: ({"attention": name}, (64, 64)) for name in ("triton", "tokens", "reference")},

@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.model import CostModel, exchange_of
+from sparsebalance_megatron.cost.model import (
+    OF_FLASH_ATTENTION_4,
+    CostModel,
+    exchange_of,
+    selection_efficiency,
+)
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
@@ -23,6 +28,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
 )
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 _FOLDS = 5
@@ -79,17 +85,33 @@ def configured_cost_model(
         if config.layer_budgets == ALL_DENSE:
             # Nothing is selected.
             del compared["selection"]
-        return measured_cost_model(config.cost_table, compared)
+        cost = measured_cost_model(config.cost_table, compared)
+        if config.dense_attention not in ("auto", cost.dense_kernel):
+            warnings.warn(
+                f"{flag_with('dense_attention', config.dense_attention)}: cost table "
+                f"{config.cost_table} has times of {cost.dense_kernel}; measure again with "
+                "`sparse-balance profile` and this option",
+                stacklevel=3,
+            )
+        return cost
     warnings.warn(
         f"no {flag_name('cost_table')}: latencies are counted operations of "
         f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
         "`sparse-balance profile` with this model's flags.",
         stacklevel=3,
     )
+    efficiency = selection_efficiency(work_model_named(config.selection), config.block_size)
+    heads, head_dims = shape.rank_heads, (shape.head_dim, shape.value_dim)
+    named = config.dense_attention
+    if named != "torch" and will_serve(
+        config.counted_device, heads, head_dims, named=named == "fa4"
+    ):
+        efficiency = replace(efficiency, dense=OF_FLASH_ATTENTION_4)
     return CostModel.analytic(
         shape,
         config.block_size,
         selection=config.selection,
+        efficiency=efficiency,
         device=config.counted_device,
         expert_parallel_size=expert_parallel_size,
         gigabytes_per_second=config.gigabytes_per_second,
@@ -118,6 +140,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
         f"{identity.dtype} ({versions})",
         device=identity.device,
+        dense_kernel=table.dense_kernel,
     )
 
 

@@ -18,6 +18,7 @@ from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
     DEFAULT_SELECTION,
     CountedDevice,
+    DenseAttention,
 )
 from sparsebalance_megatron.cost.exchange import Exchange, exchange_ms_per_token, ms_per_byte
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
@@ -69,9 +70,9 @@ class Efficiency:
     """Shares of a device's peak that products reach, forward and backward together.
 
     Attributes:
-        dense: dense attention by this package's kernels, torch's FlashAttention-2: 0.33 on an H200
-            (research/kernels.md). Where the model's own attention runs it is
-            :data:`OF_MODEL_ATTENTION`.
+        dense: dense attention by torch's FlashAttention-2: 0.33 on an H200 (research/kernels.md).
+            Where the model's own attention runs it is :data:`OF_MODEL_ATTENTION`, where
+            FlashAttention-4 will, :data:`OF_FLASH_ATTENTION_4`.
         sparse: block-sparse attention and its router. Measured at 65,536 tokens and budget 32, head
             dim 128 (research/kernels.md): 0.13 where every token has lists of its own, on an H200.
         linear: projections, dense MLPs, shared experts and the head. Assumed; it leaves room for
@@ -95,9 +96,11 @@ DEFAULT_EFFICIENCY = Efficiency()
 OF_BLOCK_LISTS = Efficiency(sparse=0.35)
 """Where queries of a block share a list: 0.34 to 0.39 on an H100, without the router."""
 
-
 OF_MODEL_ATTENTION = 0.58
 """Share of the peak of the model's own dense attention, cuDNN's, on an H200: 0.56 to 0.62."""
+OF_FLASH_ATTENTION_4 = 0.6
+"""Share of the peak of FlashAttention-4. Not measured here: 0.69 forward and 0.62 backward are
+published for an H200 (Dao-AILab/flash-attention, issue 2878)."""
 
 
 def selection_efficiency(work: WorkModel, block_size: int) -> Efficiency:
@@ -112,7 +115,7 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
 
     ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
-    where they were measured.
+    where they were measured. ``dense_kernel``: by which dense attention was measured, if it was.
     """
 
     block_size: int
@@ -123,6 +126,7 @@ class CostModel:
     exchange: Exchange = field(default=Exchange())
     segments: SegmentCost = field(default=SegmentCost())
     efficiency: Efficiency | None = None
+    dense_kernel: DenseAttention | None = None
     device: str = "an unknown device"
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
@@ -177,7 +181,7 @@ class CostModel:
         """A model whose dense attention is counted as the model's own; as it is where measured."""
         if self.efficiency is None:
             return self
-        own = replace(self.efficiency, dense=max(self.efficiency.dense, OF_MODEL_ATTENTION))
+        own = replace(self.efficiency, dense=OF_MODEL_ATTENTION)
         forward_ms, backward_ms = (
             {
                 **rows,
@@ -233,7 +237,7 @@ class CostModel:
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
 
         Args:
-            efficiency: None takes the selection's.
+            efficiency: None takes the selection's, and torch's own dense attention.
             gigabytes_per_second: at which ranks exchange; None takes the nominal rates.
         """
         work = work_model_named(selection)
@@ -307,10 +311,10 @@ def _per_token(value: float) -> tuple[float, ...]:
 
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
     """Cost of micro-batches that ranks share, at the nominal bandwidth."""
-    kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    query_heads, kv_heads = shape.rank_heads
     return replace(
         Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype),
-        query_heads=shape.num_attention_heads // shape.tensor_parallel_size,
+        query_heads=query_heads,
         kv_heads=kv_heads,
     )
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import check_range, flag_name
+from sparsebalance_megatron.config import DenseAttention, check_range, flag_name
 from sparsebalance_megatron.cost.parts import (
     NEVER_TIMED,
     OF_EVERY_MODEL,
@@ -87,6 +87,12 @@ class ModelShape:
     def value_dim(self) -> int:
         """Head dim of values."""
         return self.value_head_dim or self.head_dim
+
+    @property
+    def rank_heads(self) -> tuple[int, int]:
+        """Query and KV heads of a tensor-parallel rank."""
+        ranks = self.tensor_parallel_size
+        return self.num_attention_heads // ranks, max(1, self.num_query_groups // ranks)
 
     def mlp_weights(self, ffn_hidden_size: int) -> int:
         """Weights of an MLP, without biases."""
@@ -198,7 +204,8 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults. ``threads``:
+    ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
+    ``dense_kernel``: who computed dense attention, the fastest that served. ``threads``:
     of the host. ``path``: where the table was read from.
     """
 
@@ -209,6 +216,7 @@ class CostTable:
     rows: tuple[CostRow, ...]
     exchanges: tuple[ExchangeRow, ...] = ()
     segments: SegmentCost | None = None
+    dense_kernel: DenseAttention = "torch"
     format_version: Literal[1] = 1
     path: str | None = field(default=None, compare=False)
 

@@ -310,8 +310,9 @@ class BudgetedCoreAttention(MegatronModule):
         """Number of first documents that are attended to densely, without lists."""
         planned = context.dense_documents(self._layer_index)
         documents = min(planned, context.layout.documents)
-        implementation = self._options.config.attention
-        if documents and attends_densely(q_THD, v_TGF, context.layout, implementation):
+        chosen = self._options.config
+        served = chosen.attention, chosen.dense_attention
+        if documents and attends_densely(q_THD, v_TGF, context.layout, *served):
             return documents
         return 0
 
@@ -331,7 +332,8 @@ class BudgetedCoreAttention(MegatronModule):
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
     ) -> Sequence[Tensor]:
         """out_THF and lse_TH of the documents of a layout; out alone where ranks share them."""
-        attend = partial(dense_attention, layout=layout)
+        kernel = self._options.config.dense_attention
+        attend = partial(dense_attention, layout=layout, kernel=kernel)
         sequence = context.sequence
         if sequence is None or sequence.group.members == 1:
             return self._attended(attend, qkv)
@@ -367,6 +369,7 @@ class BudgetedCoreAttention(MegatronModule):
                 sequence=context.sequence,
                 exchange=exchange,
                 dense_documents=in_pieces,
+                dense_kernel=self._options.config.dense_attention,
             )
         implementation = self._options.config.attention
         attend = partial(attend, selection=selection, implementation=implementation)

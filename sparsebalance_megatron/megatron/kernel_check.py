@@ -14,11 +14,13 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.self_check import check_attention
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.flash_attention import head_obstacle, not_installed
 from sparsebalance_megatron.layer_budgets import has_dense_layers
 from sparsebalance_megatron.supported import installed_version
 
 _LARGEST_BLOCK_ON_CPU = 128
 """Tokens, whose check takes a second; implementations on CPUs do not depend on the block size."""
+_NAMES = {"fa4": "FlashAttention-4", "torch": "torch's FlashAttention", "lists": "lists"}
 
 
 class KernelCheckError(ValueError):
@@ -32,7 +34,7 @@ def check_kernels(
 
     Every failure becomes a :class:`KernelCheckError`, so that other ranks can be told.
     """
-    ranks = shape.tensor_parallel_size
+    heads, head_dims = shape.rank_heads, (shape.head_dim, shape.value_dim)
     on = f"cpu, torch {torch.__version__}"
     if device.type == "cpu":
         config = replace(config, block_size=min(config.block_size, _LARGEST_BLOCK_ON_CPU))
@@ -46,23 +48,33 @@ def check_kernels(
     dense = {"previous-block"} if has_dense else set()
     for selection in sorted({config.selection} | dense):
         try:
-            problems = check_attention(
-                replace(config, selection=selection),
-                heads=(shape.num_attention_heads // ranks, max(1, shape.num_query_groups // ranks)),
-                head_dims=(shape.head_dim, shape.value_dim),
-                dtype=getattr(torch, dtype),
-                device=device,
-            ).problems()
+            chosen = replace(config, selection=selection)
+            verdict = check_attention(chosen, heads, head_dims, getattr(torch, dtype), device)
+            problems = verdict.problems()
         # Kernels fail in the compilers' own ways, and every one of them is an answer here.
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         if problems:
             others = {"triton", "tokens" if selector_named(selection).by_token else "blocks"}
             names = " or ".join(sorted(others - {config.attention}))
-            raise KernelCheckError(
-                f"kernel check of {selection} on {on}, {dtype}, head dims {shape.head_dim} and "
-                f"{shape.value_dim}: {'; '.join(problems)}; train with "
+            remedy = (
                 f"{flag_with('attention', names)}, and {flag_with('router', 'torch')} where the "
                 "selection has that choice, or with another ptxas (TRITON_PTXAS_PATH)"
             )
-    return f"kernels agree with the reference ({on})"
+            if all(problem.startswith("dense") for problem in problems):
+                remedy = flag_with("dense_attention", "torch")
+            raise KernelCheckError(
+                f"kernel check of {selection} on {on}, {dtype}, head dims {shape.head_dim} and "
+                f"{shape.value_dim}: {'; '.join(problems)}; train with {remedy}"
+            )
+    line = f"kernels agree with the reference ({on}); dense documents run on "
+    line += _NAMES[verdict.dense_kernel]
+    if (
+        verdict.dense_kernel == "torch"
+        and config.dense_attention == "auto"
+        and device.type == "cuda"
+    ):
+        capability = torch.cuda.get_device_capability(device)
+        if missing := not_installed() or head_obstacle(capability, heads, head_dims):
+            line += f"; FlashAttention-4 {missing}"
+    return line

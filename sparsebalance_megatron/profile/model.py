@@ -23,14 +23,15 @@ from sparsebalance_megatron.attention.api import (
     attends_densely,
     block_sparse_attention,
     dense_attention,
+    dense_kernel,
 )
 from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import DenseAttention, SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import ExchangeRow
@@ -89,8 +90,26 @@ class ProfiledModel:
             self._layer.mlp = _PassHidden()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
-    def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
-        """A part on a micro-batch of random data, all samples at one budget."""
+    @property
+    def dense_kernels(self) -> list[DenseAttention]:
+        """The kernel of whole documents that the config names, else those that serve."""
+        chosen = self._options.config
+        if chosen.dense_attention != "auto":
+            return [chosen.dense_attention]
+        q_THD, _, v_TGF = self._queries_keys_values(1)
+        layout = packed_layout((0, 1), chosen.block_size, self._device)
+        serves = dense_kernel(q_THD, v_TGF, layout, "fa4")[1] is None
+        return ["fa4", "torch"] if serves else ["torch"]
+
+    def timed(
+        self,
+        part: Part,
+        lengths_tokens: Sequence[int],
+        budget_blocks: int,
+        kernel: DenseAttention = "torch",
+    ) -> Timed:
+        """A part on a micro-batch of random data, all samples at one budget; dense attention by a
+        kernel."""
         (context,) = self._micro_batches(lengths_tokens, budget_blocks)
         tokens = context.layout.tokens
         match part:
@@ -99,7 +118,7 @@ class ProfiledModel:
                 selection = self._select(qkv[0], qkv[1], context)
                 return self._attention(qkv, self._by_lists(lambda: selection))
             case Part.DENSE_ATTENTION:
-                return self._dense_attention(context.layout)
+                return self._dense_attention(context.layout, kernel)
             case Part.ROUTER:
                 q_THD, k_TGD, _ = self._queries_keys_values(tokens)
                 return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
@@ -144,11 +163,11 @@ class ProfiledModel:
             backward=backward_from(gradient_THF, inputs=qkv),
         )
 
-    def _dense_attention(self, layout: PackedLayout) -> Timed:
+    def _dense_attention(self, layout: PackedLayout, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
         qkv = self._queries_keys_values(layout.tokens)
-        if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention):
-            return self._attention(qkv, partial(dense_attention, layout=layout))
+        if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention, kernel):
+            return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
         of_everything = partial(Selection.of_everything, layouts, groups)
         return self._attention(qkv, self._by_lists(of_everything))

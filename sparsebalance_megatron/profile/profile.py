@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron import __version__
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, DenseAttention, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
 from sparsebalance_megatron.megatron.arguments import device_type_of
@@ -115,11 +115,15 @@ def profile(
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
+    dense: dict[DenseAttention, list[CostRow]] = {name: [] for name in model.dense_kernels}
+    others = {model.dense_kernels[0]: rows}
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
         for part in cell.parts:
-            timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
-            rows += measure(part, timed, cell, thoroughness, clock)
+            for name, found in (dense if part is Part.DENSE_ATTENTION else others).items():
+                timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks, name)
+                found += measure(part, timed, cell, thoroughness, clock)
+    fastest = min(dense, key=lambda name: sum(row.ms_median for row in dense[name]))
     segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
@@ -130,9 +134,10 @@ def profile(
         },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
-        rows=tuple(rows),
+        rows=(*rows, *dense[fastest]),
         exchanges=exchanges,
         segments=segments,
+        dense_kernel=fastest,
     )
 
 

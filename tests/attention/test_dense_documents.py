@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from attention.cases import SCALE, assert_exact, make_case
+from oracles import flash_attention_4
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import dense_attention
@@ -21,13 +21,12 @@ def _forward(
     *, query: Tensor, key: Tensor, value: Tensor, return_debug_mask: bool, **given: Any
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_forward``."""
-    _check((query, key, value), given)
-    out, lse_HT = torch.full_like(query, torch.nan), query.new_full(query.shape[1::-1], torch.nan)
-    for tokens in _documents(given):
-        s, _, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
-        out[tokens], lse_HT[:, tokens] = (s.softmax(-1) @ v).transpose(0, 1), s.logsumexp(-1)
+    assert all(map(flash_attention_4.is_aligned, (query, key, value)))
+    wide = [x.double() for x in (query, key, value)]
+    out, lse_HT, *_ = flash_attention_4._flash_attn_fwd(*wide, return_lse=True, **_given(given))
     nothing = torch.empty(0)
-    return out, lse_HT, torch.empty(2, dtype=torch.uint64), nothing, nothing
+    seed = torch.empty(2, dtype=torch.uint64)
+    return out.to(query.dtype), lse_HT.to(query.dtype), seed, nothing, nothing
 
 
 def _backward(
@@ -43,45 +42,22 @@ def _backward(
     **given: Any,
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``."""
-    _check((query, key, value, grad_out, out), given)
-    assert logsumexp.is_contiguous() and logsumexp.shape == (query.shape[1], len(query))
-    gradients = [torch.full_like(x, torch.nan) for x in (query, key, value)]
-    dq, dk, dv = gradients
-    for tokens in _documents(given):
-        s, k, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
-        q, dout, o = (x[tokens].double().transpose(0, 1) for x in (query, grad_out, out))
-        p = (s - logsumexp[:, tokens, None].double()).exp()
-        ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True)) * given["scale"]
-        dq[tokens] = (ds @ k).transpose(0, 1).to(dq.dtype)
-        for whole, dx in ((dk, ds.mT @ q), (dv, p.mT @ dout)):
-            by_kv_head = dx.unflatten(0, (key.shape[1], -1)).sum(1)
-            whole[tokens] = by_kv_head.transpose(0, 1).to(whole.dtype)
-    return tuple(gradients)
+    assert all(map(flash_attention_4.is_aligned, (query, key, value, out, grad_out)))
+    assert logsumexp.is_contiguous()
+    wide = [x.double() for x in (query, key, value, out, grad_out, logsumexp)]
+    gradients = flash_attention_4._flash_attn_bwd(*wide, deterministic=True, **_given(given))
+    return tuple(x.to(query.dtype) for x in gradients)
 
 
-def _documents(given: dict[str, Any]) -> Iterator[slice]:
-    return (slice(*each) for each in pairwise(given["cum_seq_q"].tolist()))
-
-
-def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled causal scores [H, T, T], and keys and values [H, T, D] of every query head."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-    s = q.double().transpose(0, 1) @ k.mT * scale
-    later = torch.ones(s.shape[1:], dtype=torch.bool).triu(1)
-    return s.masked_fill(later, -torch.inf), k, v
-
-
-def _check(xs: tuple[Tensor, ...], given: dict[str, Any]) -> None:
-    assert given["is_causal"] and given["dropout_p"] == 0.0
-    assert given["cum_seq_q"] is given["cum_seq_k"] and given["max_q"] == given["max_k"]
-    assert given["cum_seq_q"].dtype == torch.int32 and given["cum_seq_q"].is_contiguous()
-    assert int(given["cum_seq_q"].diff().max()) <= given["max_q"]
-    assert len({x.shape[2] for x in xs}) == 1 and xs[0].shape[2] % 8 == 0
-    for x in xs:
-        size = x.element_size()
-        assert x.stride(2) == 1
-        assert not any(place * size % 16 for place in (x.storage_offset(), *x.stride()[:2]))
+def _given(given: dict[str, Any]) -> dict[str, Any]:
+    """What FlashAttention-4 is given."""
+    assert given["dropout_p"] == 0.0
+    return {
+        "softmax_scale": given["scale"],
+        "causal": given["is_causal"],
+        **{f"cu_seqlens_{of}": given[f"cum_seq_{of}"] for of in "qk"},
+        **{f"max_seqlen_{of}": given[f"max_{of}"] for of in "qk"},
+    }
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels import dense
+from sparsebalance_megatron.attention.kernels import dense, fa4
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select.vertical_slash import VERTICAL_SLASH
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
+from sparsebalance_megatron.config import DEFAULT_SELECTION, DenseAttention, SparseBalanceConfig
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.selector_registry import BUILT_IN
@@ -44,9 +44,9 @@ def _drawn(tokens: int, *heads: int) -> list[Tensor]:
     return [torch.empty(tokens, each, 128, **how) for each in heads]
 
 
-def _attention(selection: str) -> BudgetedCoreAttention:
+def _attention(selection: str, kernel: DenseAttention = "torch") -> BudgetedCoreAttention:
     chosen = SparseBalanceConfig(
-        block_size=256, base_budget=32, selection=selection, coverage_threshold=0.1
+        block_size=256, base_budget=32, selection=selection, dense_attention=kernel
     )
     return BudgetedCoreAttention(
         SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
@@ -143,3 +143,34 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
     assert forward.counted["aten::_flash_attention_forward"] == 1
     assert forward.counted.total() <= MOST_LAUNCHES_IF_COVERED, forward.counted
     assert backward.counted == {"aten::_flash_attention_backward": 1}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "fa4"])
+def test_covered_documents_take_flash_attention_4_where_it_serves(
+    kernel: DenseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a copy, a wait of the host, and anything beside its one call."""
+    given: list[dict[str, object]] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, **named: object) -> tuple[Tensor, ...]:
+        given.append(named)
+        return torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32), None
+
+    monkeypatch.setattr(fa4, "interface", lambda: SimpleNamespace(_flash_attn_fwd=forward))
+    monkeypatch.setattr(fa4, "obstacle", lambda *_: None)
+    attention, launches = _attention(DEFAULT_SELECTION, kernel), Launches()
+    with fake_cuda():
+        context = LocalMicroBatch(
+            layout=packed_layout([0, 3000, 8192], 256, CUDA),
+            budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
+            max_budgets=(32,),
+            observe=False,
+            dense_documents_L=(2,),
+        )
+        q, k, v = _drawn(8192, 32, 8, 8)
+        with torch.no_grad(), NoTraffic(), launches:
+            attention._attend(q, k, v, context, None)
+    (named,) = given
+    assert named["max_seqlen_q"] == 5192 and named["causal"] is True
+    # The bounds of documents, once a micro-batch.
+    assert launches.counted.total() <= 3, launches.counted

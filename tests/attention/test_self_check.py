@@ -12,16 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels import blocks, tokens
+from sparsebalance_megatron.attention.kernels import blocks, dense, tokens
 from sparsebalance_megatron.attention.select import block_topk
 from sparsebalance_megatron.attention.self_check import Verdict, check_attention
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
+CONFIG = SparseBalanceConfig(block_size=32)
+RESULTS_OF_LISTS = {"out", "lse", "dq", "dk", "dv", "lists", "coverage"}
 
-def _checked(dtype: str = "bfloat16", selection: str = "token-query-head") -> Verdict:
+
+def _checked(
+    dtype: str = "bfloat16",
+    selection: str = "token-query-head",
+    config: SparseBalanceConfig = CONFIG,
+) -> Verdict:
     return check_attention(
-        SparseBalanceConfig(selection=selection, block_size=32),
+        dataclasses.replace(config, selection=selection),
         heads=(8, 2),
         head_dims=(32, 32),
         dtype=getattr(torch, dtype),
@@ -38,7 +45,8 @@ def _problems(**choices: str) -> list[str]:
 def test_right_kernels_pass(selection: str, dtype: str) -> None:
     verdict = _checked(dtype, selection)
     assert verdict.problems() == []
-    assert verdict.errors.keys() == {"out", "lse", "dq", "dk", "dv", "lists", "coverage"}
+    dense_results = {f"dense {name}" for name in ("out", "lse", "dq", "dk", "dv")}
+    assert verdict.errors.keys() == RESULTS_OF_LISTS | dense_results
     # Far enough from the tolerance that another compiler's rounding passes too.
     assert max(verdict.errors.values()) < 0.5
 
@@ -128,3 +136,19 @@ def test_a_wrong_router_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(block_topk, "rank_in_chunks", ranked)
     assert [problem.split()[0] for problem in _problems()] == [wrong]
+
+
+def test_dense_documents_are_checked_where_they_are_attended_to_densely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _checked().dense_kernel == "torch"
+    lists = dataclasses.replace(CONFIG, attention="reference")
+    verdict = _checked(config=lists)
+    assert verdict.dense_kernel == "lists" and verdict.errors.keys() == RESULTS_OF_LISTS
+    right = dense.backward
+    for wrong in (lambda x: 1.1 * x, lambda x: x.index_fill(0, torch.tensor([3]), torch.nan)):
+        monkeypatch.setattr(
+            dense, "backward", lambda *given, f=wrong: (*right(*given)[:2], f(right(*given)[2]))
+        )
+        (problem,) = _problems()
+        assert problem.startswith("dense dv is off by")

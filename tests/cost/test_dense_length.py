@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cost.cost_cases import predict_ms
 
+from sparsebalance_megatron import flash_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import (
     crossing_tokens,
     dense_length_line,
     with_dense_length,
 )
-from sparsebalance_megatron.cost.fit import measured_cost_model
+from sparsebalance_megatron.cost.fit import configured_cost_model, measured_cost_model
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
@@ -87,14 +90,8 @@ def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
 def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens: int) -> None:
     """Torch's own dense attention is counted by default, the model's own in mode exact; lists by
     token lose to both from some length on, shared lists are faster than torch's at any."""
-    shape = ModelShape(
-        **{"hidden_size": 2048, "ffn_hidden_size": 11008, "num_attention_heads": 16},
-        **{"num_query_groups": 2, "head_dim": 128, "vocab_size": 151936},
-        gated_linear_unit=True,
-        tensor_parallel_size=1,
-    )
     layout = Job.even(layers=4, ranks=2, stages=1)
-    job = HostJob(layout=layout, shape=shape, max_sample_tokens=1 << 20, global_batch_size=8)
+    job = HostJob(layout=layout, shape=SHAPE, max_sample_tokens=1 << 20, global_batch_size=8)
     config = SparseBalanceConfig(selection=selection)
     with pytest.warns(UserWarning, match="counted operations"):
         cost = job.cost_model(config, {})
@@ -114,6 +111,57 @@ def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens:
             each.coefficients_ms(Part.DENSE_ATTENTION, direction)[-1] for each in (cost, exact)
         )
         assert ours / own == pytest.approx(0.58 / 0.33)
+
+
+SHAPE = ModelShape(
+    **{"hidden_size": 2048, "ffn_hidden_size": 11008, "num_attention_heads": 16},
+    **{"num_query_groups": 2, "head_dim": 128, "vocab_size": 151936},
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("installed", "choices", "counted"),
+    [
+        (None, {}, "33%"),
+        ("4.0.0b36", {}, "60%"),
+        ("4.0.0b36", {"dense_attention": "torch"}, "33%"),
+        ("4.0.0b36", {"counted_device": "a100"}, "33%"),
+        (None, {"dense_attention": "fa4", "counted_device": "b200"}, "60%"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:no --sparse-balance-cost-table")
+def test_flash_attention_4_is_counted_where_it_will_run(
+    installed: str | None, choices: Any, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then dense attention is no slower than the model's own: with our placement the default, which
+    attends to some documents densely, is never slower than dense attention throughout."""
+    monkeypatch.setattr(flash_attention, "not_installed", lambda: None if installed else "not")
+    cost = configured_cost_model(SparseBalanceConfig(**choices), SHAPE, {})
+    assert f"dense attention {counted}" in cost.source
+    own = cost.with_model_attention
+    assert "dense attention 58%" in own.source
+    for direction in Direction:
+        ours, models = (
+            each.coefficients_ms(Part.DENSE_ATTENTION, direction)[-1] for each in (cost, own)
+        )
+        assert (ours <= models) == (counted == "60%")
+
+
+def test_what_a_table_was_measured_with_runs(tmp_path: Path, measure) -> None:
+    """Whoever is fastest was measured; another that is named is told of."""
+    path = tmp_path / "table.json"
+    for kernel in ("torch", "fa4"):
+        replace(measure(), dense_kernel=kernel).save(path)
+        config = replace(CHOICES, cost_table=str(path), selection="previous-block")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*has times of")
+            cost = configured_cost_model(config, measure().identity.shape, {})
+        assert with_dense_length(config, cost, 1 << 20).dense_attention == kernel
+        other = replace(config, dense_attention={"torch": "fa4", "fa4": "torch"}[kernel])
+        with pytest.warns(UserWarning, match=f"has times of {kernel}"):
+            configured_cost_model(other, measure().identity.shape, {})
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "", "1" * 10])

@@ -11,7 +11,7 @@ import torch
 from harness import PROGRAMS, train
 from step_cases import SHAPE
 
-from sparsebalance_megatron.attention.kernels import blocks, tokens
+from sparsebalance_megatron.attention.kernels import blocks, dense, tokens
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 
@@ -30,6 +30,8 @@ def test_right_kernels_give_a_line(block_size: int) -> None:
     """Documents of some blocks of 2**20 tokens would not fit memory; smaller ones are checked."""
     said = _checked(block_size=block_size)
     assert f"agree with the reference (cpu, torch {torch.__version__})" in said
+    assert said.endswith("; dense documents run on torch's FlashAttention")
+    assert _checked(attention="reference").endswith("; dense documents run on lists")
 
 
 def test_wrong_kernels_stop_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +56,19 @@ def test_kernels_of_dense_layers_are_checked(monkeypatch: pytest.MonkeyPatch) ->
     _checked()
     with pytest.raises(KernelCheckError, match="kernel check of previous-block"):
         _checked(layer_budgets="dense:0")
+
+
+def test_wrong_kernels_of_dense_documents_stop_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(KernelCheckError, match=r'kernel "fa4", needs CUDA.*use .*=torch'):
+        _checked(dense_attention="fa4")
+    right = dense.backward
+    monkeypatch.setattr(
+        dense, "backward", lambda dout, saved: tuple(1.1 * x for x in right(dout, saved))
+    )
+    with pytest.raises(KernelCheckError, match=r"dense dq .* train with .*dense-attention=torch"):
+        _checked()
 
 
 @pytest.mark.distributed

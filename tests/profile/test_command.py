@@ -13,6 +13,7 @@ import pytest
 from forked_ranks import run_alone
 from harness import (
     MODEL_FLAGS,
+    PROGRAMS,
     TIMEOUT_S,
     TRAINING_FLAGS,
     python_environment,
@@ -78,7 +79,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     # Of three blocks, one is read as columns where columns are selected.
     budgets = {row.budget_blocks or 0 for row in table.rows if row.part is Part.ATTENTION}
     assert max(budgets) >= 3
-    assert (table.threads, table.exchanges) == (1, ())
+    assert (table.threads, table.exchanges, table.dense_kernel) == (1, (), "torch")
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = fit_cost_model(table)
     assert table.segments is not None and model.segments.slowness >= 1.0
@@ -90,6 +91,18 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
                 continue
             before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
             assert 0.0 < before <= after, f"{part} {direction}"
+
+
+def test_the_faster_kernel_of_whole_documents_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "table.json"
+    program = (str(PROGRAMS / "profile_kernels.py"), "--quick", "-o", str(output), "--")
+    flags = [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS]
+    process = run_program((*program, *flags), tmp_path)
+    assert process.returncode == 0, process.stderr[-4000:]
+    table = CostTable.load(output)
+    assert table.dense_kernel == "fa4"
+    dense = [row for row in table.rows if row.part is Part.DENSE_ATTENTION]
+    assert len({(row.lengths_tokens, row.direction) for row in dense}) == len(dense) > 0
 
 
 def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:

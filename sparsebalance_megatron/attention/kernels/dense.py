@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole documents: every query reads all tokens of its document up to itself, and no lists. Where
-queries and keys have layouts of their own, those of document i read all keys of document i.
+"""Whole documents by torch: every query reads all tokens of its document up to itself, no lists.
+Where queries and keys have layouts of their own, those of document i read all keys of document i.
 
 On CUDA one call of the FlashAttention kernels inside torch serves all documents, whose boundaries
 lie on the device; on the CPU one call each. The kernels on CUDA write nothing outside of documents:
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebalance_megatron.attention.device import aligned
 from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
@@ -31,7 +32,6 @@ from sparsebalance_megatron.attention.selection import Selection
 
 _MOST_DOCUMENTS = 65_535
 """A launch numbers its documents in a dimension of its grid that is no larger."""
-_ALIGNED_BYTES = 16
 _MOST_HEAD_DIM = 256
 _UNEVEN_HEAD_DIM = 192
 """Some devices have no backward kernel for head dims above, but for the largest."""
@@ -182,12 +182,4 @@ def _fitting(*xs_THD: Tensor) -> list[Tensor]:
     """The tensors at one head dim that the kernels have, zeros behind, aligned as they must be."""
     width = max(x.shape[2] for x in xs_THD)
     width = -(-width // 8) * 8 if width <= _UNEVEN_HEAD_DIM else _MOST_HEAD_DIM
-    return [_aligned(x if x.shape[2] == width else pad(x, (0, width - x.shape[2]))) for x in xs_THD]
-
-
-def _aligned(x_THD: Tensor) -> Tensor:
-    """The tensor itself where each of its vectors begins at a multiple of 16 bytes, else a copy."""
-    *strides, last = x_THD.stride()
-    places = (x_THD.storage_offset(), *strides)
-    fits = last == 1 and not any(x * x_THD.element_size() % _ALIGNED_BYTES for x in places)
-    return x_THD if fits else x_THD.clone(memory_format=torch.contiguous_format)
+    return [aligned(x if x.shape[2] == width else pad(x, (0, width - x.shape[2]))) for x in xs_THD]

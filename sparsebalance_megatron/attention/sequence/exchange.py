@@ -30,7 +30,7 @@ from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.attention.sequence.pieces import DensePieces
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
-from sparsebalance_megatron.config import AttentionImplementation
+from sparsebalance_megatron.config import AttentionImplementation, DenseAttention
 
 
 def sequence_attention(
@@ -44,6 +44,7 @@ def sequence_attention(
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
     dense_documents: int = 0,
+    dense_kernel: DenseAttention = "auto",
     known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ def sequence_attention(
         selection: lists of the slice's queries over the blocks of the sequence.
         exchange: how other keys and values get here; None where the slice is the whole sequence.
         dense_documents: so many first documents are attended to densely (:mod:`.pieces`), whatever
-            their lists; where there are no others, the selection needs none. With an exchange.
+            their lists, by ``dense_kernel``; where there are no others, the selection needs none.
+            With an exchange.
         known: all members give it, or none, since the exchange of a forward is left out.
 
     Raises:
@@ -88,11 +90,13 @@ def sequence_attention(
         listed = replace(selection, kv_layout=here)
         kernel = checked_kernel(q_THD, k_TGD, v_TGF, listed, implementation, known, sink_H)
     if kernel is None or dense_documents:
-        check_dense(q_THD, k_TGD, v_TGF, here, known, sink_H)
+        dense = check_dense(q_THD, k_TGD, v_TGF, here, dense_kernel, known, sink_H)
         if kernel is not None:
             rows = sequence.rows_of(dense_documents, by_token=selection.by_token)
             selection = selection.without_first(rows)
-        kernel = DensePieces(sequence=sequence, documents=dense_documents, lists=kernel)
+        kernel = DensePieces(
+            sequence=sequence, documents=dense_documents, dense=dense, lists=kernel
+        )
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
     return Attention.apply(
         *(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import (
     Kernel,
     Saved,
@@ -50,12 +50,13 @@ class Piece:
 class DensePieces:
     """A :class:`..kernels.contract.Kernel`: a slice's first documents are attended to densely.
 
-    ``lists``: attends to the others by their lists, of which the first documents have none; None
-    where there are no others.
+    ``dense``: attends to whole documents. ``lists``: attends to the others by their lists, of which
+    the first documents have none; None where there are no others.
     """
 
     sequence: SequenceSlice
     documents: int
+    dense: Any
     lists: Kernel | None = None
 
     def forward(
@@ -77,7 +78,7 @@ class DensePieces:
         for piece in self.pieces(selection.kv_layout):
             q, found = q_THD[piece.query_T], (out_THF[piece.query_T], lse_TH[piece.query_T])
             keys = k_TGD[piece.key_T], v_TGF[piece.key_T]
-            out, lse = dense.forward(q, *keys, piece.selection, softmax_scale=softmax_scale)
+            out, lse = self.dense.forward(q, *keys, piece.selection, softmax_scale=softmax_scale)
             out, lse = merge_partials(*found, out.to(wide), lse)
             out_THF.index_copy_(0, piece.query_T, out)
             lse_TH.index_copy_(0, piece.query_T, lse)
@@ -98,7 +99,7 @@ class DensePieces:
                 lse_TH=saved.lse_TH[piece.query_T],
                 selection=piece.selection,
             )
-            parts = dense.backward(dout_THF[piece.query_T], of_piece)
+            parts = self.dense.backward(dout_THF[piece.query_T], of_piece)
             rows = piece.query_T, piece.key_T, piece.key_T
             for total, row_T, part in zip(sums, rows, parts, strict=True):
                 total.index_add_(0, row_T, part.to(total.dtype))
@@ -106,7 +107,7 @@ class DensePieces:
         return dq_THD, dk_TGD, dv_TGF
 
     def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-        return dense.obstacle(q_THD, v_TGF, selection.query_layout)
+        return self.dense.obstacle(q_THD, v_TGF, selection.query_layout)
 
     def pieces(self, keys: PackedLayout) -> Sequence[Piece]:
         """The pieces where these keys are here, of the sequence or of a member; made once."""

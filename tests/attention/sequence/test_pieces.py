@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
@@ -63,7 +64,7 @@ def test_members_together_are_one_rank(
     sums = [torch.zeros_like(x) for x in (q, k, v)]
     for held in slices_of(cu_seqlens, random_owners(blocks, members, seed), members):
         rows = torch.from_numpy(held.tokens_T)
-        pieces = DensePieces(sequence=held, documents=len(lengths))
+        pieces = DensePieces(sequence=held, documents=len(lengths), dense=dense)
         selection = Selection.of_documents(held.local_layout, held.whole_layout)
         order = np.random.default_rng(seed).permutation(members).tolist()
         if by_part:
