@@ -31,7 +31,7 @@ ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
-DenseAttention = Literal["auto", "fa4", "torch"]
+DenseAttention = Literal["auto", "fa4", "model", "torch"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
@@ -132,8 +132,9 @@ class SparseBalanceConfig:
     does not serve. Name one to compare or to debug: it never falls back."""
 
     dense_attention: DenseAttention = "auto"
-    """Kernel of dense documents on CUDA: FlashAttention-4 (extra fa4), torch's, or what the cost
-    table found faster, else fa4 where it serves (auto)."""
+    """Who attends to dense documents: on CUDA FlashAttention-4 (extra fa4), the model's own
+    attention (Transformer Engine's, in one piece, with nothing kept), torch's, or what the cost
+    table found fastest, else the first of these that serves (auto)."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
@@ -282,6 +283,11 @@ class SparseBalanceConfig:
                 f"{flag_with('attention', 'tokens')}: serves no dense layers, which "
                 f"{flag_name('layer_budgets')} {self.layer_budgets} asks for; use auto"
             )
+        if self.dense_attention == "model" and self.recompute_attention == "keep":
+            raise ConfigError(
+                f"{flag_with('dense_attention', 'model')}: gives nothing that could be kept; use "
+                f"{flag_with('recompute_attention', 'again')}, or another kernel"
+            )
         if self.max_segments > 1 and self.tuning == "anchor":
             raise ConfigError(
                 f"{flag_name('max_segments')} {self.max_segments}: has no effect with tuning "
@@ -309,6 +315,14 @@ class SparseBalanceConfig:
     def heads_may_travel(self) -> bool:
         """Whether ranks that share a document may attend to it densely, each with its heads."""
         return self.recompute_attention == "again" and not self.attends_by_lists
+
+    @property
+    def model_may_attend(self) -> bool:
+        """Whether the model's own attention may run for dense documents, if it takes packed
+        sequences: where it is named, or no other kernel is, and nothing needs its log-sum-exp."""
+        named = self.dense_attention == "model"
+        free = self.dense_attention == self.attention == "auto"
+        return (named or free) and self.recompute_attention == "again"
 
     @property
     def attends_by_lists(self) -> bool:

@@ -171,7 +171,8 @@ def dense_attention(
     Other arguments and results are those of :func:`block_sparse_attention`.
 
     Args:
-        kernel: who computes: FlashAttention-4, torch's own, or the first of them that serves.
+        kernel: who computes: FlashAttention-4, torch's own, or the first of them that serves, also
+            where a layer's own attention is named.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or there is no kernel for them.
@@ -204,7 +205,7 @@ def dense_kernel(
     """Name of the kernel that :func:`dense_attention` takes, and why it does not serve; None where
     it does."""
     name, obstacle = "", None
-    for name in DENSE_KERNELS if kernel == "auto" else (kernel,):
+    for name in (kernel,) if kernel in DENSE_KERNELS else DENSE_KERNELS:
         obstacle = DENSE_KERNELS[name].obstacle(q_THD, v_TGF, layout)
         if obstacle is None:
             break

@@ -103,7 +103,7 @@ def configured_cost_model(
     efficiency = selection_efficiency(work_model_named(config.selection), config.block_size)
     heads, head_dims = shape.rank_heads, (shape.head_dim, shape.value_dim)
     named = config.dense_attention
-    if named != "torch" and will_serve(
+    if named in ("auto", "fa4") and will_serve(
         config.counted_device, heads, head_dims, named=named == "fa4"
     ):
         efficiency = replace(efficiency, dense=OF_FLASH_ATTENTION_4)

@@ -13,7 +13,7 @@ import numpy as np
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
 from sparsebalance_megatron.cost.fit import configured_cost_model
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -39,6 +39,8 @@ class HostJob:
         neighbours_per_node: ranks of a node that may share a micro-batch; tensor-parallel ranks lie
             in between.
         expert_parallel_size: ranks that divide the experts.
+        takes_packed_sequences: whether the model's own attention does, as Transformer Engine's, and
+            not Megatron's local one.
         frozen_weights: whether the model's own weights take no gradients, as beside low-rank
             adapters (LoRA).
     """
@@ -53,6 +55,7 @@ class HostJob:
     neighbours_per_node: int = 8
     expert_parallel_size: int = 1
     frozen_weights: bool = False
+    takes_packed_sequences: bool = True
 
     def __post_init__(self) -> None:
         for name, size in {
@@ -87,7 +90,11 @@ class HostJob:
             exchange = replace(exchange, heads_within=self.neighbours_per_node)
         cost = replace(cost, exchange=exchange)
         most_ranks = max_cp_size(self.layout, config, self.neighbours_per_node)
-        if config.leaves_attention and exchange.heads_serve(most_ranks):
+        # Documents that are cut, or shared beyond heads, run on kernels of this package.
+        in_one_piece = exchange.heads_serve(most_ranks) and config.max_segments == 1
+        counted = cost.efficiency
+        own = counted is not None and counted.dense < OF_MODEL_ATTENTION and config.model_may_attend
+        if in_one_piece and self.takes_packed_sequences and (config.leaves_attention or own):
             cost = cost.with_model_attention
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
             full=self.recompute_all,

@@ -21,13 +21,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import (
     attends_densely,
     block_sparse_attention,
     dense_attention,
+    dense_kernel,
 )
 from sparsebalance_megatron.attention.device import copied_to, undisturbed
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
@@ -37,7 +38,7 @@ from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
 from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
@@ -45,6 +46,7 @@ from sparsebalance_megatron.megatron.kept_attention import (
     in_first_pass,
     in_recomputed_pass,
 )
+from sparsebalance_megatron.megatron.latent_positions import TruePositions
 from sparsebalance_megatron.megatron.own_attention import sharing_heads
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
@@ -52,53 +54,6 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     LocalMicroBatch,
 )
 from sparsebalance_megatron.megatron.unsupported import check_replaced_attention
-
-
-class TruePositions:
-    """Mixed into Megatron's multi-latent attention: rotates by the true positions of tokens.
-
-    Other attention gets its table of rotary embeddings from the model; this one makes it in every
-    layer, for one sequence from position 0. A packed sequence with a plan passes in the sbhd
-    layout, with a batch of one: line i of the table then belongs to token i, values keep their head
-    dim, and no boundary is read from the device. Other inputs pass as they are.
-    """
-
-    rotary_pos_emb: Any
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._position_T: Tensor | None = None
-        self.rotary_pos_emb.register_forward_pre_hook(self._uncut, with_kwargs=True)
-        self.rotary_pos_emb.register_forward_hook(self._lines_of_tokens)
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        packed: Any = keywords.get("packed_seq_params")
-        context: LocalMicroBatch | None = getattr(packed, "micro_batch", None)
-        self._position_T = None
-        if context is not None:
-            sequence = context.sequence
-            self._position_T = (
-                context.layout.position_T if sequence is None else sequence.positions_T
-            )
-            packed = copy.copy(packed)
-            packed.qkv_format = "sbhd"
-        keywords["packed_seq_params"] = packed
-        return super().forward(*arguments, **keywords)  # type: ignore[misc]
-
-    def _uncut(self, _: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Ask for the lines of the whole sequence, where Megatron would cut them by rank."""
-        if self._position_T is not None:
-            keywords = {**keywords, "packed_seq": True}
-        return arguments, keywords
-
-    def _lines_of_tokens(self, _: Any, __: Any, table: Any) -> Any:
-        """Give the line of each token, [T, 1, rotary dim]; YaRN's table comes with a scale."""
-        if self._position_T is None:
-            return table
-        lines, *scale = table if isinstance(table, tuple) else (table,)
-        of_tokens = lines[:, 0].index_select(0, self._position_T)
-        return (of_tokens, *scale) if scale else of_tokens
-
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -131,10 +86,14 @@ class BudgetedCoreAttention(MegatronModule):
 
     Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``, and has its
     parameter, the attention sink ``softmax_offset`` [H] of ``--softmax-type learnable``; coverage
-    and selection do not count the sink. Without a carrier (plain ``PackedSeqParams``, or the sbhd
-    layout) every sample gets the base budget, nothing is observed or kept for a recomputed pass,
-    and the host waits for boundaries on the device, once a micro-batch.
+    and selection do not count the sink. ``own`` builds the attention that the model would have,
+    which attends to dense documents where :meth:`attends_by_model`. Without a carrier (plain
+    ``PackedSeqParams``, or the sbhd layout) every sample gets the base budget, nothing is observed
+    or kept for a recomputed pass, and the host waits for boundaries on the device, once a
+    micro-batch.
     """
+
+    own: Any
 
     def __init__(
         self,
@@ -150,6 +109,7 @@ class BudgetedCoreAttention(MegatronModule):
         v_channels: int | None = None,
         *,
         options: AttentionOptions,
+        own: Any = None,
     ) -> None:
         super().__init__(config=config)
         if attention_type != "self":
@@ -177,6 +137,31 @@ class BudgetedCoreAttention(MegatronModule):
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
+
+        if chosen.dense_attention == "model" and (own is None or config.softmax_type != "vanilla"):
+            raise ConfigError(
+                f"{flag_with('dense_attention', 'model')}: needs --transformer-impl "
+                "transformer_engine, and --softmax-type vanilla; use auto"
+            )
+        # Outside of the module tree: checkpoints keep their keys.
+        self.__dict__["own"] = None
+        if own is not None and chosen.model_may_attend and config.softmax_type == "vanilla":
+            given = {
+                "attention_dropout": attention_dropout,
+                "softmax_scale": softmax_scale,
+                "cp_comm_type": cp_comm_type,
+                "pg_collection": pg_collection,
+                "k_channels": k_channels,
+                "v_channels": v_channels,
+            }
+            self.__dict__["own"] = build_module(
+                sharing_heads(own),
+                config=config,
+                layer_number=layer_number,
+                attn_mask_type=attn_mask_type,
+                attention_type=attention_type,
+                **{name: value for name, value in given.items() if value is not None},
+            )
 
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
@@ -331,7 +316,10 @@ class BudgetedCoreAttention(MegatronModule):
     def _attend_densely(
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
     ) -> Sequence[Tensor]:
-        """out_THF and lse_TH of the documents of a layout; out alone where ranks share them."""
+        """out_THF and lse_TH of the documents of a layout; out alone where ranks share them, or the
+        model's own attention runs."""
+        if self.attends_by_model(qkv[0], qkv[2], layout):
+            return [self.attended_by_model(qkv[:3], layout, context)]
         kernel = self._options.config.dense_attention
         attend = partial(dense_attention, layout=layout, kernel=kernel)
         sequence = context.sequence
@@ -345,6 +333,21 @@ class BudgetedCoreAttention(MegatronModule):
 
         travelling = TravellingHeads(sequence, layout.tokens)
         return [travelling.attend((q_THD, k_TGD, v_TGF), of_member)]
+
+    def attends_by_model(self, q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> bool:
+        """Whether dense documents in one piece run on the model's own attention: where it is named,
+        or FlashAttention-4 does not serve."""
+        if self.own is None:
+            return False
+        named = self._options.config.dense_attention == "model"
+        return named or dense_kernel(q_THD, v_TGF, layout, "fa4")[1] is not None
+
+    def attended_by_model(
+        self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
+    ) -> Tensor:
+        """out_THF of the first documents, of a layout, by the model's own attention."""
+        out_TX = self.own.train(self.training).of_documents(qkv, context, layout)
+        return out_TX.view(len(out_TX), qkv[0].shape[1], -1)
 
     def _attend_to_lists(
         self,
@@ -558,7 +561,10 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
         if leaves:
             submodules.core_attention = sharing_heads(submodules.core_attention)
             continue
+        own = submodules.core_attention
+        takes = _takes_packed_sequences(own)
         submodules.core_attention = ModuleSpec(
-            module=BudgetedCoreAttention, params={"options": options}
+            module=BudgetedCoreAttention,
+            params={"options": options, "own": own if takes else None},
         )
     return spec

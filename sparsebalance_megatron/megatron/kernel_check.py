@@ -20,7 +20,12 @@ from sparsebalance_megatron.supported import installed_version
 
 _LARGEST_BLOCK_ON_CPU = 128
 """Tokens, whose check takes a second; implementations on CPUs do not depend on the block size."""
-_NAMES = {"fa4": "FlashAttention-4", "torch": "torch's FlashAttention", "lists": "lists"}
+_NAMES = {
+    "fa4": "FlashAttention-4",
+    "model": "the model's own attention",
+    "torch": "torch's FlashAttention",
+    "lists": "lists",
+}
 
 
 class KernelCheckError(ValueError):
@@ -28,11 +33,17 @@ class KernelCheckError(ValueError):
 
 
 def check_kernels(
-    config: SparseBalanceConfig, shape: ModelShape, dtype: str, device: torch.device
+    config: SparseBalanceConfig,
+    shape: ModelShape,
+    dtype: str,
+    device: torch.device,
+    *,
+    takes_packed_sequences: bool = False,
 ) -> str:
     """Check the kernels that this run's layers will use; gives a line for the log.
 
-    Every failure becomes a :class:`KernelCheckError`, so that other ranks can be told.
+    The model's own attention, which ``takes_packed_sequences`` or not, is not checked. Every
+    failure becomes a :class:`KernelCheckError`, so that other ranks can be told.
     """
     heads, head_dims = shape.rank_heads, (shape.head_dim, shape.value_dim)
     on = f"cpu, torch {torch.__version__}"
@@ -67,13 +78,11 @@ def check_kernels(
                 f"kernel check of {selection} on {on}, {dtype}, head dims {shape.head_dim} and "
                 f"{shape.value_dim}: {'; '.join(problems)}; train with {remedy}"
             )
-    line = f"kernels agree with the reference ({on}); dense documents run on "
-    line += _NAMES[verdict.dense_kernel]
-    if (
-        verdict.dense_kernel == "torch"
-        and config.dense_attention == "auto"
-        and device.type == "cuda"
-    ):
+    name = verdict.dense_kernel
+    if takes_packed_sequences and config.model_may_attend and name != "fa4":
+        name = "model"
+    line = f"kernels agree with the reference ({on}); dense documents run on {_NAMES[name]}"
+    if name == "torch" and config.dense_attention == "auto" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if missing := not_installed() or head_obstacle(capability, heads, head_dims):
             line += f"; FlashAttention-4 {missing}"

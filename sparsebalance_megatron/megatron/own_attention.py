@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's own core attention where ranks share packed sequences: heads travel around it."""
+"""The model's own core attention for documents that are attended to densely: heads travel around it
+where ranks share their packed sequence."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
@@ -60,24 +63,41 @@ class SharesHeads:
                 packed_seq_params=packed_seq_params,
                 **keywords,
             )
-        sequence = context.sequence
-        attention, params = self._of(sequence.group.members), context.whole_params
+        padding = context.sequence.padding_tokens
+        qkv = [(x if x.ndim == 3 else x[:, 0])[: len(x) - padding] for x in (query, key, value)]
+        out_T = self.of_documents(qkv, context, context.layout, **keywords)
+        if padding:
+            out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
+        # Multi-latent attention gives three dimensions in either layout.
+        return out_T if packed_seq_params.qkv_format == "thd" else out_T[:, None]
+
+    def of_documents(
+        self,
+        qkv: Sequence[Tensor],
+        context: LocalMicroBatch,
+        layout: PackedLayout,
+        **keywords: Any,
+    ) -> Tensor:
+        """[T, H * F] of the first documents of a micro-batch, from what this rank holds of their
+        queries, keys and values.
+
+        Args:
+            layout: of these documents.
+            keywords: what Megatron gives besides.
+        """
+        sequence, params = context.sequence, context.plain_params(layout.documents)
         keywords["attn_mask_type"] = AttnMaskType.padding_causal
+        attention = self._of(1 if sequence is None else sequence.group.members)
 
         def of_member(*qkv: Tensor) -> Tensor:
             given = *qkv, None
             return attention(*given, packed_seq_params=params, **keywords)
 
-        padding = sequence.padding_tokens
-        q_THD, k_TGD, v_TGF = (
-            (x if x.ndim == 3 else x[:, 0])[: len(x) - padding] for x in (query, key, value)
-        )
-        heads = TravellingHeads(sequence, context.layout.tokens)
-        out_T = heads.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
-        if padding:
-            out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
-        # Multi-latent attention gives three dimensions in either layout.
-        return out_T if packed_seq_params.qkv_format == "thd" else out_T[:, None]
+        if sequence is None:
+            return of_member(*qkv)
+        q_THD, k_TGD, v_TGF = qkv
+        travelling = TravellingHeads(sequence, layout.tokens)
+        return travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
 
     def _of(self, ranks: int) -> Any:
         """Attention of the heads that each of so many ranks has."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -99,6 +98,7 @@ class LocalMicroBatch:
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
+    _plain_params: dict[int, PackedSeqParams] = field(default_factory=dict, init=False, repr=False)
 
     def dense_documents(self, layer: int) -> int:
         """Number of first documents that a layer attends to densely."""
@@ -154,25 +154,28 @@ class LocalMicroBatch:
             return self.segments.of_layer(layer)
         return None if self.sequence is None else self.sequence.group.exchange
 
-    @cached_property
-    def whole_params(self) -> PackedSeqParams:
-        """Plain parameters of the whole packed sequence, in the thd layout.
+    def plain_params(self, documents: int) -> PackedSeqParams:
+        """Plain parameters of the first documents of the packed sequence, in the thd layout; made
+        once.
 
         The longest document is rounded up to a power of two: the host knows it, few kernels are
         built for it, and fused RoPE launches as many blocks for every document.
         """
-        boundaries = self.layout.cu_seqlens
+        if documents in self._plain_params:
+            return self._plain_params[documents]
+        boundaries = self.layout.cu_seqlens[: documents + 1]
         # Made on the host first: torch.tensor(..., device=device) would wait for the device.
         host = torch.tensor(boundaries, dtype=torch.int32)
         cu_seqlens = copied_to(host, self.budgets_LS.device)
         longest = 1 << (max(np.diff(boundaries).tolist()) - 1).bit_length()
-        return PackedSeqParams(
+        params = self._plain_params[documents] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+        return params
 
     def params(self) -> BudgetedPackedSeqParams:
         """Parameters for Megatron's attention and RoPE, in the thd layout.
@@ -181,7 +184,7 @@ class LocalMicroBatch:
         RoPE group is this rank alone: Megatron then applies row i of the table that
         :func:`.hooks.use_true_positions` puts in place to token i, and cuts nothing itself.
         """
-        sequence, whole = self.sequence, self.whole_params
+        sequence, whole = self.sequence, self.plain_params(self.layout.documents)
         return BudgetedPackedSeqParams(
             qkv_format="thd" if sequence is None else "sbhd",
             cp_group=None if sequence is None else sequence.group.alone,

@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.api import (
     dense_kernel,
 )
 from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
@@ -92,14 +92,17 @@ class ProfiledModel:
 
     @property
     def dense_kernels(self) -> list[DenseAttention]:
-        """The kernel of whole documents that the config names, else those that serve."""
+        """Who attends to whole documents: whom the config names, else those that serve."""
         chosen = self._options.config
         if chosen.dense_attention != "auto":
             return [chosen.dense_attention]
         q_THD, _, v_TGF = self._queries_keys_values(1)
         layout = packed_layout((0, 1), chosen.block_size, self._device)
-        serves = dense_kernel(q_THD, v_TGF, layout, "fa4")[1] is None
-        return ["fa4", "torch"] if serves else ["torch"]
+        serves: dict[DenseAttention, bool] = {
+            "fa4": dense_kernel(q_THD, v_TGF, layout, "fa4")[1] is None,
+            "model": self._core_attention.own is not None,
+        }
+        return [*(name for name, does in serves.items() if does), "torch"]
 
     def timed(
         self,
@@ -118,7 +121,7 @@ class ProfiledModel:
                 selection = self._select(qkv[0], qkv[1], context)
                 return self._attention(qkv, self._by_lists(lambda: selection))
             case Part.DENSE_ATTENTION:
-                return self._dense_attention(context.layout, kernel)
+                return self._dense_attention(context, kernel)
             case Part.ROUTER:
                 q_THD, k_TGD, _ = self._queries_keys_values(tokens)
                 return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
@@ -163,9 +166,13 @@ class ProfiledModel:
             backward=backward_from(gradient_THF, inputs=qkv),
         )
 
-    def _dense_attention(self, layout: PackedLayout, kernel: DenseAttention) -> Timed:
+    def _dense_attention(self, context: LocalMicroBatch, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
+        layout = context.layout
         qkv = self._queries_keys_values(layout.tokens)
+        if kernel == "model":
+            attend = self._core_attention.attended_by_model
+            return self._attention(qkv, lambda *qkv, **_: (attend(qkv, layout, context), qkv[0]))
         if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention, kernel):
             return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups

@@ -186,8 +186,12 @@ class TrainerRun:
         self._record = fingerprint(inputs)
         check_ranks_agree(self._record)
         settings = inputs.settings
-        what = inputs.config, settings.host_job.shape, settings.dtype, self.device
-        (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
+        job = settings.host_job
+        what = inputs.config, job.shape, settings.dtype, self.device
+        packed = job.takes_packed_sequences
+        (checked, *_) = gather_or_raise(
+            lambda: check_kernels(*what, takes_packed_sequences=packed), KernelCheckError
+        )
         print_rank_0(checked)
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)

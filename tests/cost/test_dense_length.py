@@ -88,17 +88,21 @@ def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
     ("selection", "tokens"), [("token-query-head", 36_864), ("previous-block", 0)]
 )
 def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens: int) -> None:
-    """Torch's own dense attention is counted by default, the model's own in mode exact; lists by
-    token lose to both from some length on, shared lists are faster than torch's at any."""
+    """Torch's own dense attention where the model's own takes no packed sequences, else that; lists
+    by token lose to both from some length on, shared lists are faster than torch's at any."""
     layout = Job.even(layers=4, ranks=2, stages=1)
-    job = HostJob(layout=layout, shape=SHAPE, max_sample_tokens=1 << 20, global_batch_size=8)
+    of_model = HostJob(layout=layout, shape=SHAPE, max_sample_tokens=1 << 20, global_batch_size=8)
+    job = replace(of_model, takes_packed_sequences=False)
     config = SparseBalanceConfig(selection=selection)
     with pytest.warns(UserWarning, match="counted operations"):
         cost = job.cost_model(config, {})
-        exact = job.cost_model(replace(config, layer_budgets="dense:all", tuning="off"), {})
-        kept = job.cost_model(
+        exact = of_model.cost_model(replace(config, layer_budgets="dense:all", tuning="off"), {})
+        kept = of_model.cost_model(
             replace(config, layer_budgets="dense:all", tuning="off", recompute_attention="keep"), {}
         )
+        assert of_model.cost_model(config, {}) == exact
+        for changes in ({"dense_attention": "torch"}, {"max_segments": 2}, {"attention": "blocks"}):
+            assert of_model.cost_model(replace(config, **changes), {}) == cost
     assert with_dense_length(config, cost, 1 << 20).dense_up_to_tokens == tokens
     assert crossing_tokens(exact, 32, 1 << 20) > tokens
     assert exact == cost.with_model_attention == exact.with_model_attention

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -50,6 +50,9 @@ def attention(
     layer_budgets: str | None = None,
     dense_up_to: str = "0",
     implementation: str = "auto",
+    own: Any = None,
+    softmax_type: str = "vanilla",
+    **choices: Any,
 ):
     config = TransformerConfig(
         num_layers=2,
@@ -57,6 +60,7 @@ def attention(
         num_attention_heads=HEADS,
         num_query_groups=KV_HEADS,
         use_cpu_initialization=True,
+        softmax_type=softmax_type,
     )
     options = AttentionOptions(
         SparseBalanceConfig(
@@ -66,10 +70,13 @@ def attention(
             dense_up_to=dense_up_to,
             attention=implementation,
             selection="previous-block",
+            **choices,
         ),
         (1, 2, 4, 8, 15),
     )
-    return BudgetedCoreAttention(config, layer, AttnMaskType.causal, "self", options=options)
+    return BudgetedCoreAttention(
+        *(config, layer, AttnMaskType.causal, "self"), options=options, own=own
+    )
 
 
 def packed_qkv(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -432,3 +439,49 @@ def test_layers_of_a_micro_batch_share_a_layout() -> None:
     assert cache.layout((0, 20, 50), 16, CPU) is layout
     assert cache.layout((0, 50), 16, CPU).cu_seqlens == (0, 50)
     assert cache.layout((0, 50), 32, CPU).block_size == 32
+
+
+class OwnAttention(MegatronModule):
+    """Takes packed sequences, as Transformer Engine's does; every call's documents are kept."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, *qkv: Any, packed_seq_params: PackedSeqParams, **_: Any) -> Tensor:
+        boundaries = packed_seq_params.cu_seqlens_q.tolist()
+        self.calls.append(len(boundaries) - 1)
+        return dense(*qkv[:3], boundaries)
+
+
+@pytest.mark.parametrize(
+    ("choices", "calls"),
+    [
+        ({}, [1]),
+        ({"dense_attention": "model"}, [1]),
+        ({"dense_attention": "torch"}, []),
+        ({"implementation": "blocks"}, []),
+        ({"recompute_attention": "keep"}, []),
+    ],
+)
+def test_dense_documents_run_on_the_models_own_attention(
+    choices: dict[str, Any], calls: list[int]
+) -> None:
+    """The first document is dense, the others have lists: outputs and gradients are the same."""
+    results, OwnAttention.calls[:] = [], []
+    plain = attention(dense_up_to="100")
+    for layer in (plain, attention(dense_up_to="100", own=OwnAttention, **choices)):
+        inputs = [x.requires_grad_() for x in packed_qkv(sum(LENGTHS))]
+        out = layer(*inputs, None, packed_seq_params=params_of(3, dense=(1, 1)))
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert OwnAttention.calls == calls
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_an_own_attention_that_does_not_serve_is_refused_by_name() -> None:
+    for given in ({}, {"own": OwnAttention, "softmax_type": "learnable"}):
+        with pytest.raises(ConfigError, match="dense-attention=model"):
+            attention(dense_attention="model", **given)

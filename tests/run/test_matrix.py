@@ -198,6 +198,7 @@ LAYOUTS = {
     "exact-pipeline": Layout("exact", 4, "--pipeline-model-parallel-size 4"),
     "own-pipeline": Layout("exact", 2, f"{PIPELINE} {RECOMPUTE} uniform", OWN_ATTENTION),
     "own-sharded": Layout("exact", 2, SHARDED, OWN_ATTENTION),
+    "own-lengths": Layout("lengths", 2, f"{RECOMPUTE} uniform", OWN_ATTENTION),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -247,6 +248,7 @@ SHARED_ROWS = {
     "own-context-experts": Layout(
         "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2", OWN_ATTENTION
     ),
+    "own-lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}", OWN_ATTENTION),
     "own-context-latent": Layout("own latent", 2, CONTEXT, OWN_ATTENTION),
     "exact-wide4": Layout("exact", 4, f"{WIDER} {OVERLAP}", DRAWN_WIDTHS),
     "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
