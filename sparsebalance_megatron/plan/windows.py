@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig
+
 _DRAWS = 73
 """Tells the draws of windows from others of the same seed."""
 
@@ -69,6 +71,11 @@ class Windows:
     share: float = 0.25
     seed: int = 1234
 
+    @classmethod
+    def of(cls, config: SparseBalanceConfig, seed: int) -> Windows:
+        """Those that were asked for."""
+        return cls(config.window, config.window_share, seed)
+
     def dealt(self, batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Lengths by step, from those in order of arrival, window by window; the last may be of
         fewer steps."""
@@ -84,8 +91,3 @@ class Windows:
             )
             found += map(tuple, lengths_S[places_WI].tolist())
         return tuple(found)
-
-
-def variation(tokens: Sequence[float]) -> float:
-    """Standard deviation over mean of the steps' tokens."""
-    return float(np.std(tokens) / np.mean(tokens))

@@ -24,6 +24,7 @@ from sparsebalance_megatron.data.samples import (
     open_samples,
     read_blends,
 )
+from sparsebalance_megatron.learn.dealt_samples import DealtSamples
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
@@ -33,7 +34,8 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.predict.comparison import even_stages
+from sparsebalance_megatron.plan.windows import Windows
+from sparsebalance_megatron.predict.comparison import WINDOW_STEPS, even_stages, window_lines
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -51,6 +53,7 @@ class Inputs:
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
             checkpoint has.
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
+        dealt: the order of training samples; None is that of arrival.
     """
 
     settings: RunSettings
@@ -63,6 +66,7 @@ class Inputs:
     dense_by_costs: bool = False
     dense_counted: bool = False
     layer_lines: tuple[str, ...] = ()
+    dealt: DealtSamples | None = None
 
     @property
     def config(self) -> SparseBalanceConfig:
@@ -93,6 +97,28 @@ class Inputs:
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
+    def from_step(self, step: int, saved: Mapping[str, Any] | None = None) -> Inputs:
+        """These inputs for a run that begins, or goes on, with a step.
+
+        Args:
+            saved: the window in whose middle a checkpoint was written.
+
+        Raises:
+            StateError: that window cannot be ended here.
+        """
+        config, settings = self.config, self.settings
+        if config.window == 1 and saved is None:
+            return self
+        dealt = DealtSamples.from_step(
+            *(self.train, settings.batch_sizes),
+            Windows.of(config, settings.seed),
+            step=step,
+            warm_up_samples=settings.warm_up_samples,
+            end_step=settings.train_iters,
+            saved=saved,
+        )
+        return replace(self, dealt=dealt)
+
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
         lines = [self.train.untrained()]
@@ -109,8 +135,14 @@ class Inputs:
         stages = even_stages(self.workload(1))
         return () if stages is None else (str(stages),)
 
+    def window_lines(self) -> tuple[str, ...]:
+        """What windows would give, or what speaks against those of the run; see
+        :func:`.window_lines`."""
+        return window_lines(self.workload(WINDOW_STEPS))
+
     def workload(self, steps: int) -> Workload:
-        """The first training steps: what later steps may be like."""
+        """The first training steps in order of arrival: what later steps may be like, with windows
+        as if the learning rate had no warm-up."""
         batches = first_batches(self.train, self.settings.batch_sizes.size_of(0), steps)
         return workload_of(self.settings, self.config, self.cost, batches)
 
@@ -128,7 +160,8 @@ class Inputs:
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
-        return Scheduler(planner, job=self.job, index=self.train, batch_sizes=sizes, worker=worker)
+        index = self.dealt or self.train
+        return Scheduler(planner, job=self.job, index=index, batch_sizes=sizes, worker=worker)
 
     def evaluation_scheduler(self, index: SampleIndex, training: Scheduler) -> Scheduler:
         """Make the scheduler of evaluation, with what the training run knows."""
@@ -198,6 +231,7 @@ def workload_of(
         sequence_parallel=settings.sequence_parallel,
         distributed_optimizer=settings.distributed_optimizer,
         sharded_parameters=settings.sharded_parameters,
+        seed=settings.seed,
     )
 
 
@@ -246,7 +280,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         dense_by_costs=dense_by_costs,
         dense_counted=dense_by_costs and cost.efficiency is not None,
         layer_lines=layer_lines,
-    )
+    ).from_step(0)
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:

@@ -177,6 +177,7 @@ class TrainerRun:
         steps = settings.batch_sizes.step_at(consumed_samples)
         settings.check_batch_sizes(steps)
         if self._run is None:
+            self.inputs = self.inputs.from_step(steps, saved.get("window"))
             if iteration is None:
                 iteration = saved.get("iteration", steps)
             self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
@@ -205,7 +206,10 @@ class TrainerRun:
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
         dense = dense_length_line(inputs.config, inputs.cost, settings.seq_length)
-        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven)
+        (windows, *_) = gather_or_raise(lambda: inputs.window_lines() if first else (), PlanError)
+        if inputs.dealt is not None:
+            windows = (*inputs.dealt.describe(extra_steps), *windows)
+        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven, *windows)
         self._packing = packing = SequencePacking(
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
@@ -322,7 +326,9 @@ class TrainerRun:
         if self._run is not None:
             state = self.scheduler.state_dict()
             steps = self.scheduler.batch_sizes.step_at(state["consumed_samples"])
-            return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
+            state |= {"run": self._record, "iteration": steps + self._run.extra_steps}
+            dealt = self.inputs.dealt
+            return state if dealt is None else state | dealt.state(steps)
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state
@@ -349,6 +355,7 @@ def begin_run(
     split: str = "100,0,0",
     seed: int = 1234,
     device: torch.device | None = None,
+    warm_up_samples: int = 0,
 ) -> TrainerRun:
     """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
 
@@ -364,6 +371,7 @@ def begin_run(
         split: weights of training, validation and test documents; the first are trained on.
         seed: of the order of samples.
         device: where the model runs; None is the current CUDA device.
+        warm_up_samples: trained on while the learning rate rises: no window begins before.
 
     Returns:
         The run, whose methods a trainer calls in this order: ``layer_spec``, ``load_state_dict``,
@@ -386,6 +394,7 @@ def begin_run(
         data_path=(data_prefix,),
         split=split,
         seed=seed,
+        warm_up_samples=warm_up_samples,
     )
     inputs = read_inputs(settings, config, device.type)
     enable_variable_lengths(transformer_config)
