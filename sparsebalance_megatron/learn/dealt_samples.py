@@ -46,7 +46,7 @@ class StepWindow:
     """Step ``number``, from 0, of a window. ``steps_moved``: by its samples from their arrival, on
     average. ``sample_tokens``: of its samples, trained on or not."""
 
-    number: int
+    number: Annotated[int, Meta(ge=0)]
     steps: _Positive
     steps_moved: float
     sample_tokens: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import TrainingRun, assert_same_steps, read_steps, train
 
@@ -55,6 +56,13 @@ def test_a_run_with_windows_resumes_in_the_middle_of_one(documents: Path, tmp_pa
     assert found != arrived
     for first, end in ((2, 6), (6, 10), (10, 11)):
         assert together(found[first:end]) == together(arrived[first:end])
+    logged = whole.logged("window")
+    assert [each["number"] for each in logged] == [0, 0, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert [each["steps"] for each in logged] == [1] * 2 + [4] * 8 + [1]
+    for number, each in enumerate(logged):
+        assert each["sample_tokens"] == index.lengths_of(np.array(found[number])).sum()
+    assert any(each["steps_moved"] > 0 for each in logged)
+    assert "window" not in plain.steps[0]
     assert plain.losses[:WARM_UP] == whole.losses[:WARM_UP]
 
     again = resumed("again", 4)
