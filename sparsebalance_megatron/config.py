@@ -195,13 +195,12 @@ class SparseBalanceConfig:
     to 8 where long samples leave pipeline stages idle."""
 
     window: int = field(default=1, metadata={"argparse_meta": {"metavar": "STEPS"}})
-    """Consecutive steps that exchange samples after learning-rate warm-up, so that few steps wait
-    for long ones. Default 1: none do. More changes which samples share an optimizer step; try 4
-    where one sample holds up steps."""
+    """Steps within which samples change places after learning-rate warm-up; 1: none do. Try 4 where
+    one sample holds up steps; other samples then share an optimizer step."""
 
     window_share: float = 0.25
-    """Share of a step's samples that are of one length, where a window has several steps. Choose
-    0.5 for more speed at tokens that vary more from step to step."""
+    """Share of a step that windows gather by length. 0.5 is faster; tokens vary more from step to
+    step."""
 
     segment_tokens: int = 4096
     """Least tokens of a segment. Lower it where samples are short and short segments lose
