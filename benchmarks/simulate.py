@@ -22,7 +22,6 @@ from simulated.lengths import LENGTHS
 from simulated.setups import SETUPS, WINDOW_SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
-from sparsebalance_megatron.plan.windows import Windows
 from sparsebalance_megatron.predict.comparison import (
     AS_MEGATRON,
     EXACT,
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     sparse_efficiency=arguments.sparse_efficiency,
                 )
                 if of_windows:
-                    outcomes = with_windows(workload, arguments.seed)
+                    outcomes = with_windows(workload)
                 else:
                     outcomes = predicted(workload, every=arguments.rows == "all")
                 place = f"{name}, {data}, {selection}"
@@ -130,16 +129,16 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     return {name: predict(way) for name, way in ways.items()}
 
 
-def with_windows(workload: Workload, seed: int) -> dict[str, Outcome]:
+def with_windows(workload: Workload) -> dict[str, Outcome]:
     """Mode exact in order of arrival, and with windows, by how much tokens a step vary."""
-    exact = ROWS[EXACT].of(
-        replace(workload, plan_settings=replace(workload.plan_settings, max_segments=1))
-    )
+    rows = {EXACT: {"window": 1}} | {
+        f"window {steps}, share {share:g}": {"window": steps, "window_share": share}
+        for steps, share in WINDOWS
+    }
     found = {}
-    for windows in (Windows(), *(Windows(*each, seed) for each in WINDOWS)):
-        way = replace(exact, windows=windows)
+    for name, changes in rows.items():
+        way = Row({**ROWS[EXACT].changes, "max_segments": 1, **changes}, name).of(workload)
         tokens = [sum(batch) for batch in way.dealt_batches]
-        name = f"window {windows.steps}, share {windows.share:g}" if windows.steps > 1 else EXACT
         found[f"{name} (tokens {np.std(tokens) / np.mean(tokens):.2f})"] = predict(way)
     return found
 

@@ -48,7 +48,7 @@ INTEGRATION = {
     ],
     "is_enabled": ["args"],
     "training_hooks": ["args"],
-    "window_places": ["lengths_S", "steps", "share", "first_sample", "seed"],
+    "window_places": ["lengths_S", "steps", "seed", "share", "first_sample"],
 }
 """Function or record of sparsebalance_megatron.integration -> its parameters."""
 HANDLES = {

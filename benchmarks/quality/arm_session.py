@@ -21,7 +21,7 @@ from quality.run_spec import RunSpec
 from quality.scoring import READS_ALL
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.learn.dealt_samples import DealtSamples, Rule
+from sparsebalance_megatron.learn.dealt_samples import DealtSamples, Window
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
@@ -152,10 +152,10 @@ def on_one_rank(plan: StepPlan) -> StepPlan:
 class RandomWindows(DealtSamples):
     """Windows whose samples are dealt to steps at random."""
 
-    def _deal(self, window: Rule) -> tuple[np.ndarray, np.ndarray]:
+    def _deal(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
         samples_WI, places_WI = super()._deal(window)
         drawn_WI = (
-            np.random.default_rng([self.seed, window.first_step])
+            np.random.default_rng([self.windows.seed, window.first_step])
             .permuted(places_WI.ravel())
             .reshape(places_WI.shape)
         )

@@ -7,13 +7,13 @@ is, and another choice begins after it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from sparsebalance_megatron.config import MOST_WINDOW_STEPS, flag_name
 from sparsebalance_megatron.learn.scheduler import BatchSizes, SampleLengths
@@ -21,20 +21,10 @@ from sparsebalance_megatron.learn.step_planner import STATE_VERSION_IN_WINDOW, S
 from sparsebalance_megatron.plan.windows import Windows, window_places
 
 _WINDOWS_KEPT = 4
-_Positive = Annotated[int, Meta(ge=1)]
 
 
-class SavedWindow(NamedTuple):
-    """The window in whose middle a checkpoint was written."""
-
-    first_sample: Annotated[int, Meta(ge=0)]
-    steps: Annotated[int, Meta(ge=2, le=MOST_WINDOW_STEPS)]
-    batch_size: _Positive
-    share: Annotated[float, Meta(gt=0, le=1)]
-
-
-class Rule(NamedTuple):
-    """From a step on, windows of so many steps; or one window."""
+class Window(NamedTuple):
+    """Consecutive steps; ``share``: see :class:`.Windows`."""
 
     first_step: int
     steps: int
@@ -46,23 +36,26 @@ class StepWindow:
     """Step ``number``, from 0, of a window. ``steps_moved``: by its samples from their arrival, on
     average. ``sample_tokens``: of its samples, trained on or not."""
 
-    number: Annotated[int, Meta(ge=0)]
-    steps: _Positive
+    number: int
+    steps: int
     steps_moved: float
     sample_tokens: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DealtSamples:
     """A :class:`.SampleLengths` over another, which is in order of arrival.
 
-    Windows begin anew with a rule and where batch sizes change, and end before either.
+    Windows are of the steps from ``begin`` to ``end``, begin anew where batch sizes change, and end
+    before that. ``running``: an earlier one, of a checkpoint, which ends before ``begin``.
     """
 
     index: SampleLengths
     batch_sizes: BatchSizes
-    rules: tuple[Rule, ...]
-    seed: int
+    windows: Windows
+    begin: int
+    end: float
+    running: Window | None = None
 
     @classmethod
     def from_step(
@@ -80,22 +73,23 @@ class DealtSamples:
 
         Args:
             warm_up_samples: no window begins before so many.
-            end_step: of the whole run, before which its last window ends.
+            end_step: of the whole run.
             saved: the "window" of :meth:`state`.
 
         Raises:
             StateError: that window cannot be ended in this run.
         """
-        rules = [Rule(0, 1, windows.share)]
-        if saved is not None:
-            rules.append(_running(saved, batch_sizes, step))
-            step = rules[-1].first_step + rules[-1].steps
-            rules.append(Rule(step, 1, windows.share))
-        begin = max(step, batch_sizes.step_from(warm_up_samples))
-        rules.append(Rule(begin, windows.steps, windows.share))
-        if end_step is not None and end_step > begin:
-            rules.append(Rule(end_step, 1, windows.share))
-        return cls(index, batch_sizes, tuple(rules), windows.seed)
+        running = None if saved is None else _running(saved, batch_sizes, step)
+        if running is not None:
+            step = running.first_step + running.steps
+        return cls(
+            index=index,
+            batch_sizes=batch_sizes,
+            windows=windows,
+            begin=max(step, batch_sizes.step_from(warm_up_samples)),
+            end=math.inf if end_step is None else end_step,
+            running=running,
+        )
 
     def global_batch(self, first: int, size: int) -> np.ndarray:
         """Samples of the step that begins after ``first``, of its ``size``."""
@@ -103,44 +97,35 @@ class DealtSamples:
         window = self.window_of(step)
         if window.steps == 1:
             return self.index.global_batch(first, size)
-        samples_WI, _ = self._dealt(window)
-        own_I: np.ndarray = samples_WI[step - window.first_step]
+        own_I: np.ndarray = self._dealt(window)[0][step - window.first_step]
         return own_I
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
         """Tokens of every sample."""
         return self.index.lengths_of(samples)
 
-    def window_of(self, step: int) -> Rule:
-        """The window that a step is in."""
-        begin, steps, share = [rule for rule in self.rules if rule.first_step <= step][-1]
+    def window_of(self, step: int) -> Window:
+        """The window that a step is in, perhaps alone."""
+        running, (steps, share, _) = self.running, self.windows
+        if running is not None and 0 <= step - running.first_step < running.steps:
+            return running
+        if not self.begin <= step < self.end:
+            return Window(step, 1, share)
         phase_begin, phase_end = self.batch_sizes.phase_around(step)
-        begin = max(begin, phase_begin)
-        first = begin + (step - begin) // steps * steps
-        later = [rule.first_step for rule in self.rules if rule.first_step > step]
-        return Rule(first, int(min(first + steps, phase_end, *later) - first), share)
-
-    def describe(self, extra_steps: int) -> tuple[str, ...]:
-        """From which iteration on samples change places; ``extra_steps``: iterations before the
-        first step."""
-        return tuple(
-            f"from iteration {first + extra_steps + 1} on samples change places within windows of "
-            f"{steps} steps, a share of {share:g} by length ({flag_name('window')})"
-            for first, steps, share in self.rules
-            if steps > 1
-        )
+        begin = max(self.begin, phase_begin)
+        first = step - (step - begin) % steps
+        return Window(first, int(min(steps, phase_end - first, self.end - first)), share)
 
     def step_window(self, step: int) -> StepWindow:
         """Facts about a step, for the log."""
         window = self.window_of(step)
-        samples_WI, places_WI = self._dealt(window)
         number = step - window.first_step
-        moved_I = np.abs(places_WI[number] // places_WI.shape[1] - number)
+        samples_I, places_I = (each_WI[number] for each_WI in self._dealt(window))
         return StepWindow(
             number=number,
             steps=window.steps,
-            steps_moved=float(moved_I.mean()),
-            sample_tokens=int(self.lengths_of(samples_WI[number]).sum()),
+            steps_moved=float(np.abs(places_I // len(places_I) - number).mean()),
+            sample_tokens=int(self.lengths_of(samples_I).sum()),
         )
 
     def state(self, step: int) -> dict[str, Any]:
@@ -157,33 +142,36 @@ class DealtSamples:
         """Samples and places of a window, [W, I] each; the last few are kept. Any thread."""
         return lru_cache(_WINDOWS_KEPT)(self._deal)
 
-    def _deal(self, window: Rule) -> tuple[np.ndarray, np.ndarray]:
-        first_step, steps, share = window
-        first, size = (
-            self.batch_sizes.first_sample(first_step),
-            self.batch_sizes.size_of(first_step),
+    def _deal(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
+        sizes, steps = self.batch_sizes, window.steps
+        first = sizes.first_sample(window.first_step)
+        samples_S = self.index.global_batch(first, steps * sizes.size_of(window.first_step))
+        places_WI = window_places(
+            self.index.lengths_of(samples_S),
+            *(steps, self.windows.seed),
+            share=window.share,
+            first_sample=first,
         )
-        samples_S = self.index.global_batch(first, steps * size)
-        lengths_S = self.index.lengths_of(samples_S)
-        places_WI = window_places(lengths_S, steps, share=share, first_sample=first, seed=self.seed)
         return samples_S[places_WI], places_WI
 
 
-def _running(saved: Any, batch_sizes: BatchSizes, step: int) -> Rule:
-    """The window that a checkpoint is in the middle of, as a rule of a run."""
+def _running(saved: Any, batch_sizes: BatchSizes, step: int) -> Window:
+    """The window that a checkpoint is in the middle of."""
     try:
-        first_sample, steps, size, share = msgspec.convert(saved, SavedWindow)
-    except msgspec.ValidationError as error:
-        raise StateError(
-            f"the window in the checkpoint is damaged ({error}); resume from another checkpoint, "
-            "or with --finetune"
-        ) from error
-    first_step = step - (batch_sizes.first_sample(step) - first_sample) // size
-    held = range(first_step, first_step + steps)
-    alike = first_step >= 0 and all(batch_sizes.size_of(each) == size for each in held)
-    if step not in held or not alike or batch_sizes.first_sample(first_step) != first_sample:
-        raise StateError(
-            f"the checkpoint is in the middle of a window of {steps} steps of {size} samples, "
-            "which steps of other sizes cannot end; go on with its --global-batch-size until then"
-        )
-    return Rule(first_step, steps, share)
+        first_sample, steps, size, share = msgspec.convert(saved, tuple[int, int, int, float])
+    except msgspec.ValidationError:
+        first_sample = steps = size = share = 0
+    if size >= 1 and steps <= MOST_WINDOW_STEPS:
+        first_step = step - (batch_sizes.first_sample(step) - first_sample) // size
+        held = range(first_step, first_step + steps)
+        if (
+            0 <= first_step <= step < held.stop
+            and all(batch_sizes.size_of(each) == size for each in held)
+            and batch_sizes.first_sample(first_step) == first_sample
+        ):
+            return Window(first_step, steps, share)
+    raise StateError(
+        f"the checkpoint is in the middle of a window ({flag_name('window')}) of {steps} steps of "
+        f"{size} samples, which steps of other sizes cannot end: go on with its "
+        "--global-batch-size until then, or with --finetune"
+    )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _DRAWS = 73
 
 
 def window_places(
-    lengths_S: np.ndarray, steps: int, *, share: float = 0.25, first_sample: int = 0, seed: int
+    lengths_S: np.ndarray, steps: int, seed: int, *, share: float = 0.25, first_sample: int = 0
 ) -> np.ndarray:
     """Deal the samples of a window to its steps.
 
@@ -63,13 +63,12 @@ def window_places(
     return np.sort(members, axis=1)[np.argsort(drawn, kind="stable")]
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """An exchange of samples within windows of so many steps; see :func:`window_places`."""
 
-    steps: int = 1
-    share: float = 0.25
-    seed: int = 1234
+    steps: int
+    share: float
+    seed: int
 
     @classmethod
     def of(cls, config: SparseBalanceConfig, seed: int) -> Windows:
@@ -87,7 +86,7 @@ class Windows:
             steps = min(self.steps, len(batches) - first)
             before = first * len(batches[0])
             places_WI = window_places(
-                lengths_S, steps, share=self.share, first_sample=before, seed=self.seed
+                lengths_S, steps, self.seed, share=self.share, first_sample=before
             )
             found += map(tuple, lengths_S[places_WI].tolist())
         return tuple(found)

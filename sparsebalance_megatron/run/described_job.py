@@ -258,7 +258,6 @@ def describe(
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         *(f"  data: {line}" for line in _data(inputs)),
         *(f"  {line}" for line in inputs.layer_lines),
-        *(f"  data: {line}" for line in (inputs.dealt.describe(0) if inputs.dealt else ())),
         f"  costs: {inputs.cost.source}",
         *_positions(args),
         "not checked:",

@@ -97,21 +97,14 @@ class Inputs:
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
-    def from_step(self, step: int, saved: Mapping[str, Any] | None = None) -> Inputs:
-        """These inputs for a run that begins, or goes on, with a step.
-
-        Args:
-            saved: the window in whose middle a checkpoint was written.
-
-        Raises:
-            StateError: that window cannot be ended here.
-        """
-        config, settings = self.config, self.settings
-        if config.window == 1 and saved is None:
+    def from_step(self, step: int, saved: Any = None) -> Inputs:
+        """These inputs for a run that begins, or goes on, with a step; see
+        :meth:`.DealtSamples.from_step`."""
+        settings = self.settings
+        if self.config.window == 1 and saved is None:
             return self
         dealt = DealtSamples.from_step(
-            *(self.train, settings.batch_sizes),
-            Windows.of(config, settings.seed),
+            *(self.train, settings.batch_sizes, Windows.of(self.config, settings.seed)),
             step=step,
             warm_up_samples=settings.warm_up_samples,
             end_step=settings.train_iters,
@@ -135,10 +128,14 @@ class Inputs:
         stages = even_stages(self.workload(1))
         return () if stages is None else (str(stages),)
 
-    def window_lines(self) -> tuple[str, ...]:
-        """What windows would give, or what speaks against those of the run; see
-        :func:`.window_lines`."""
-        return window_lines(self.workload(WINDOW_STEPS))
+    def window_lines(self, extra_steps: int) -> tuple[str, ...]:
+        """From which iteration on samples change places; else what that would give. Iterations are
+        counted ``extra_steps`` before the first step."""
+        begins: tuple[str, ...] = ()
+        if self.dealt is not None:
+            iteration, steps = self.dealt.begin + extra_steps + 1, self.config.window
+            begins = (f"samples change places between {steps} steps from iteration {iteration} on",)
+        return (*begins, *window_lines(self.workload(WINDOW_STEPS)))
 
     def workload(self, steps: int) -> Workload:
         """The first training steps in order of arrival: what later steps may be like, with windows

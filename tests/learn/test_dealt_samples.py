@@ -21,7 +21,8 @@ from sparsebalance_megatron.plan.windows import Windows
 STEPS = 40
 INDEX = InOrder(np.random.default_rng(0).integers(1, 5000, 2000).tolist())
 
-choices = st.builds(Windows, st.integers(1, 9), st.sampled_from([0.25, 0.5]))
+WINDOWS = Windows(4, 0.25, 1234)
+choices = st.builds(Windows, st.integers(1, 9), st.sampled_from([0.25, 0.5]), st.just(1234))
 
 
 def dealt(
@@ -101,7 +102,7 @@ def test_windows_are_cut_where_they_must_be(
 
 
 def test_a_step_says_how_far_its_samples_moved() -> None:
-    order = dealt(BatchSizes.constant(8), Windows(4))
+    order = dealt(BatchSizes.constant(8), WINDOWS)
     for step in range(8):
         described = order.step_window(step)
         samples = np.array(steps_of(order, range(step, step + 1))[0])
@@ -112,13 +113,13 @@ def test_a_step_says_how_far_its_samples_moved() -> None:
 
 
 def test_a_window_that_cannot_be_ended_is_refused() -> None:
-    order = dealt(BatchSizes.constant(8), Windows(4))
+    order = dealt(BatchSizes.constant(8), WINDOWS)
     saved = saved_window(order, 6)
     assert order.state(6)["version"] == 7
     with pytest.raises(StateError, match=r"window of 4 steps of 8 samples .*--global-batch-size"):
-        dealt(BatchSizes.constant(16), Windows(4), 3, 0, saved)
+        dealt(BatchSizes.constant(16), WINDOWS, 3, 0, saved)
     with pytest.raises(StateError, match="middle of a window"):
-        dealt(BatchSizes.constant(8), Windows(4), 9, 0, saved)
+        dealt(BatchSizes.constant(8), WINDOWS, 9, 0, saved)
     for wrong in ([32, 10**12, 8, 0.25], [32, 4, 0, 0.25], [None, 4, 8, 0.25], 4):
-        with pytest.raises(StateError, match=r"damaged .*--finetune"):
-            dealt(BatchSizes.constant(8), Windows(4), 6, 0, wrong)
+        with pytest.raises(StateError, match=r"middle of a window .*--finetune"):
+            dealt(BatchSizes.constant(8), WINDOWS, 6, 0, wrong)

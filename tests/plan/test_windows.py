@@ -67,7 +67,7 @@ def test_tokens_stay_as_equal_as_the_share_allows(share: float) -> None:
     """A quarter leaves enough short samples to make up for the long ones."""
     lengths = np.random.default_rng(1).lognormal(8.0, 0.8, (32, 64))
     arrived = np.clip(lengths, 1, 20_000).astype(np.int64)
-    dealt = Windows(4, share, seed=1).dealt(arrived.tolist())
+    dealt = Windows(4, share, 1).dealt(arrived.tolist())
     for first in range(0, 32, 4):
         own = slice(first, first + 4)
         assert sorted(arrived[own].ravel()) == sorted(np.ravel(dealt[own]))
@@ -79,7 +79,7 @@ def test_tokens_stay_as_equal_as_the_share_allows(share: float) -> None:
 
 def test_a_last_window_may_have_fewer_steps() -> None:
     batches = np.arange(1, 45).reshape(11, 4).tolist()
-    assert Windows(1).dealt(batches) == tuple(map(tuple, batches))
-    dealt = Windows(4, seed=5).dealt(batches)
+    assert Windows(1, 0.25, 5).dealt(batches) == tuple(map(tuple, batches))
+    dealt = Windows(4, 0.25, 5).dealt(batches)
     assert len(dealt) == 11
     assert sorted(np.ravel(dealt[8:])) == list(range(33, 45))
