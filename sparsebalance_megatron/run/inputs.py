@@ -97,9 +97,9 @@ class Inputs:
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
-    def from_step(self, step: int, saved: Any = None) -> Inputs:
-        """These inputs for a run that begins, or goes on, with a step; see
-        :meth:`.DealtSamples.from_step`."""
+    def from_step(self, step: int, saved: Any = None, extra_steps: int = 0) -> Inputs:
+        """These inputs for a run that begins, or goes on, with a step, before which there were more
+        iterations than steps; see :meth:`.DealtSamples.from_step`."""
         settings = self.settings
         if self.config.window == 1 and saved is None:
             return self
@@ -107,7 +107,7 @@ class Inputs:
             *(self.train, settings.batch_sizes, Windows.of(self.config, settings.seed)),
             step=step,
             warm_up_samples=settings.warm_up_samples,
-            end_step=settings.train_iters,
+            end_step=settings.train_iters and settings.train_iters - extra_steps,
             saved=saved,
         )
         return replace(self, dealt=dealt)
@@ -129,13 +129,14 @@ class Inputs:
         return () if stages is None else (str(stages),)
 
     def window_lines(self, extra_steps: int) -> tuple[str, ...]:
-        """From which iteration on samples change places; else what that would give. Iterations are
-        counted ``extra_steps`` before the first step."""
-        begins: tuple[str, ...] = ()
-        if self.dealt is not None:
-            iteration, steps = self.dealt.begin + extra_steps + 1, self.config.window
-            begins = (f"samples change places between {steps} steps from iteration {iteration} on",)
-        return (*begins, *window_lines(self.workload(WINDOW_STEPS)))
+        """From which iteration on samples change places, or what that would give. There were
+        ``extra_steps`` more iterations than steps."""
+        lines = window_lines(self.workload(WINDOW_STEPS))
+        if self.dealt is None:
+            return lines
+        iteration, steps = self.dealt.begin + extra_steps + 1, self.config.window
+        what = f"change places within {steps} steps" if steps > 1 else "keep their order of arrival"
+        return (f"from iteration {iteration} on samples {what}", *lines)
 
     def workload(self, steps: int) -> Workload:
         """The first training steps in order of arrival: what later steps may be like, with windows

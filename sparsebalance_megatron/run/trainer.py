@@ -177,10 +177,11 @@ class TrainerRun:
         steps = settings.batch_sizes.step_at(consumed_samples)
         settings.check_batch_sizes(steps)
         if self._run is None:
-            self.inputs = self.inputs.from_step(steps, saved.get("window"))
             if iteration is None:
                 iteration = saved.get("iteration", steps)
-            self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
+            extra_steps = iteration - steps
+            self.inputs = self.inputs.from_step(steps, saved.get("window"), extra_steps)
+            self._run = self._started(resumed=consumed_samples > 0, extra_steps=extra_steps)
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs

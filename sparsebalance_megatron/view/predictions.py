@@ -108,6 +108,9 @@ def over_dense(comparison: Comparison, dense_name: str) -> str:
 
 def _header(workload: Workload, order: str) -> str:
     steps, samples = len(workload.batches), len(workload.batches[0])
+    window = workload.plan_settings.config.window
+    if window > 1:
+        order += f", exchanged within {window} steps but in the first row"
     return (
         f"{workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} samples, "
         f"order {order}."

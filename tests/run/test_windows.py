@@ -44,7 +44,7 @@ def test_a_run_with_windows_resumes_in_the_middle_of_one(documents: Path, tmp_pa
 
     save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "4")
     whole, plain = run("whole", 4, *save), run("plain", 1)
-    assert "samples change places between 4 steps from iteration 3 on" in whole.output
+    assert "from iteration 3 on samples change places within 4 steps" in whole.output
     index = SampleIndex.open(
         documents, max_tokens=256, overlong="split", seed=1234, split_weights="80,20,0"
     )
