@@ -195,12 +195,11 @@ class SparseBalanceConfig:
     to 8 where long samples leave pipeline stages idle."""
 
     window: int = field(default=1, metadata={"argparse_meta": {"metavar": "STEPS"}})
-    """Steps within which samples change places after learning-rate warm-up; 1: none do. Try 4 where
-    one sample holds up steps; other samples then share an optimizer step."""
+    """Steps within which samples change places after learning-rate warm-up. Try 4 where one sample
+    holds up steps; other samples then share an optimizer step."""
 
     window_share: float = 0.25
-    """Share of a step that windows gather by length. 0.5 is faster; tokens vary more from step to
-    step."""
+    """Share of a step that windows gather by length. 0.5 is faster; tokens a step vary more."""
 
     segment_tokens: int = 4096
     """Least tokens of a segment. Lower it where samples are short and short segments lose

@@ -10,7 +10,7 @@ methods of its :class:`TrainerRun`.
 A host that owns its data as well asks a :class:`HostPlanner` for plans, on any process, and begins
 a run on its ranks (:func:`begin_host_run`), whose :class:`HostRun` puts them into practice. A
 :class:`PlannedStep` travels as bytes; a :class:`HostJob` of a :class:`Job` and a
-:class:`ModelShape` says what is planned for.
+:class:`ModelShape` says what is planned for; :func:`window_places` deals samples to its steps.
 
 Importing this module loads neither torch nor Megatron.
 """
