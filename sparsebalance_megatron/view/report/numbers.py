@@ -225,16 +225,14 @@ def whole_windows[Steps: tuple[StepRecord, ...]](common: Sequence[Steps]) -> lis
     found: list[list[Steps]] = []
     window: list[Steps] | None = None
     for steps in common:
-        places = [
-            (each.window.number, each.window.steps) if each.window else (0, 1) for each in steps
-        ]
-        if all(number == 0 for number, _ in places):
+        places = [each.window for each in steps if each.window]
+        if all(place.number == 0 for place in places):
             window = []
         elif window and window[-1][0].iteration + 1 != steps[0].iteration:
             window = None
         if window is not None:
             window.append(steps)
-            if all(number == of - 1 for number, of in places):
+            if all(place.number == place.steps - 1 for place in places):
                 found.append(window)
                 window = None
     return found
