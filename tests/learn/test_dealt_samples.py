@@ -116,7 +116,7 @@ def test_a_window_that_cannot_be_ended_is_refused() -> None:
     order = dealt(BatchSizes.constant(8), WINDOWS)
     saved = saved_window(order, 6)
     assert order.state(6)["version"] == 7
-    with pytest.raises(StateError, match=r"window of 4 steps of 8 samples .*--global-batch-size"):
+    with pytest.raises(StateError, match=r"4 steps of 8 samples, .*--global-batch-size"):
         dealt(BatchSizes.constant(16), WINDOWS, 3, 0, saved)
     with pytest.raises(StateError, match="middle of a window"):
         dealt(BatchSizes.constant(8), WINDOWS, 9, 0, saved)
