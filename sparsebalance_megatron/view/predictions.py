@@ -52,6 +52,8 @@ def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison,
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
     verdict += [f"{line}." for line in window_lines(workload)]
+    if (window := workload.plan_settings.config.window) > 1:
+        order += f", exchanged within {window} steps but in the first row"
     meanings = {name: way.meaning for name, way in ways.items()}
     return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
 
@@ -108,9 +110,6 @@ def over_dense(comparison: Comparison, dense_name: str) -> str:
 
 def _header(workload: Workload, order: str) -> str:
     steps, samples = len(workload.batches), len(workload.batches[0])
-    window = workload.plan_settings.config.window
-    if window > 1:
-        order += f", exchanged within {window} steps but in the first row"
     return (
         f"{workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} samples, "
         f"order {order}."
