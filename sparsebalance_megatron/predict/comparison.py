@@ -297,12 +297,8 @@ def _step_ms(workload: Workload, layers_P: np.ndarray) -> tuple[float, np.ndarra
 
 
 def window_lines(workload: Workload) -> tuple[str, ...]:
-    """What windows would give where there are none, if that is 5 % or more; where there are, that
-    tokens a step vary much.
-
-    Raises:
-        PlanError: a batch has no placement under the policy's cap.
-    """
+    """What windows would give where there are none, if that is 5 % or more, and all steps can be
+    planned; where there are, that tokens a step vary much."""
     settings = workload.plan_settings
     chosen = settings.config.window
     if chosen > 1:
@@ -320,10 +316,13 @@ def window_lines(workload: Workload) -> tuple[str, ...]:
         return ()
     config = replace(settings.config, window=_TRIED_WINDOW)
     dealt = replace(workload, plan_settings=replace(settings, config=config))
-    before_ms, after_ms = (
-        sum(step.plan.expectation.makespan_ms for step in each.planned_steps())
-        for each in (workload, dealt)
-    )
+    try:
+        before_ms, after_ms = (
+            sum(step.plan.expectation.makespan_ms for step in each.planned_steps())
+            for each in (workload, dealt)
+        )
+    except PlanError:
+        return ()
     if before_ms / after_ms < _LEAST_WINDOW_SPEEDUP:
         return ()
     return (

@@ -207,5 +207,10 @@ def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None
     assert window_lines(few_long(3, 8000)) == ()
     assert window_lines(few_long(8, 8000, batching="arrival")) == ()
     assert window_lines(few_long(8, 1000, window=4)) == ()
+    # A window's step of four long samples would exceed the cap of two micro-batches.
+    batches, flags = few_long(8, 8000).batches, EXACT_FLAGS | {"window_share": 0.5}
+    shape = {"ranks": 2, "stages": 1, "micro_batches": 1, "cap_tokens": 11_000}
+    assert window_lines(workload(batches, config=flags, **shape)) == ()
+    assert window_lines(workload(batches, config=flags, **shape | {"cap_tokens": 40_000}))
     (line,) = window_lines(few_long(8, 8000, window=4))
     assert line.startswith("tokens a step vary by") and "--global-batch-size" in line
