@@ -42,7 +42,7 @@ class StepWindow:
     sample_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DealtSamples:
     """A :class:`.SampleLengths` over another, which is in order of arrival.
 
@@ -69,27 +69,14 @@ class DealtSamples:
         end_step: int | None = None,
         saved: Any = None,
     ) -> DealtSamples:
-        """The order of a run that begins, or goes on, with a step.
-
-        Args:
-            warm_up_samples: no window begins before so many.
-            end_step: of the whole run.
-            saved: the "window" of :meth:`state`.
-
-        Raises:
-            StateError: that window cannot be ended in this run.
-        """
+        """The order of a run that begins, or goes on, with a step, and has so many steps in all;
+        windows begin after warm-up. ``saved``: the "window" of :meth:`state`. Raises a
+        :class:`StateError` where that window cannot be ended in this run."""
         running = None if saved is None else _running(saved, batch_sizes, step)
         if running is not None:
             step = running.first_step + running.steps
-        return cls(
-            index=index,
-            batch_sizes=batch_sizes,
-            windows=windows,
-            begin=max(step, batch_sizes.step_from(warm_up_samples)),
-            end=math.inf if end_step is None else end_step,
-            running=running,
-        )
+        begin, end = batch_sizes.step_from(warm_up_samples), math.inf
+        return cls(index, batch_sizes, windows, max(step, begin), end_step or end, running)
 
     def global_batch(self, first: int, size: int) -> np.ndarray:
         """Samples of the step that begins after ``first``, of its ``size``."""
