@@ -10,21 +10,24 @@ dense attention in order of arrival.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from simulated.lengths import LENGTHS
-from simulated.setups import SETUPS
+from simulated.setups import SETUPS, WINDOW_SETUPS
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.predict.comparison import (
     AS_MEGATRON,
-    DENSE,
     EXACT,
+    EXACT_WINDOW,
     OURS,
+    ROWS,
     Row,
     rows_of,
 )
@@ -44,13 +47,16 @@ FURTHER_ROWS = {
     "ours, static cp": Row({"context_parallel": "static"}, "as many ranks for every micro-batch"),
 }
 """Parts of the default."""
+WINDOWS = tuple(itertools.product((4, 8), (0.25, 0.5)))
+"""Steps of a window, and the share of a step that is gathered by length."""
 _NUMBERS = ("makespan_ms", "bound_ratio", "coverage_mean", "work_ratio", "bubble_share", "plan_ms")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Plan, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--setup", nargs="+", choices=tuple(SETUPS), default=tuple(SETUPS))
+    setups = SETUPS | WINDOW_SETUPS
+    parser.add_argument("--setup", nargs="+", choices=tuple(setups), help="default: those of rows")
     parser.add_argument("--selection", nargs="+", default=SELECTIONS, metavar="NAME")
     parser.add_argument("--lengths", choices=tuple(LENGTHS), help="default: each setup's")
     parser.add_argument("--steps", type=int, help="default: as RESULTS has for each setup")
@@ -60,15 +66,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-segments", type=int, default=MOST_SEGMENTS)
     parser.add_argument("--segment-tokens", type=int, default=SparseBalanceConfig.segment_tokens)
     parser.add_argument("--sparse-efficiency", type=float, help="default: each selection's")
-    parser.add_argument("--rows", choices=("main", "all"), default="main")
+    parser.add_argument("--rows", choices=("main", "all", "windows"), default="main")
     parser.add_argument("--quick", action="store_true", help="one setup of one step; for tests")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     arguments = parser.parse_args(argv)
+    of_windows = arguments.rows == "windows"
+    if of_windows:
+        setups, arguments.selection = WINDOW_SETUPS, arguments.selection[:1]
     if arguments.quick:
-        arguments.setup, arguments.steps = ("paper-ablation",), 1
+        name = "ranks-8x2" if of_windows else "paper-ablation"
+        arguments.setup, arguments.steps = (name,), 4 if of_windows else 1
     found: dict[str, Any] = {}
-    for name in arguments.setup:
-        setup = SETUPS[name]
+    for name in arguments.setup or (setups if of_windows else SETUPS):
+        setup = setups[name]
         for data in (arguments.lengths,) if arguments.lengths else setup.data:
             for selection in arguments.selection:
                 workload = setup.workload(
@@ -84,10 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                     cp_size=arguments.context_parallel_size,
                     sparse_efficiency=arguments.sparse_efficiency,
                 )
-                outcomes = predicted(workload, every=arguments.rows == "all")
+                if of_windows:
+                    outcomes = with_windows(workload)
+                else:
+                    outcomes = predicted(workload, every=arguments.rows == "all")
                 place = f"{name}, {data}, {selection}"
                 print(f"\n{place}, {len(workload.batches)} steps", *table(outcomes), sep="\n")
-                dense_ms = outcomes[DENSE].makespan_ms
+                dense_ms = next(iter(outcomes.values())).makespan_ms
                 found[place] = {
                     row: {number: asdict(outcome)[number] for number in _NUMBERS}
                     | {"speedup": dense_ms / outcome.makespan_ms}
@@ -107,6 +120,7 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     in_one_piece = replace(given, config=replace(given.config, max_segments=1))
     whole = replace(workload, plan_settings=in_one_piece)
     rows = rows_of(whole) | (FURTHER_ROWS if every else {})
+    rows.pop(EXACT_WINDOW, None)
     ways = {name: row.of(whole) for name, row in rows.items()}
     cuts = given.config.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
@@ -115,9 +129,23 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     return {name: predict(way) for name, way in ways.items()}
 
 
+def with_windows(workload: Workload) -> dict[str, Outcome]:
+    """Mode exact in order of arrival, and with windows, by how much tokens a step vary."""
+    rows = {EXACT: {"window": 1}} | {
+        f"window {steps}, share {share:g}": {"window": steps, "window_share": share}
+        for steps, share in WINDOWS
+    }
+    found = {}
+    for name, changes in rows.items():
+        way = Row({**ROWS[EXACT].changes, "max_segments": 1, **changes}, name).of(workload)
+        tokens = [sum(batch) for batch in way.dealt_batches]
+        found[f"{name} (tokens {np.std(tokens) / np.mean(tokens):.2f})"] = predict(way)
+    return found
+
+
 def table(outcomes: dict[str, Outcome]) -> list[str]:
     """Lines with a row for each way to plan."""
-    dense_ms = outcomes[DENSE].makespan_ms
+    dense_ms = next(iter(outcomes.values())).makespan_ms
     return text_table(
         [
             {

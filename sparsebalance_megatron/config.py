@@ -41,11 +41,13 @@ ONLY_IN_FILE = frozenset(
     {"attention", "dense_attention", "router", "recompute_attention", "positions", "plan_ms"}
     | {"planning", "exchange", "context_parallel", "segment_tokens", "counted_device"}
     | {"gigabytes_per_second", "missing_loss_mask", "calibration", "log_megabytes"}
+    | {"window_share"}
 )
 """Fields without a flag of their own: ``--sparse-balance-config`` sets them."""
 DEFAULT_SELECTION = "token-query-head"
 DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
 _MOST_DIGITS = 9
+MOST_WINDOW_STEPS = 16
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gigabytes_per_second": (
@@ -69,6 +71,11 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda ranks: 1 <= ranks <= 2**20 and 2**20 % ranks == 0,
         "must be a power of two",
     ),
+    "window": (
+        lambda steps: steps in range(1, MOST_WINDOW_STEPS + 1),
+        f"must be 1 to {MOST_WINDOW_STEPS} steps",
+    ),
+    "window_share": (lambda share: share in (0.25, 0.5), "must be 0.25 or 0.5"),
     "max_segments": (lambda segments: 1 <= segments <= 64, "must be 1 to 64 segments"),
     "segment_tokens": (lambda tokens: 1 <= tokens <= 2**24, "must be 1 to 16777216 tokens"),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
@@ -194,6 +201,13 @@ class SparseBalanceConfig:
     """Most segments in which a micro-batch passes the pipeline; the plan chooses how many. Raise it
     to 8 where long samples leave pipeline stages idle."""
 
+    window: int = field(default=1, metadata={"argparse_meta": {"metavar": "STEPS"}})
+    """Steps within which samples change places after learning-rate warm-up. Try 4 where one sample
+    holds up steps; other samples then share an optimizer step."""
+
+    window_share: float = 0.25
+    """Share of a step that windows gather by length. 0.5 is faster; tokens a step vary more."""
+
     segment_tokens: int = 4096
     """Least tokens of a segment. Lower it where samples are short and short segments lose
     little."""
@@ -287,6 +301,11 @@ class SparseBalanceConfig:
             raise ConfigError(
                 f"{flag_with('dense_attention', 'model')}: gives nothing that could be kept; use "
                 f"{flag_with('recompute_attention', 'again')}, or another kernel"
+            )
+        if self.window > 1 and self.batching == "arrival":
+            raise ConfigError(
+                f"{flag_with('window', self.window)}: changes the order of samples, which "
+                f"{flag_with('batching', 'arrival')} keeps; drop one"
             )
         if self.max_segments > 1 and self.tuning == "anchor":
             raise ConfigError(

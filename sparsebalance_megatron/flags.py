@@ -71,7 +71,7 @@ _FIRST_NEEDED = ("enabled", "block_size", "base_budget", "cost_table", "log_dir"
 _SOMETIMES_NEEDED = (
     *("coverage_threshold", "dense_up_to", "layer_budgets", "sensitivity", "selection"),
     *("first_blocks", "eval_attention", "max_tokens_per_micro_batch", "max_context_parallel"),
-    *("max_segments", "overlong"),
+    *("max_segments", "window", "overlong"),
 )
 _LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
 _NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"

@@ -10,7 +10,7 @@ methods of its :class:`TrainerRun`.
 A host that owns its data as well asks a :class:`HostPlanner` for plans, on any process, and begins
 a run on its ranks (:func:`begin_host_run`), whose :class:`HostRun` puts them into practice. A
 :class:`PlannedStep` travels as bytes; a :class:`HostJob` of a :class:`Job` and a
-:class:`ModelShape` says what is planned for.
+:class:`ModelShape` says what is planned for; :func:`window_places` deals samples to its steps.
 
 Importing this module loads neither torch nor Megatron.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
     from sparsebalance_megatron.plan.job import Job
+    from sparsebalance_megatron.plan.windows import window_places
     from sparsebalance_megatron.run.host import HostRun, begin_host_run
     from sparsebalance_megatron.run.trainer import TrainerRun, begin_run
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
@@ -51,6 +52,7 @@ __all__ = [
     "begin_run",
     "is_enabled",
     "training_hooks",
+    "window_places",
 ]
 
 
@@ -64,6 +66,7 @@ _ELSEWHERE = {
     "TrainerRun": "run.trainer",
     "begin_host_run": "run.host",
     "begin_run": "run.trainer",
+    "window_places": "plan.windows",
 }
 """Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
 

@@ -44,10 +44,11 @@ INTEGRATION = {
     ],
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),
-        *("micro_batch_size", "global_batch_size", "split", "seed", "device"),
+        *("micro_batch_size", "global_batch_size", "split", "seed", "device", "warm_up_samples"),
     ],
     "is_enabled": ["args"],
     "training_hooks": ["args"],
+    "window_places": ["lengths_S", "steps", "seed", "share", "first_sample"],
 }
 """Function or record of sparsebalance_megatron.integration -> its parameters."""
 HANDLES = {

@@ -6,7 +6,8 @@ every variant, in an order that changes from batch to batch, so that what distur
 disturbs all, and times can be compared in pairs. A variant plans from its own past steps only.
 
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
-``dp2-shared`` both may share a micro-batch in one variant. In
+``dp2-shared`` both may share a micro-batch in one variant, in ``dp2-window`` samples change places
+within four steps; there totals of four batches are compared. In
 ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight layers have that many micro-batches, which one
 variant may run in segments. In ``ep2`` two ranks exchange tokens of experts in every layer, in
 ``fsdp2`` they gather its weights, so that each waits for the other there. In ``gpu-dp4`` one device
@@ -38,6 +39,7 @@ from end_to_end.results import read_steps
 from end_to_end.variants import (
     ALL_VARIANTS,
     EXACT_SHARED,
+    EXACT_WINDOW,
     FIXED,
     IN_LOCKSTEP,
     OURS_SEGMENTS,
@@ -45,11 +47,13 @@ from end_to_end.variants import (
     WARM_UP_BATCHES,
     WITH_SEGMENTS,
     WITH_SHARED,
+    WITH_WINDOWS,
     StepOrder,
 )
 
 BUSY_LOAD = 0.5
 QUICK = {"batches": 4, "warm_up": 2, "seq_length": 2048}
+QUICK_WINDOWS = QUICK | {"warm_up": 4}
 SEQ_LENGTH = {"cpu": 8192, "cuda": 32768}
 
 
@@ -115,8 +119,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.variants is None:
         options.variants = list(usual_variants(layout))
     seq_length = layout.seq_length or SEQ_LENGTH[options.device]
-    usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": seq_length}
-    for name, value in (QUICK if options.quick else usual).items():
+    usual = {
+        "batches": 32 if layout.windows else 30,
+        "warm_up": WARM_UP_BATCHES,
+        "seq_length": seq_length,
+    }
+    quick = QUICK_WINDOWS if layout.windows else QUICK
+    for name, value in (quick if options.quick else usual).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.device == "cuda" and options.layout != "gpu-dp4":
@@ -125,6 +134,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 have it")
     if EXACT_SHARED in options.variants and not layout.shared:
         parser.error(f"--variants {EXACT_SHARED}: only --layout dp2-shared has it")
+    if EXACT_WINDOW in options.variants and not layout.windows:
+        parser.error(f"--variants {EXACT_WINDOW}: only --layout dp2-window has it")
     if options.batches < 1 or options.warm_up < 0:
         parser.error("--batches must be at least 1 and --warm-up at least 0")
     return options
@@ -136,6 +147,8 @@ def usual_variants(layout: Layout) -> tuple[str, ...]:
         return WITH_SEGMENTS
     if layout.shared:
         return WITH_SHARED
+    if layout.windows:
+        return WITH_WINDOWS
     return IN_LOCKSTEP if layout.lockstep else tuple(variant.name for variant in VARIANTS)
 
 
@@ -197,7 +210,8 @@ def measure_layout(
         warm_up=options.warm_up,
         ranks_in_turn=layout.ranks_in_turn,
     )
-    summaries = summarise(batches, lockstep=layout.lockstep)
+    window = max(variant.window for variant in variants)
+    summaries = summarise(batches, lockstep=layout.lockstep, window=window)
     return {
         "title": layout.title,
         "processes": layout.processes,

@@ -33,9 +33,12 @@ FORMULAS = {
 Batches = Sequence[Mapping[str, StepResult]]
 
 
-def summarise(batches: Batches, *, lockstep: bool, seed: int = 0) -> dict[str, dict[str, Any]]:
+def summarise(
+    batches: Batches, *, lockstep: bool, window: int = 1, seed: int = 0
+) -> dict[str, dict[str, Any]]:
     """Every variant in numbers, over the batches given (warm-up left out by the caller).
 
+    Steps are compared by ``window``: so many together have the same samples in all variants.
     With ``lockstep`` what follows from times of micro-batches is None or left out.
     """
     known = [
@@ -45,14 +48,18 @@ def summarise(batches: Batches, *, lockstep: bool, seed: int = 0) -> dict[str, d
         *([OURS] if OURS_SEGMENTS in batches[0] else []),
     ]
     known += [PAPER] if lockstep else []
-    references = {name: _step_ms(batches, name) for name in known if name in batches[0]}
+
+    def window_ms(name: str) -> np.ndarray:
+        return _step_ms(batches, name).reshape(-1, window).sum(axis=1)
+
+    references = {name: window_ms(name) for name in known if name in batches[0]}
     bound_ms = bounds_ms(batches) if FIXED in references and not lockstep else None
     waits = dict.fromkeys(("heaviest_over_mean", "imbalance", "waiting")) if lockstep else {}
     return {
         name: _summary([batch[name] for batch in batches])
         | waits
         | {
-            f"versus_{reference}": compare(times_ms, _step_ms(batches, name), seed=seed)
+            f"versus_{reference}": compare(times_ms, window_ms(name), seed=seed)
             for reference, times_ms in references.items()
         }
         | (

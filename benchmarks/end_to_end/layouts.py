@@ -15,8 +15,9 @@ class Layout:
 
     ``model``: flags that win over the usual model's; ``seq_length`` where it is not the usual one.
     ``segments``: one variant runs micro-batches in segments; ``shared``: in one, ranks may share
-    them. ``lockstep``: ranks wait for one another in every layer, so that measured times of
-    micro-batches hold waiting and say nothing about balance.
+    them; ``windows``: in one, samples change places between steps. ``lockstep``: ranks wait for one
+    another in every layer, so that measured times of micro-batches hold waiting and say nothing
+    about balance.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Layout:
     seq_length: int | None = None
     segments: bool = False
     shared: bool = False
+    windows: bool = False
     lockstep: bool = False
 
 
@@ -59,6 +61,14 @@ LAYOUTS = {
                 *("--sparse-balance-max-context-parallel", "2"),
             ),
             shared=True,
+        ),
+        Layout(
+            name="dp2-window",
+            title="two data-parallel ranks, two micro-batches each; samples change places in one "
+            "variant",
+            processes=2,
+            flags=("--micro-batch-size", "1", "--global-batch-size", "4"),
+            windows=True,
         ),
         Layout(
             name="pp2",

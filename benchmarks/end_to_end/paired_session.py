@@ -102,11 +102,13 @@ def paired_scheduler(pairing: Pairing, shared: Inputs) -> PairedScheduler:
             tuning=variant.tuning,
             layer_budgets="dense:all" if variant.dense else given.layer_budgets,
             max_segments=given.max_segments if variant.segments else 1,
+            window=variant.window,
+            window_share=0.5,
         )
         max_cp_size = shared.plan_settings.max_cp_size if variant.shared else 1
         plan_settings = replace(shared.plan_settings, config=config, max_cp_size=max_cp_size)
         inputs = replace(shared, settings=settings, plan_settings=plan_settings)
-        schedulers.append(inputs.scheduler())
+        schedulers.append(inputs.from_step(0).scheduler())
     return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 
 

@@ -57,18 +57,23 @@ def read_steps(
     warm_up: int,
     ranks_in_turn: int,
 ) -> list[dict[str, StepResult]]:
-    """Per global batch after ``warm_up``, the result of every variant by name.
+    """Per global batch after ``warm_up``, the result of every variant by name; of variants with
+    windows, of whole ones.
 
     Of training that was cut off, the batches that every variant has trained.
 
     Raises:
         BenchmarkError: if no batch is complete, a step was not measured in full, or the variants of
-            a batch differ in their tokens.
+            a batch, or of a window, differ in their tokens.
     """
+    window = max(variant.window for variant in variants)
+    if warm_up % window:
+        raise BenchmarkError(f"--warm-up {warm_up}: no multiple of the window's {window} steps")
     records = [record for record in _lines(directory / "steps.jsonl") if record["type"] == "step"]
     times = [_lines(path) for path in sorted(directory.glob("rank*.jsonl"))]
     steps = min(len(found) for found in (records, *times)) if times else 0
-    order = replace(order, batches=min(order.batches, steps // order.variants))
+    batches_trained = min(order.batches, steps // order.variants)
+    order = replace(order, batches=batches_trained // window * window)
     if order.batches <= warm_up:
         raise BenchmarkError(
             f"{directory}: {len(records)} steps in steps.jsonl and "
@@ -89,8 +94,10 @@ def read_steps(
         {variant.name: found[batch, place] for place, variant in enumerate(variants)}
         for batch in range(warm_up, order.batches)
     ]
-    for number, batch in enumerate(batches, start=warm_up):
-        if len({result.tokens for result in batch.values()}) != 1:
+    for first in range(0, len(batches), window):
+        own = batches[first : first + window]
+        if len({sum(batch[each.name].tokens for batch in own) for each in variants}) != 1:
+            number = first + warm_up
             raise BenchmarkError(f"{directory}: batch {number} differs in tokens between variants")
     return batches
 

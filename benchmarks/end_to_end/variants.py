@@ -27,10 +27,12 @@ class Variant:
     """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
     shared: bool = False
     """Ranks may share micro-batches; for layouts whose limit of cp_size is above 1."""
+    window: int = 1
+    """Steps within which samples change places, a half of a step gathered by length."""
 
 
 DENSE, EXACT, FIXED, PAPER = "dense", "exact", "fixed", "paper"
-EXACT_SHARED = "exact-shared"
+EXACT_SHARED, EXACT_WINDOW = "exact-shared", "exact-window"
 OURS = "ours"
 OURS_SEGMENTS = "ours-segments"
 
@@ -83,11 +85,21 @@ SHARED = Variant(
     dense=True,
     shared=True,
 )
-ALL_VARIANTS = (*VARIANTS, SEGMENTS, SHARED)
+WINDOW = Variant(
+    name=EXACT_WINDOW,
+    label="exact, samples exchanged within 4 steps",
+    batching="makespan",
+    tuning="off",
+    dense=True,
+    window=4,
+)
+ALL_VARIANTS = (*VARIANTS, SEGMENTS, SHARED, WINDOW)
 WITH_SEGMENTS = (FIXED, OURS, OURS_SEGMENTS)
 """What a run compares whose micro-batches may be cut."""
 WITH_SHARED = (DENSE, EXACT, EXACT_SHARED)
 """What a run compares whose ranks may share micro-batches."""
+WITH_WINDOWS = (DENSE, EXACT, EXACT_WINDOW)
+"""What a run compares whose ranks have few samples a step."""
 IN_LOCKSTEP = (DENSE, EXACT, FIXED, PAPER, OURS)
 """What a run compares whose ranks wait for one another in every layer."""
 

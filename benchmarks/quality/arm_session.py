@@ -15,17 +15,20 @@ import numpy as np
 import torch
 from end_to_end.attention import peer_layer_spec
 
+from quality.arms import Arm
 from quality.masked_attention import masked_attention
 from quality.run_spec import RunSpec
 from quality.scoring import READS_ALL
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.learn.dealt_samples import DealtSamples, Window
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+from sparsebalance_megatron.plan.windows import Windows
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
@@ -146,6 +149,31 @@ def on_one_rank(plan: StepPlan) -> StepPlan:
     return replace(plan, data_parallel_size=1, micro_batches=(whole,), expectation=expected)
 
 
+class RandomWindows(DealtSamples):
+    """Windows whose samples are dealt to steps at random."""
+
+    def _deal(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
+        samples_WI, places_WI = super()._deal(window)
+        drawn_WI = (
+            np.random.default_rng([self.windows.seed, window.first_step])
+            .permuted(places_WI.ravel())
+            .reshape(places_WI.shape)
+        )
+        samples_S = np.empty_like(samples_WI.ravel())
+        samples_S[places_WI.ravel()] = samples_WI.ravel()
+        return samples_S[drawn_WI], drawn_WI
+
+
+def order_of(arm: Arm, inputs: Inputs) -> DealtSamples | None:
+    """Of an arm's samples; None is that of arrival."""
+    if arm.window == 1:
+        return None
+    settings, kind = inputs.settings, RandomWindows if arm.at_random else DealtSamples
+    windows = Windows(arm.window, arm.window_share, settings.seed)
+    sizes, warm_up_samples = settings.batch_sizes, settings.warm_up_samples
+    return kind.from_step(inputs.train, sizes, windows, step=0, warm_up_samples=warm_up_samples)
+
+
 class WeightAverage:
     """The mean of the weights of a run's last steps."""
 
@@ -235,6 +263,7 @@ class ArmHooks(TrainingHooks):
             settings=replace(inputs.settings, host_job=replace(host_job, layout=layout)),
             plan_settings=replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
             cost=with_expensive_attention(inputs.cost, spec.study.attention_weight),
+            dealt=order_of(spec.arm, inputs),
         )
         self.scheduler = ArmScheduler(
             planned.scheduler(),

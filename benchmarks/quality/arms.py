@@ -30,6 +30,8 @@ class Arm:
             is read at the base budget.
         replays: the arm whose executed budgets this one takes, dealt to other samples of the same
             step.
+        window: steps within which samples change places, by length or ``at_random``.
+        window_share: of a step's samples that are neighbours by length; 1 sorts.
     """
 
     name: str
@@ -44,6 +46,9 @@ class Arm:
     jitter: bool = False
     equal_speed: bool = False
     replays: str | None = None
+    window: int = 1
+    window_share: float = 0.25
+    at_random: bool = False
 
     @property
     def changes_plans(self) -> bool:
@@ -139,15 +144,29 @@ ARMS: Mapping[str, Arm] = {
             equal_speed=True,
         ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
+        *(
+            Arm(name=name, title=f"dense attention, {title}", dense=True, window=steps, **others)
+            for name, title, steps, others in (
+                ("window-4", "a quarter gathered within 4 steps", 4, {}),
+                ("window-4-half", "a half gathered within 4 steps", 4, {"window_share": 0.5}),
+                ("window-8", "a quarter gathered within 8 steps", 8, {}),
+                ("window-4-sorted", "sorted within 4 steps", 4, {"window_share": 1.0}),
+                ("window-4-random", "random exchange within 4 steps", 4, {"at_random": True}),
+            )
+        ),
     )
 }
 """Arms by name, in the order in which they run: what every other arm is compared with comes
 first."""
+USUAL_ARMS = tuple(name for name, arm in ARMS.items() if arm.window == 1)
+"""All but those with windows, which ``dense`` is the reference of."""
 
 
 def references_of(name: str) -> tuple[str, ...]:
     """The arms whose mean another is compared with: the fixed budget, with the same selection if
     there are arms of its own, and its repetitions."""
+    if ARMS[name].window > 1:
+        return (DENSE,)
     if name.endswith(KV_HEAD) and not name.startswith(FIXED):
         return (f"{FIXED}{KV_HEAD}",)
     return tuple(each for each in (FIXED, *REPEATED) if each != name)

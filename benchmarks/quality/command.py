@@ -7,6 +7,9 @@ same documents in the same global batches and the same initial weights. The mode
 held-out documents, with the attention that they were trained with at the base budget, and with
 dense attention.
 
+Arms with windows are those of dense attention with other samples in a step, and run where --arms
+names them.
+
 Arms run seed by seed, what the others are compared with first. A run that has finished with the
 same settings is not run again, and --json is brought up to date after every run, so that the
 command may be stopped and started. With --beside, what an earlier table has is not run again,
@@ -28,7 +31,7 @@ from typing import Any
 
 from end_to_end.command import machine
 
-from quality.arms import ARMS, DENSE, FIXED, in_order
+from quality.arms import ARMS, DENSE, FIXED, USUAL_ARMS, in_order
 from quality.launch import QualityError, budgets_file, execute, prepared_data
 from quality.page import rewrite
 from quality.results import assemble, beside, load, save, seeds_of, write_json
@@ -80,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.steps is not None and options.steps < 4:
         parser.error(f"--steps {options.steps}: must be at least 4")
     quick = options.quick
-    options.arms = options.arms or list(QUICK_ARMS if quick else ARMS)
+    options.arms = options.arms or list(QUICK_ARMS if quick else USUAL_ARMS)
     options.tasks = options.tasks or ([RECALL.name] if quick else list(DEFAULT_TASKS))
     options.seeds = options.seeds or ([0] if quick else [0, 1, 2])
     options.steps = options.steps or (QUICK_STEPS if quick else None)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from end_to_end.launch import environment
 from forked_ranks import free_port, run_ranks
+from scipy.ndimage import median_filter
 
 from quality.documents import write_documents
 from quality.run_spec import RunSpec
@@ -21,6 +23,8 @@ TIMEOUT_S = 3600
 _LAST_SHARE = 0.1
 """Share of the steps, the last ones, over which coverage is averaged."""
 _TAIL_CHARACTERS = 4000
+_TREND_STEPS = 9
+_GRAD_NORM = re.compile(r"grad norm: ([\d.eE+-]+)")
 
 
 class QualityError(ValueError):
@@ -91,8 +95,10 @@ def _together(spec: RunSpec) -> dict[str, Any]:
 
 
 def _training_figures(spec: RunSpec) -> dict[str, Any]:
-    """Coverage and loss at the end of training, and what its steps were predicted to take on the
-    planned ranks; None where the arm executes other budgets than planned."""
+    """Coverage and loss at the end of training; by how much steps' losses deviate from their
+    running median, and rise above it at most; the mean of the printed gradient norms; and what
+    steps were predicted to take on the planned ranks, None where the arm executes other budgets
+    than planned."""
     steps = read_run_log(spec.folder).steps
     last = steps[-max(1, round(_LAST_SHARE * len(steps))) :]
     losses = [step.lm_loss for step in last if step.lm_loss is not None]
@@ -101,7 +107,13 @@ def _training_figures(spec: RunSpec) -> dict[str, Any]:
         for name in ("coverage", "coverage_base")
     )
     planned = [step.predicted.makespan_ms for step in steps]
+    every = np.array([step.lm_loss for step in steps], dtype=np.float64)
+    above = every - median_filter(every, _TREND_STEPS)
+    printed = (spec.folder / "output.log").read_text("utf-8", errors="replace")
     return {
+        "loss_deviation": float(above.std()),
+        "loss_rise": float(above.max()),
+        "grad_norm": float(np.mean([float(each) for each in _GRAD_NORM.findall(printed)] or 0.0)),
         "training_loss": float(np.mean(losses)),
         "coverage": float(np.mean(coverage)) if coverage else None,
         "coverage_base": float(np.mean(base)) if base else None,

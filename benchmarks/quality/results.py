@@ -20,6 +20,8 @@ _OF_RUN = (
     "planned_step_ms",
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
 )
+_OF_STEPS = ("loss_deviation", "loss_rise", "grad_norm")
+"""Of a run, unless an earlier release ran it."""
 _SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "ranks")
 """Settings that a finished run must share with the one asked for."""
 _NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")
@@ -131,8 +133,11 @@ def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
             ]
     figures["labels"] = sum(scored["own"]["labels"])
     sums = scored["own_by_length"]
-    figures["accuracy_by_length"] = [
-        right / count if count else None
-        for right, count in zip(sums["right"], sums["labels"], strict=True)
-    ]
+    for figure, name in (("accuracy", "right"), ("loss", "loss")):
+        figures[f"{figure}_by_length"] = [
+            value / count if count else None
+            for value, count in zip(sums[name], sums["labels"], strict=True)
+        ]
+    for name in _OF_STEPS:
+        figures[name] = found.get(name)
     return figures | {name: found[name] for name in _OF_RUN}

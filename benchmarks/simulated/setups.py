@@ -108,3 +108,13 @@ SETUPS: Mapping[str, Setup] = {
     "lockstep-pipeline-2": Setup(("longalign", "chatqa2"), 8, 4, 2, 1, 16, lockstep_ranks=8),
 }
 """Fields in the order of :class:`Setup`."""
+_BOTH = ("longalign", "chatqa2")
+WINDOW_SETUPS: Mapping[str, Setup] = {
+    "sharded-64x1": Setup(_BOTH, 64, 1, 1, 1, 64, lockstep_ranks=64, steps=32),
+    "ranks-64x2-pipeline": Setup(_BOTH, 64, 4, 1, 1, 128, steps=16),
+    "ranks-8x2": Setup(_BOTH, 8, 1, 1, 1, 16, steps=32),
+    "ranks-8x2-pipeline": Setup(_BOTH, 8, 4, 1, 1, 16, steps=32),
+    "experts-8x2": Setup(_BOTH, 8, 1, 2, 1, 16, lockstep_ranks=8, steps=32),
+    "paper-main": Setup(_BOTH, 4, 4, 2, 1, 16, steps=32),
+}
+"""Jobs of few samples a rank, by ranks and samples of each."""

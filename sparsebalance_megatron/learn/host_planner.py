@@ -151,6 +151,11 @@ class HostPlanner:
                     f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "
                     "loop; drop it"
                 )
+        if config.window > 1:
+            raise ConfigError(
+                f"{flag_name('window')} {config.window}: a host deals its own samples; give them "
+                "in the order of sparsebalance_megatron.integration.window_places"
+            )
         self.job = job
         cost = job.cost_model(config, {}) if cost is None else cost
         check_dense_length(config, job.max_sample_tokens)

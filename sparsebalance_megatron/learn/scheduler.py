@@ -104,6 +104,16 @@ class BatchSizes:
             raise StateError(f"the checkpoint has consumed {consumed_samples} samples, {what}")
         return phase.first_step + steps
 
+    def step_from(self, samples: int) -> int:
+        """The first step that begins after so many samples or more."""
+        phase = [each for each in self._phases if each.first_sample <= samples][-1]
+        return phase.first_step - (phase.first_sample - samples) // phase.size
+
+    def phase_around(self, step: int) -> tuple[int, float]:
+        """The first step of that step's part of the schedule, and the one after the last."""
+        later = [each.first_step for each in self._phases if each.first_step > step]
+        return self._phase_of(step).first_step, min(later, default=math.inf)
+
     def _phase_of(self, step: int) -> _Phase:
         return [phase for phase in self._phases if phase.first_step <= step][-1]
 

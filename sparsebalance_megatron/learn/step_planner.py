@@ -30,6 +30,8 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 _STATE_VERSION = 6
+STATE_VERSION_IN_WINDOW = 7
+"""In the middle of a window of samples, which releases without windows would train twice."""
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3
 """The first steps of a run are slow (allocation, compilation); the median of three outvotes one."""
@@ -207,7 +209,7 @@ class StepPlanner:
 
 def check_version(state: Mapping[str, Any]) -> None:
     """Raise a :class:`StateError` at state that another version of the plugin wrote."""
-    if state.get("version") != _STATE_VERSION:
+    if state.get("version") not in (_STATE_VERSION, STATE_VERSION_IN_WINDOW):
         raise StateError(
             f"the plugin's state in the checkpoint has version {state.get('version')}, not "
             f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.json_file import what_is_wrong
+from sparsebalance_megatron.learn.dealt_samples import DealtSamples, StepWindow
 from sparsebalance_megatron.learn.measurement import (
     DIRECTIONS,
     MeasuredTimes,
@@ -117,7 +118,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``cp_sizes_RM``: by rank and position, how many neighbouring ranks share the micro-batch;
     ``segments_RM``: in how many segments it passes the pipeline. ``device_slowness_RP``: factors on
-    the devices' predicted times.
+    the devices' predicted times. ``window``: unset where samples keep their order of arrival.
     """
 
     iteration: Count
@@ -135,6 +136,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     figures: StepFigures
     predicted: Expectation
     measured: MeasuredTimes
+    window: StepWindow | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         shape = self.measured.times_2RPVM.shape
@@ -340,7 +342,7 @@ class FinishedStep:
     executed_O: np.ndarray
 
 
-def step_record(step: FinishedStep) -> StepRecord:
+def step_record(step: FinishedStep, dealt: DealtSamples | None = None) -> StepRecord:
     planned, plan, measured = step.planned, step.planned.plan, step.measured
     by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
@@ -365,6 +367,7 @@ def step_record(step: FinishedStep) -> StepRecord:
             schedule_ms=measured.schedule_ms,
             waiting_2RPVM=measured.waiting_2RPVM,
         ),
+        window=UNSET if dealt is None else dealt.step_window(plan.step),
     )
 
 

@@ -46,6 +46,7 @@ class RunSettings:
         data_path: and its like: words as typed, empty or None where not given.
         pad_to_multiple_of: see :func:`token_multiple`.
         train_iters: None where the run ends otherwise.
+        warm_up_samples: trained on while the learning rate rises.
     """
 
     host_job: HostJob
@@ -72,6 +73,7 @@ class RunSettings:
     pad_to_multiple_of: int = 1
     distributed_timeout_minutes: float = 10.0
     train_iters: int | None = None
+    warm_up_samples: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -175,6 +177,7 @@ class RunSettings:
             split=args.split or "100,0,0",
             seed=args.seed,
             train_iters=args.train_iters,
+            warm_up_samples=warm_up_samples(args),
             data_path=tuple(args.data_path or ()),
             data_args_path=args.data_args_path,
             train_data_path=tuple(args.train_data_path or ()),
@@ -190,6 +193,19 @@ class RunSettings:
             sharded_parameters=_shards_parameters(args)
             and args.data_parallel_sharding_strategy != "optim_grads",
         )
+
+
+def warm_up_samples(args: Namespace) -> int:
+    """Samples while the learning rate rises, as Megatron's ``get_optimizer_param_scheduler`` counts
+    them."""
+    size, samples = args.global_batch_size, args.lr_warmup_samples
+    decay_samples = args.lr_decay_samples or args.train_samples
+    if args.train_iters:
+        samples = args.lr_warmup_iters * size
+        decay_samples = (args.lr_decay_iters or args.train_iters) * size
+    if args.lr_warmup_fraction is not None:
+        samples = args.lr_warmup_fraction * decay_samples
+    return math.ceil(samples)
 
 
 def _shards_parameters(args: Namespace) -> bool:

@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name, flag_with
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import memory_gib
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
-from sparsebalance_megatron.predict.outcome import Outcome, memory_at_most, predict
+from sparsebalance_megatron.predict.outcome import (
+    Outcome,
+    memory_at_most,
+    predict,
+    unhideable_steps,
+)
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import progress_bar
 
@@ -30,10 +35,16 @@ LEAST_SPEEDUP = 1.01
 """Smaller gains are within the error of predictions and are not named."""
 _STEPS = 4
 """Steps that are planned for a layout, at most."""
+WINDOW_STEPS = 8
+"""Steps that are planned to find what windows would give."""
+_TRIED_WINDOW = 4
+_LEAST_WINDOW_SPEEDUP = 1.05
+_MOST_VARIATION = 0.3
+"""Of tokens a step, beyond which single tokens of some steps weigh much more than of others."""
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
-AS_MEGATRON = {"batching": "arrival", "context_parallel": "static", "max_segments": 1}
+AS_MEGATRON = {"batching": "arrival", "window": 1, "context_parallel": "static", "max_segments": 1}
 """Samples where they arrive, and ranks that share micro-batches as Megatron has them do."""
 _CHOSEN = ("batching", "tuning")
 
@@ -97,14 +108,20 @@ ROWS: Mapping[str, Row] = {
     OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
 }
 """The first is what all others are compared with."""
+EXACT_WINDOW = f"{EXACT}, window {_TRIED_WINDOW}"
 
 
 def rows_of(workload: Workload) -> dict[str, Row]:
-    """The rows of a workload, those of dense attention first, no others if all layers are dense.
-    One that is planned like none of them comes last, as it is given."""
+    """The rows of a workload, those of dense attention first, no others if all layers are dense;
+    then one with windows, if the workload has none. One that is planned like none of them comes
+    last, as it is given."""
     settings, rows = workload.plan_settings, dict(ROWS)
     if workload.is_dense:
         rows = {name: rows[name] for name in (DENSE, EXACT)}
+    if settings.config.window == 1 and len(workload.batches) >= _TRIED_WINDOW:
+        given = flag_with("window", _TRIED_WINDOW)
+        meaning = f"{EXACT}, where samples change places between steps ({given})"
+        rows[EXACT_WINDOW] = Row({**MODES["exact"], "window": _TRIED_WINDOW}, meaning)
     if given_row(workload, rows) is None:
         own = {name: getattr(settings.config, name) for name in _CHOSEN}
         rows[GIVEN] = Row(own, "what these flags train")
@@ -161,8 +178,9 @@ class Comparison:
 
     @property
     def dense(self) -> TableRow:
-        """The fastest of dense attention."""
-        return min((row for row in self.rows if row.workload.is_dense), key=lambda row: row.ms)
+        """The fastest of dense attention, with the windows of the flags."""
+        rows = [row for row in self.rows if row.workload.is_dense and row.names[0] != EXACT_WINDOW]
+        return min(rows, key=lambda row: row.ms)
 
 
 def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison:
@@ -276,3 +294,46 @@ def _step_ms(workload: Workload, layers_P: np.ndarray) -> tuple[float, np.ndarra
     expected = [step.plan.expectation for step in replace(workload, job=job).planned_steps()]
     busy_P = sum(each.times_2RPVM.sum(axis=(0, 1, 3, 4)) for each in expected)
     return sum(each.makespan_ms for each in expected), np.asarray(busy_P)
+
+
+def window_lines(workload: Workload) -> tuple[str, ...]:
+    """What windows would give where there are none, if that is 5 % or more, and all steps can be
+    planned; where there are, that tokens a step vary much."""
+    settings = workload.plan_settings
+    chosen = settings.config.window
+    if chosen > 1:
+        varying = _variation(workload)
+        text = (
+            f"tokens a step vary by {varying:.0%} with {flag_with('window', chosen)}: few samples "
+            "hold most tokens, and those of short ones weigh more; raise --global-batch-size, or "
+            f"use {flag_name('max_context_parallel')} or {flag_name('max_segments')} instead"
+        )
+        return (text,) if varying > _MOST_VARIATION else ()
+    steps = min(WINDOW_STEPS, len(workload.batches) // _TRIED_WINDOW * _TRIED_WINDOW)
+    workload = replace(workload, batches=workload.batches[:steps])
+    arrives = settings.config.batching == "arrival"
+    if arrives or not steps or not unhideable_steps(workload):
+        return ()
+    config = replace(settings.config, window=_TRIED_WINDOW)
+    dealt = replace(workload, plan_settings=replace(settings, config=config))
+    try:
+        before_ms, after_ms = (
+            sum(step.plan.expectation.makespan_ms for step in each.planned_steps())
+            for each in (workload, dealt)
+        )
+    except PlanError:
+        return ()
+    if before_ms / after_ms < _LEAST_WINDOW_SPEEDUP:
+        return ()
+    return (
+        f"steps wait for single samples of up to {max(map(max, workload.batches)):,} tokens: with "
+        f"{flag_with('window', _TRIED_WINDOW)} they are predicted to be {before_ms / after_ms:.2f} "
+        f"times as fast, their tokens to vary by {_variation(dealt):.0%} instead of "
+        f"{_variation(workload):.0%}; other samples then share an optimizer step",
+    )
+
+
+def _variation(workload: Workload) -> float:
+    """Standard deviation over mean of tokens a step."""
+    tokens = [sum(batch) for batch in workload.dealt_batches]
+    return float(np.std(tokens) / np.mean(tokens))

@@ -105,7 +105,7 @@ def predict(
 
 def unhideable_steps(workload: Workload) -> int:
     """Steps with a sample that no placement hides, at the least budgets the policy allows."""
-    return sum(_unhideable(workload, batch) for batch in workload.batches)
+    return sum(_unhideable(workload, batch) for batch in workload.dealt_batches)
 
 
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:

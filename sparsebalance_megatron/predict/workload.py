@@ -24,6 +24,7 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
+from sparsebalance_megatron.plan.windows import Windows
 
 STEPS = 20
 """Global batches that predictions plan by default."""
@@ -61,8 +62,8 @@ def without_warnings() -> Iterator[None]:
 class Workload:
     """Global batches in order, on a job with its costs, its memory and the coverage to expect.
 
-    ``batches``: lengths in tokens of every step's samples, alike in number. ``job``: with as many
-    micro-batches a step as it may have.
+    ``batches``: lengths in tokens of every step's samples in order of arrival, alike in number.
+    ``job``: with as many micro-batches a step as it may have. ``seed``: of the order of samples.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -71,6 +72,7 @@ class Workload:
     cost: CostModel
     coverage: CoverageCurves
     memory: MemoryModel
+    seed: int = 1234
 
     @classmethod
     def of(
@@ -85,12 +87,14 @@ class Workload:
         sequence_parallel: bool = True,
         distributed_optimizer: bool = True,
         sharded_parameters: bool = False,
+        seed: int = 1234,
     ) -> Workload:
         """Global batches of a job, with the prior of coverage; see :class:`.MemoryModel`.
 
         Args:
             cost: of the job; None takes those of the configuration.
             micro_batch_size: samples of a micro-batch on average.
+            seed: of the order of samples.
         """
         if cost is None:
             with without_warnings():
@@ -117,6 +121,7 @@ class Workload:
                 recompute_attention=job.recompute_attention,
                 attention_kept=config.recompute_attention == "keep",
             ),
+            seed=seed,
         )
 
     @property
@@ -124,6 +129,11 @@ class Workload:
         job = self.job
         ranks = job.data_parallel_size * job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
+
+    @property
+    def dealt_batches(self) -> tuple[tuple[int, ...], ...]:
+        """Lengths of the steps' samples once windows have exchanged them."""
+        return Windows.of(self.plan_settings.config, self.seed).dealt(self.batches)
 
     @property
     def is_dense(self) -> bool:
@@ -154,7 +164,7 @@ class Workload:
         """
         planner = self.planner(clock)
         known = planner.knowledge()
-        for step, batch in enumerate(self.batches):
+        for step, batch in enumerate(self.dealt_batches):
             yield planner.plan(step, batch, self.job, known)
 
 

@@ -24,6 +24,7 @@ from sparsebalance_megatron.data.samples import (
     open_samples,
     read_blends,
 )
+from sparsebalance_megatron.learn.dealt_samples import DealtSamples
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
@@ -33,7 +34,8 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.predict.comparison import even_stages
+from sparsebalance_megatron.plan.windows import Windows
+from sparsebalance_megatron.predict.comparison import WINDOW_STEPS, even_stages, window_lines
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -51,6 +53,7 @@ class Inputs:
         dense_by_costs: whether costs decide up to which length documents are dense, unless a
             checkpoint has.
         layer_lines: how budgets follow from sensitivities, where a file of them is given.
+        dealt: the order of training samples; None is that of arrival.
     """
 
     settings: RunSettings
@@ -63,6 +66,7 @@ class Inputs:
     dense_by_costs: bool = False
     dense_counted: bool = False
     layer_lines: tuple[str, ...] = ()
+    dealt: DealtSamples | None = None
 
     @property
     def config(self) -> SparseBalanceConfig:
@@ -93,6 +97,21 @@ class Inputs:
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
+    def from_step(self, step: int, saved: Any = None, extra_steps: int = 0) -> Inputs:
+        """These inputs for a run that begins, or goes on, with a step, before which there were more
+        iterations than steps; see :meth:`.DealtSamples.from_step`."""
+        settings = self.settings
+        if self.config.window == 1 and saved is None:
+            return self
+        dealt = DealtSamples.from_step(
+            *(self.train, settings.batch_sizes, Windows.of(self.config, settings.seed)),
+            step=step,
+            warm_up_samples=settings.warm_up_samples,
+            end_step=settings.train_iters and settings.train_iters - extra_steps,
+            saved=saved,
+        )
+        return replace(self, dealt=dealt)
+
     def untrained(self) -> tuple[str, ...]:
         """Lines about training and validation samples without a trained token."""
         lines = [self.train.untrained()]
@@ -109,8 +128,19 @@ class Inputs:
         stages = even_stages(self.workload(1))
         return () if stages is None else (str(stages),)
 
+    def window_lines(self, extra_steps: int) -> tuple[str, ...]:
+        """From which iteration on samples change places, or what that would give. There were
+        ``extra_steps`` more iterations than steps."""
+        lines = window_lines(self.workload(WINDOW_STEPS))
+        if self.dealt is None:
+            return lines
+        iteration, steps = self.dealt.begin + extra_steps + 1, self.config.window
+        what = f"change places within {steps} steps" if steps > 1 else "keep their order of arrival"
+        return (f"from iteration {iteration} on samples {what}", *lines)
+
     def workload(self, steps: int) -> Workload:
-        """The first training steps: what later steps may be like."""
+        """The first training steps in order of arrival: what later steps may be like, with windows
+        as if the learning rate had no warm-up."""
         batches = first_batches(self.train, self.settings.batch_sizes.size_of(0), steps)
         return workload_of(self.settings, self.config, self.cost, batches)
 
@@ -128,7 +158,8 @@ class Inputs:
         )
         ahead = config.planning == "ahead"
         worker = ThreadPoolExecutor(1, "sparse-balance-plan") if ahead else None
-        return Scheduler(planner, job=self.job, index=self.train, batch_sizes=sizes, worker=worker)
+        index = self.dealt or self.train
+        return Scheduler(planner, job=self.job, index=index, batch_sizes=sizes, worker=worker)
 
     def evaluation_scheduler(self, index: SampleIndex, training: Scheduler) -> Scheduler:
         """Make the scheduler of evaluation, with what the training run knows."""
@@ -198,6 +229,7 @@ def workload_of(
         sequence_parallel=settings.sequence_parallel,
         distributed_optimizer=settings.distributed_optimizer,
         sharded_parameters=settings.sharded_parameters,
+        seed=settings.seed,
     )
 
 
@@ -246,7 +278,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         dense_by_costs=dense_by_costs,
         dense_counted=dense_by_costs and cost.efficiency is not None,
         layer_lines=layer_lines,
-    )
+    ).from_step(0)
 
 
 def fingerprint(inputs: Inputs) -> dict[str, str]:

@@ -48,7 +48,7 @@ class StepSinks:
         self, inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
     ) -> None:
         self._job, self._shape = inputs.job, inputs.settings.host_job.shape
-        self._block_size = inputs.config.block_size
+        self._block_size, self._dealt = inputs.config.block_size, inputs.dealt
         self._place = place
         self._coverage = coverage
         self._step_log = self._rank_log = None
@@ -74,7 +74,7 @@ class StepSinks:
         if self._rank_log is not None:
             self._rank_log.append(partial(rank_step, step, self._place, self._job))
         if self._step_log is not None:
-            self._step_log.append(partial(step_record, step))
+            self._step_log.append(partial(step_record, step, self._dealt))
             if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
                 known = copy.deepcopy(self._coverage)
                 self._step_log.append(partial(coverage_record, step.iteration, known))

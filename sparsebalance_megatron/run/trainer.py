@@ -179,7 +179,9 @@ class TrainerRun:
         if self._run is None:
             if iteration is None:
                 iteration = saved.get("iteration", steps)
-            self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
+            extra_steps = iteration - steps
+            self.inputs = self.inputs.from_step(steps, saved.get("window"), extra_steps)
+            self._run = self._started(resumed=consumed_samples > 0, extra_steps=extra_steps)
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
@@ -209,7 +211,8 @@ class TrainerRun:
         (untrained, *_) = gather_or_raise(lambda: inputs.untrained() if first else (), DataError)
         (uneven, *_) = gather_or_raise(lambda: inputs.uneven_stages() if first else (), PlanError)
         dense = dense_length_line(inputs.config, inputs.cost, settings.seq_length)
-        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven)
+        windows = inputs.window_lines(extra_steps) if first else ()
+        print_rank_0(dense, *inputs.layer_lines, *untrained, *uneven, *windows)
         self._packing = packing = SequencePacking(
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
@@ -326,7 +329,9 @@ class TrainerRun:
         if self._run is not None:
             state = self.scheduler.state_dict()
             steps = self.scheduler.batch_sizes.step_at(state["consumed_samples"])
-            return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
+            state |= {"run": self._record, "iteration": steps + self._run.extra_steps}
+            dealt = self.inputs.dealt
+            return state if dealt is None else state | dealt.state(steps)
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state
@@ -353,6 +358,7 @@ def begin_run(
     split: str = "100,0,0",
     seed: int = 1234,
     device: torch.device | None = None,
+    warm_up_samples: int = 0,
 ) -> TrainerRun:
     """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
 
@@ -368,6 +374,7 @@ def begin_run(
         split: weights of training, validation and test documents; the first are trained on.
         seed: of the order of samples.
         device: where the model runs; None is the current CUDA device.
+        warm_up_samples: trained on while the learning rate rises: no window begins before.
 
     Returns:
         The run, whose methods a trainer calls in this order: ``layer_spec``, ``load_state_dict``,
@@ -390,6 +397,7 @@ def begin_run(
         data_path=(data_prefix,),
         split=split,
         seed=seed,
+        warm_up_samples=warm_up_samples,
     )
     inputs = read_inputs(settings, config, device.type)
     enable_variable_lengths(transformer_config)

@@ -16,6 +16,7 @@ from sparsebalance_megatron.predict.comparison import (
     even_stages,
     given_row,
     rows_of,
+    window_lines,
 )
 from sparsebalance_megatron.predict.outcome import unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
@@ -50,6 +51,9 @@ def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison,
         verdict.append(text)
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
+    verdict += [f"{line}." for line in window_lines(workload)]
+    if (window := workload.plan_settings.config.window) > 1:
+        order += f", exchanged within {window} steps but in the first row"
     meanings = {name: way.meaning for name, way in ways.items()}
     return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
 

@@ -23,6 +23,8 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "max_tokens_per_micro_batch": (0,),
     "max_context_parallel": (0, 6),
     "max_segments": (0, 65),
+    "window": (0, 17, 2.5),
+    "window_share": (0.3, 1.0),
     "segment_tokens": (0, 2**25),
     "gigabytes_per_second": (0.0, INFINITY),
     "layer_budgets": ("", "dense", "dense:", "0:1", "dense:1-0", "8:1,1", "8", 5),

@@ -72,11 +72,15 @@ def test_short_form(name: str, tmp_path: Path) -> None:
     "layout_name",
     [
         "dp2",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ep2", "fsdp2", "dp2-shared")),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("ep2", "fsdp2", "dp2-shared", "dp2-window")
+        ),
     ],
 )
 def test_end_to_end(layout_name: str, documents: Path, tmp_path: Path) -> None:
-    few = ("--quick", "--batches", "1", "--warm-up", "0", "--layout", layout_name)
+    batches = "4" if layout_name == "dp2-window" else "1"
+    few = ("--quick", "--batches", batches, "--warm-up", "0", "--layout", layout_name)
     short = ("--seq-length", "256", "--data", str(documents), "--")
     model = ("--sparse-balance-block-size", "16", "--tokenizer-type", "NullTokenizer")
     flags = (*few, *short, *model, "--vocab-size", str(VOCABULARY - 1))

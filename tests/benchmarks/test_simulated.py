@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from simulated.lengths import LENGTHS, MAX_TOKENS, longalign_like
-from simulated.setups import SETUPS
+from simulated.setups import SETUPS, WINDOW_SETUPS
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
-from sparsebalance_megatron.predict.comparison import EXACT, ROWS
+from sparsebalance_megatron.predict.comparison import EXACT, ROWS, window_lines
 from sparsebalance_megatron.predict.outcome import predict
 
 
@@ -31,6 +31,15 @@ def test_fixed_budgets_are_never_slower_than_dense_attention(name: str) -> None:
             given = replace(given, cost=cost, plan_settings=settings)
             ours, exact = (predict(ROWS[row].of(given)) for row in ("fixed budgets", EXACT))
             assert ours.makespan_ms <= 1.005 * exact.makespan_ms, (data, sparse)
+
+
+@pytest.mark.parametrize("name", WINDOW_SETUPS)
+def test_windows_gain_where_ranks_have_few_samples(name: str) -> None:
+    """So the start of a run names what they would give."""
+    setup = WINDOW_SETUPS[name]
+    exact = SparseBalanceConfig(layer_budgets="dense:all", tuning="off")
+    (line,) = window_lines(setup.workload("longalign", steps=8, seed=0, config=exact))
+    assert "--sparse-balance-window 4" in line
 
 
 @pytest.mark.parametrize("name", LENGTHS)

@@ -237,6 +237,7 @@ def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
     ("choices", "named"),
     [
         ({"max_segments": 2}, "--sparse-balance-max-segments 2: not where a host"),
+        ({"window": 4}, "--sparse-balance-window 4: .*order of .*integration.window_places"),
         ({"max_context_parallel": 4}, "4: must be a power of two that divides the 2 data-parallel"),
         ({"dry_run": 0}, "--sparse-balance-dry-run 0: not where a host"),
         ({"global_batch_size": 0}, "global_batch_size 0: must be at least 1"),

@@ -21,6 +21,7 @@ from sparsebalance_megatron.megatron.settings import (
     expert_shape,
     micro_batch_group_size,
     token_multiple,
+    warm_up_samples,
 )
 from sparsebalance_megatron.megatron.training_arguments import (
     changed_attention,
@@ -278,3 +279,21 @@ def test_steps_come_back_by_parameter_or_by_group_and_are_not_shared() -> None:
     }
     restore_steps(chained(*fused), saved)
     assert [each.param_groups[0]["step"] for each in fused] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "samples"),
+    [
+        ({"train_iters": 100, "lr_warmup_iters": 3}, 24),
+        ({"train_iters": 100, "lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, 80),
+        ({"train_iters": 100, "lr_decay_iters": 50, "lr_warmup_fraction": 0.01}, 4),
+        ({"train_samples": 400, "lr_warmup_samples": 33}, 33),
+        ({"train_samples": 400, "lr_warmup_fraction": 0.101}, 41),
+    ],
+)
+def test_samples_of_the_warm_up(flags: dict[str, Any], samples: int) -> None:
+    given: dict[str, Any] = dict.fromkeys(
+        ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples", "lr_warmup_fraction")
+    )
+    given |= {"global_batch_size": 8, "lr_warmup_iters": 0, "lr_warmup_samples": 0} | flags
+    assert warm_up_samples(Namespace(**given)) == samples

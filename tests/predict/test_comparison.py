@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,15 @@ from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import (
     DENSE,
     EXACT,
+    EXACT_WINDOW,
     GIVEN,
     OURS,
+    TableRow,
+    compare_ways,
     even_stages,
     given_row,
     rows_of,
+    window_lines,
 )
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
@@ -168,3 +173,44 @@ def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
     assert [stage.count("decoder") for stage in names] == list(found.layers)
     assert even_stages(with_head(2e-3, stages=1)) is None
     assert even_stages(with_head(0.0)) is None
+
+
+def few_long(steps: int, long_tokens: int, **choices: Any) -> Workload:
+    """Two samples a rank, of which one of a step is long."""
+    lengths = np.random.default_rng(2).integers(500, 900, (steps, 8))
+    lengths[:, 3] = long_tokens
+    flags = EXACT_FLAGS | choices
+    return workload(lengths.tolist(), ranks=4, stages=1, micro_batches=2, config=flags)
+
+
+def test_windows_are_planned_as_given_and_beside() -> None:
+    given, chosen = few_long(8, 8000), few_long(8, 8000, window=4)
+    assert chosen.batches == given.batches != chosen.dealt_batches
+    rows = rows_of(given)
+    assert EXACT_WINDOW not in rows_of(chosen) and EXACT_WINDOW not in rows_of(few_long(3, 8000))
+    found = compare_ways(
+        [TableRow(names=(name,), workload=row.of(given)) for name, row in rows.items()], (EXACT,)
+    )
+    by_name = {row.names[0]: row for row in found.rows}
+    assert by_name[EXACT_WINDOW].outcome == replace(
+        predict(chosen), plan_ms=by_name[EXACT_WINDOW].outcome.plan_ms
+    )
+    assert found.dense.names == (EXACT,), "other samples in a step are no baseline"
+    gained = by_name[EXACT].ms / by_name[EXACT_WINDOW].ms
+    (line,) = window_lines(given)
+    assert "samples of up to 8,000 tokens" in line and f"{gained:.2f} times as fast" in line
+    assert rows_of(chosen)[DENSE].of(chosen).dealt_batches == given.batches
+
+
+def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None:
+    assert window_lines(few_long(8, 1000)) == ()
+    assert window_lines(few_long(3, 8000)) == ()
+    assert window_lines(few_long(8, 8000, batching="arrival")) == ()
+    assert window_lines(few_long(8, 1000, window=4)) == ()
+    # A window's step of four long samples would exceed the cap of two micro-batches.
+    batches, flags = few_long(8, 8000).batches, EXACT_FLAGS | {"window_share": 0.5}
+    shape = {"ranks": 2, "stages": 1, "micro_batches": 1, "cap_tokens": 11_000}
+    assert window_lines(workload(batches, config=flags, **shape)) == ()
+    assert window_lines(workload(batches, config=flags, **shape | {"cap_tokens": 40_000}))
+    (line,) = window_lines(few_long(8, 8000, window=4))
+    assert line.startswith("tokens a step vary by") and "--global-batch-size" in line

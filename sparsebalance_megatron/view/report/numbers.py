@@ -93,7 +93,9 @@ class RunSummary:
     ``figures``: over steps, the mean of coverages and the median of other
     :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave this
-    out, and ``split`` counts it as waiting.
+    out, and ``split`` counts it as waiting. ``window_steps``: within which samples changed places.
+    ``tokens_variation``: standard deviation over mean of tokens a step; ``tokens_correlation``: of
+    a step and the one before.
     """
 
     steps: int
@@ -104,6 +106,9 @@ class RunSummary:
     figures: Mapping[str, float | None]
     split: TimeSplit | None = None
     lockstep_ranks: int = 1
+    window_steps: int = 1
+    tokens_variation: float | None = None
+    tokens_correlation: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,8 @@ class Comparison:
     """Two runs over the same samples.
 
     ``speedup``: the baseline's time over the run's, of all steps together. It and the explanation
-    of the difference are None unless both runs saw the same number of tokens in every step.
+    of the difference are None unless both runs saw the same number of tokens in every step, or in
+    every window.
     ``differences``: settings that the runs do not share, one phrase each.
     """
 
@@ -132,13 +138,13 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
             f"{len(baseline.steps)} steps in {baseline.directory}, {len(balanced.steps)} in "
             f"{balanced.directory}: last losses are not of the same step"
         )
-    common = _common(balanced, baseline)
-    pairs = paired(balanced, baseline)
-    if len(pairs) < len(common):
-        first = next(old for old, new in common if old.tokens != new.tokens)
+    windows = whole_windows(_common(balanced, baseline))
+    pairs = [pair for window in windows for pair in window]
+    odd = [pair for window in windows if not _alike(window) for pair in window]
+    if odd:
         problems.append(
-            f"token counts differ in {len(common) - len(pairs)} of {len(common)} steps, first in "
-            f"iteration {first.iteration}: other samples, so steps are not compared one by one"
+            f"token counts differ in {len(odd)} of {len(pairs)} steps, first in iteration "
+            f"{odd[0][0].iteration}: other samples, so steps are not compared one by one"
         )
         pairs = []
     timed = [
@@ -162,7 +168,14 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
 
 def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
     after = settled(steps)
-    losses = [step.lm_loss for step in steps if step.lm_loss is not None]
+    # The loss of a step follows its lengths, that of a window does not.
+    losses = [
+        fmean(known)
+        for window in whole_windows([(step,) for step in steps])
+        if (known := [step.lm_loss for (step,) in window if step.lm_loss is not None])
+    ]
+    tokens = np.array([step.tokens for step in after], dtype=np.float64)
+    varying = len(tokens) > 2 and tokens[1:].std() > 0.0 < tokens[:-1].std()
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
     return RunSummary(
         steps=len(steps),
@@ -173,6 +186,9 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
         figures={each.name: _over_steps(after, each.name) for each in fields(StepFigures)},
         split=split_time(after),
         lockstep_ranks=lockstep_ranks,
+        window_steps=max((step.window.steps for step in steps if step.window), default=1),
+        tokens_variation=float(tokens.std() / tokens.mean()) if tokens.any() else None,
+        tokens_correlation=(float(np.corrcoef(tokens[:-1], tokens[1:])[0, 1]) if varying else None),
     )
 
 
@@ -193,8 +209,33 @@ def settled(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def paired(run: RunLog, baseline: RunLog) -> list[Pair]:
-    """The steps after the warm-up in which both saw as many tokens."""
-    return [(old, new) for old, new in _common(run, baseline) if old.tokens == new.tokens]
+    """The steps after the warm-up in which both saw as many tokens, or in whose window."""
+    windows = whole_windows(_common(run, baseline))
+    return [pair for window in windows if _alike(window) for pair in window]
+
+
+def _alike(window: Sequence[Pair]) -> bool:
+    return sum(old.tokens for old, _ in window) == sum(new.tokens for _, new in window)
+
+
+def whole_windows[Steps: tuple[StepRecord, ...]](common: Sequence[Steps]) -> list[list[Steps]]:
+    """The same iterations of some runs, those together that begin and end with a window in every
+    run. A step without a window is one by itself; windows of which steps are missing are left
+    out."""
+    found: list[list[Steps]] = []
+    window: list[Steps] | None = None
+    for steps in common:
+        places = [each.window for each in steps if each.window]
+        if all(place.number == 0 for place in places):
+            window = []
+        elif window and window[-1][0].iteration + 1 != steps[0].iteration:
+            window = None
+        if window is not None:
+            window.append(steps)
+            if all(place.number == place.steps - 1 for place in places):
+                found.append(window)
+                window = None
+    return found
 
 
 def _common(run: RunLog, baseline: RunLog) -> list[Pair]:

@@ -148,6 +148,7 @@ def numbers_table(
             HOW_KNOWN: kind,
         }
         for name, kind, path, layout in _ROWS
+        if path not in _OF_WINDOWS or any(run.window_steps > 1 for run in runs.values())
     ]
 
 
@@ -177,8 +178,13 @@ _ROWS = (
     ("loss, last step", "measured", "loss_last", "z.4f"),
     ("steps", "logged", "steps", "d"),
     ("  of them warm-up", "logged", "warm_up_steps", "d"),
+    ("  of a window", "logged", "window_steps", "d"),
+    ("tokens a step: deviation over mean", "logged", "tokens_variation", ".1%"),
+    ("  correlation with the step before", "logged", "tokens_correlation", "+.2f"),
 )
 """Rows of the table: words, where a number comes from, its place in a summary, its layout."""
+_OF_WINDOWS = ("window_steps", "tokens_variation", "tokens_correlation")
+"""Places of rows that stand only beside a run with windows."""
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:

@@ -19,6 +19,7 @@ from step_cases import JOB
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.learn.dealt_samples import StepWindow
 from sparsebalance_megatron.log.reader import RunLog, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import CoverageRecord, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
@@ -32,6 +33,7 @@ from sparsebalance_megatron.view.report.numbers import (
     explain,
     split_time,
     summarize,
+    whole_windows,
 )
 from sparsebalance_megatron.view.report.words import (
     caveats,
@@ -39,6 +41,7 @@ from sparsebalance_megatron.view.report.words import (
     coverage_table,
     headline,
     layers_table,
+    numbers_table,
     settings_that_differ,
     slowest_device,
     slowest_text,
@@ -297,3 +300,46 @@ def test_base_budgets_of_layers() -> None:
 
     assert rows("dense:0 2:1-2") == [("all: dense", "0"), ("8", "3"), ("2", "1, 2")]
     assert not rows(None) and not rows("dense:all") and not layers_table(None)
+
+
+def in_windows(record: StepRecord, steps: int, first: int) -> StepRecord:
+    """The step in windows of so many, of which one begins with iteration ``first``."""
+    number = (record.iteration - first) % steps
+    window = StepWindow(number=number, steps=steps, steps_moved=1.0, sample_tokens=64)
+    return structs.replace(record, window=window)
+
+
+def log_of(steps: list[StepRecord]) -> RunLog:
+    return RunLog(directory=Path("log"), header=None, steps=tuple(steps), problems=())
+
+
+def test_runs_are_compared_by_whole_windows() -> None:
+    """Windows of four and of two from the third step on, against order of arrival."""
+    tokens = {4: [64, 64, 90, 40, 50, 76, 70, 58, 64, 64, 1], 2: [64, 64, 80, 48, 60, 68, 64, 64]}
+    arrived = [step(i, 80, 15, 5) for i in range(1, 12)]
+    logs = {1: log_of(arrived)}
+    for steps, counts in tokens.items():
+        found = [step(i, 60, 10, 5, tokens=each) for i, each in enumerate(counts, start=1)]
+        logs[steps] = log_of(found[:2] + [in_windows(each, steps, first=3) for each in found[2:]])
+        compared = compare(logs[1], logs[steps])
+        assert compared.speedup == pytest.approx(100 / 75)
+        assert not any("token counts" in problem for problem in compared.problems)
+    both = list(zip(logs[2].steps, logs[4].steps, strict=False))
+    assert list(map(len, whole_windows(both))) == [1, 1, 4]
+    assert not any("token counts" in each for each in compare(logs[2], logs[4]).problems)
+    rows = {row[""].strip(): row for row in numbers_table(compare(logs[1], logs[4]))}
+    assert rows["of a window"]["sparse balance"] == "4"
+    assert rows["tokens a step: deviation over mean"]["baseline"] == "0.0%"
+    assert rows["correlation with the step before"]["baseline"] == "not measured"
+    assert "of a window" not in {row[""].strip() for row in numbers_table(summarize(arrived))}
+
+
+def test_losses_and_tokens_of_windows() -> None:
+    found = [step(i, 1, 1, 1, tokens=i % 2 * 10 + 10, lm_loss=float(i)) for i in range(1, 11)]
+    summary = summarize([in_windows(each, 4, first=1) for each in found])
+    assert (summary.loss_first, summary.loss_last) == (2.5, 6.5), "of whole windows"
+    assert summary.window_steps == 4
+    assert summary.tokens_variation == pytest.approx(1 / 3)
+    assert summary.tokens_correlation == pytest.approx(-1.0)
+    gap = [in_windows(each, 4, first=1) for each in found if each.iteration != 3]
+    assert [len(window) for window in whole_windows([(each,) for each in gap])] == [4]
