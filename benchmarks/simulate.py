@@ -22,9 +22,9 @@ from simulated.setups import SETUPS
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.predict.comparison import (
     AS_MEGATRON,
-    DENSE,
+    DEFAULT,
     EXACT,
-    OURS,
+    MEGATRON,
     Row,
     rows_of,
 )
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 outcomes = predicted(workload, every=arguments.rows == "all")
                 place = f"{name}, {data}, {selection}"
                 print(f"\n{place}, {len(workload.batches)} steps", *table(outcomes), sep="\n")
-                dense_ms = outcomes[DENSE].makespan_ms
+                dense_ms = outcomes[MEGATRON].makespan_ms
                 found[place] = {
                     row: {number: asdict(outcome)[number] for number in _NUMBERS}
                     | {"speedup": dense_ms / outcome.makespan_ms}
@@ -111,13 +111,13 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     cuts = given.config.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
         rows = rows_of(workload)
-        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}
+        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, DEFAULT)}
     return {name: predict(way) for name, way in ways.items()}
 
 
 def table(outcomes: dict[str, Outcome]) -> list[str]:
     """Lines with a row for each way to plan."""
-    dense_ms = outcomes[DENSE].makespan_ms
+    dense_ms = outcomes[MEGATRON].makespan_ms
     return text_table(
         [
             {

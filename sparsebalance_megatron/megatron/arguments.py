@@ -120,17 +120,23 @@ def add_sparse_balance_args(
 
 
 def args_provider(
-    *, enabled: bool, on_cpu: bool, report: Callable[[str], None] | None = None
+    *,
+    enabled: bool,
+    on_cpu: bool,
+    report: Callable[[str], None] | None = None,
+    stands_in: bool = False,
 ) -> Callable[[ArgumentParser], ArgumentParser]:
     """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
-    ``report`` is told, in one line, which of Megatron's defaults change."""
+    ``report`` is told, in one line, which of Megatron's defaults change: in a process that stands
+    in for ranks of other machines, without those of this one."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         _cut_long_errors(parser)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
-        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
-        added = _as_flags(parser, changed, sys.argv[1:]) if report else []
+        own = PLUGIN_DEFAULTS if enabled else {}
+        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | own
+        added = _as_flags(parser, own if stands_in else changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
         if report and added:
             report(f"sparse balance: trains as if given {' '.join(added)}")
@@ -200,7 +206,7 @@ def arguments_without_ranks(
 
     # A process may look at several command lines, one after the other.
     unset_global_variables()
-    add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report)
+    add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report, stands_in=True)
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)

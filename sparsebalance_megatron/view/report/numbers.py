@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,6 @@ _OF_THE_HEADER = (
     *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
-_OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
-"""How differences of settings begin that make base budgets of one run none of the other."""
 _LONGEST_VALUE = 60
 
 Pair = tuple[StepRecord, StepRecord]
@@ -55,33 +52,16 @@ class TimeSplit:
         return self.compute_ms + self.waiting_ms + self.rest_ms
 
 
-class Change(NamedTuple):
-    """One reason for another step time, in ms; negative is time saved."""
-
-    name: str
-    ms: float
-
-    @property
-    def signed(self) -> str:
-        """Whole ms with their sign; what rounds to nothing has none."""
-        return f"{self.ms:+,.0f}" if round(self.ms) else "0"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Differences between two runs' mean steps, over the steps that both took and measured.
+    """Two runs' mean steps, over the steps that both took and measured.
 
-    - ``changes``: from the baseline's step to the run's. Less or more attention: the planner's work
-      relative to base budgets, applied to the baseline's computing time. Noise: the rest of the
-      difference of computing times, since the same work took longer or shorter, or was predicted
-      wrongly. Runs of other base budgets have these two as one, other attention.
-    - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
-      None for fewer than six pairs.
+    ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
+    None for fewer than six pairs.
     """
 
     baseline: TimeSplit
     run: TimeSplit
-    changes: tuple[Change, ...]
     speedup_interval: tuple[float, float] | None
 
 
@@ -152,10 +132,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         sparse_balance=after,
         speedup=sum(old for old, _ in timed) / sum(new for _, new in timed) if timed else None,
         problems=tuple(problems),
-        explanation=explain(
-            pairs,
-            same_base_budgets=not any(each.startswith(_OF_BASE_BUDGETS) for each in differing),
-        ),
+        explanation=explain(pairs),
         differences=differing,
     )
 
@@ -208,36 +185,16 @@ def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 
 
-def explain(pairs: Sequence[Pair], *, same_base_budgets: bool = True) -> Explanation | None:
+def explain(pairs: Sequence[Pair]) -> Explanation | None:
     """Compare runs by steps of the same samples; None where no pair was measured whole."""
     parts = np.stack([_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     whole = np.isfinite(parts).all(axis=(0, 2))
     before, after = (_mean(each) for each in parts[:, whole])
     if before is None or after is None:
         return None
-    known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
-    compute_ms = after.compute_ms - before.compute_ms
-    waiting_ms = after.waiting_ms - before.waiting_ms
-    between = (
-        Change(f"{_more(waiting_ms)} waiting", waiting_ms),
-        Change("optimizer, gradients", after.rest_ms - before.rest_ms),
-    )
-    changes: tuple[Change, ...] = (Change("other attention", compute_ms), *between)
-    if same_base_budgets:
-        attention_ms = fmean(
-            ((new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) - 1.0)
-            * (old.figures.computing_ms_measured or 0.0)
-            for old, new in known
-        )
-        first = Change(f"{_more(attention_ms)} attention", attention_ms)
-        changes = (first, *between, Change("noise", compute_ms - attention_ms))
     return Explanation(
-        baseline=before, run=after, changes=changes, speedup_interval=_interval(known)
+        baseline=before, run=after, speedup_interval=ratio_interval(*parts[:, whole].sum(axis=2))
     )
-
-
-def _more(ms: float) -> str:
-    return "less" if ms <= 0.0 else "more"
 
 
 def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
@@ -257,13 +214,14 @@ def _mean(parts: np.ndarray) -> TimeSplit | None:
     return TimeSplit(*parts.mean(axis=0).tolist()) if len(parts) else None
 
 
-def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
-    if len(pairs) < _LEAST_PAIRS_FOR_INTERVAL:
+def ratio_interval(before_ms: np.ndarray, after_ms: np.ndarray) -> tuple[float, float] | None:
+    """95 % interval of the ratio of total times, by resampling pairs of steps; None of too few."""
+    if len(before_ms) < _LEAST_PAIRS_FOR_INTERVAL:
         return None
     from scipy.stats import bootstrap
 
     found = bootstrap(
-        tuple(np.array([step.iteration_ms for step in side]) for side in zip(*pairs, strict=True)),
+        (before_ms, after_ms),
         lambda old, new, axis: old.sum(axis=axis) / new.sum(axis=axis),
         paired=True,
         vectorized=True,
