@@ -29,7 +29,6 @@ from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
     Count,
-    CoverageRecord,
     DamagedLineError,
     Header,
     Place,
@@ -49,14 +48,12 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """A run's header, steps by rising iteration, and last coverage curves; ``problems`` says what
-    the file lacks."""
+    """A run's header, and steps by rising iteration; ``problems`` says what the file lacks."""
 
     directory: Path
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
-    coverage: CoverageRecord | None = None
 
     @property
     def schedule(self) -> MegatronSchedule:
@@ -162,7 +159,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
     """
     path = step_log_path(directory)
     problems: list[str] = []
-    header = coverage = None
+    header = None
     steps: list[StepRecord] = []
     repeated = 0
     try:
@@ -170,8 +167,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
             match record:
                 case RunHeader():
                     header = record
-                case CoverageRecord():
-                    coverage = record
                 case StepRecord():
                     while steps and steps[-1].iteration >= record.iteration:
                         steps.pop()
@@ -179,7 +174,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
                     steps.append(record)
     except NoSuchFileError:
         raise RunLogError(
-            f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
+            f"{path}: not there; name the folder that --sparse-balance-log-dir named in training"
         ) from None
     except (UnreadableFileError, OSError) as error:
         raise RunLogError(
@@ -198,7 +193,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         header=header,
         steps=tuple(steps),
         problems=tuple(problems),
-        coverage=coverage,
     )
 
 

@@ -101,6 +101,7 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     megatron_core: str
     torch: str
     device: str
+    world_size: Count | None = None
 
     def __post_init__(self) -> None:
         job = self.job
@@ -117,7 +118,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``cp_sizes_RM``: by rank and position, how many neighbouring ranks share the micro-batch;
     ``segments_RM``: in how many segments it passes the pipeline. ``device_slowness_RP``: factors on
-    the devices' predicted times.
+    the devices' predicted times. ``tflops``: operations of the model, in 1e12.
     """
 
     iteration: Count
@@ -135,6 +136,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     figures: StepFigures
     predicted: Expectation
     measured: MeasuredTimes
+    tflops: Number = None
 
     def __post_init__(self) -> None:
         shape = self.measured.times_2RPVM.shape
@@ -340,7 +342,7 @@ class FinishedStep:
     executed_O: np.ndarray
 
 
-def step_record(step: FinishedStep) -> StepRecord:
+def step_record(step: FinishedStep, tflops: float | None = None) -> StepRecord:
     planned, plan, measured = step.planned, step.planned.plan, step.measured
     by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
@@ -365,6 +367,7 @@ def step_record(step: FinishedStep) -> StepRecord:
             schedule_ms=measured.schedule_ms,
             waiting_2RPVM=measured.waiting_2RPVM,
         ),
+        tflops=tflops,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
 from sparsebalance_megatron.cost.model import StageScales, counted_rates, training_flops
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
@@ -91,6 +92,8 @@ def predict(
     dense_S |= workload.is_dense
     rates = counted_rates(workload.cost.device)
     peak = rates and rates.flops_per_ms * workload.gpus * float(step_ms.sum())
+    block_size = workload.plan_settings.block_size
+    flops = partial(flops_of, shape=workload.memory.shape, block_size=block_size)
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         bound_ratio=float(ratios.mean()),
@@ -99,7 +102,7 @@ def predict(
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
         tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
-        utilisation=sum(map(partial(_flops, workload), plans)) / peak if peak else None,
+        utilisation=sum(map(flops, plans)) / peak if peak else None,
         # Rounding may leave less than nothing where all are busy.
         bubble_share=max(
             0.0,
@@ -111,17 +114,17 @@ def predict(
     )
 
 
-def _flops(workload: Workload, plan: StepPlan) -> float:
-    """Operations of the model in a step, forward and backward."""
-    flops, shape = 0.0, workload.memory.shape
+def flops_of(plan: StepPlan, *, shape: ModelShape, block_size: int) -> float:
+    """Operations of the model in a step, forward and backward, without recomputation."""
+    flops = 0.0
     for each in plan.micro_batches:
         dense_LS = np.arange(len(each.samples)) < each.dense_documents_L[:, None]
         flops += training_flops(
             shape,
-            layers=workload.job.layers,
+            layers=len(each.budgets_LS),
             lengths_tokens_S=each.lengths_tokens,
             budgets_LS=np.where(dense_LS, np.inf, each.budgets_LS),
-            block_size=workload.plan_settings.block_size,
+            block_size=block_size,
         )
     return flops
 

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsebalance_megatron.cost.model import training_flops
@@ -22,6 +21,7 @@ from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     FinishedStep,
     RunHeader,
+    StepRecord,
     coverage_record,
     rank_header,
     rank_step,
@@ -29,6 +29,7 @@ from sparsebalance_megatron.log.records import (
 )
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.predict.outcome import flops_of
 from sparsebalance_megatron.run.inputs import Inputs
 
 PREFIX = "sparse-balance"
@@ -60,7 +61,7 @@ class StepSinks:
                 max_bytes=max_bytes,
             )
         if directory is not None and place.world_rank == 0:
-            header = run_header(inputs, device)
+            header = run_header(inputs, device, place.world_size)
             self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
 
@@ -74,7 +75,7 @@ class StepSinks:
         if self._rank_log is not None:
             self._rank_log.append(partial(rank_step, step, self._place, self._job))
         if self._step_log is not None:
-            self._step_log.append(partial(step_record, step))
+            self._step_log.append(partial(self._record, step))
             if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
                 known = copy.deepcopy(self._coverage)
                 self._step_log.append(partial(coverage_record, step.iteration, known))
@@ -87,13 +88,17 @@ class StepSinks:
             )
             write_scalars(self._writers, step.iteration, scalars)
 
+    def _record(self, step: FinishedStep) -> StepRecord:
+        flops = flops_of(step.planned.plan, shape=self._shape, block_size=self._block_size)
+        return step_record(step, flops / 1e12)
+
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
         """The last scalar of a run whose ranks executed different plans, whatever the interval."""
         if self._writers is not None:
             write_scalars(self._writers, iteration, {MISMATCHES: mismatches})
 
 
-def run_header(inputs: Inputs, device: torch.device) -> RunHeader:
+def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHeader:
     """The first line of the step log."""
     return RunHeader(
         log_format=LOG_FORMAT,
@@ -107,6 +112,7 @@ def run_header(inputs: Inputs, device: torch.device) -> RunHeader:
         counts=asdict(inputs.train.counts),
         megatron_core=megatron_version(),
         torch=str(torch.__version__),
+        world_size=world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         sources=tuple(
             {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
@@ -133,18 +139,14 @@ def step_scalars(
 ) -> dict[str, float]:
     """Name -> value of everything that was measured and is not in the log line."""
     plan = step.planned.plan
-    lengths_S = np.array([length for each in plan.micro_batches for length in each.lengths_tokens])
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    executed, dense = (
-        training_flops(
-            shape,
-            layers=len(budgets_LS),
-            lengths_tokens_S=lengths_S,
-            budgets_LS=budgets,
-            block_size=block_size,
-        )
-        for budgets in (budgets_LS, None)
+    dense = training_flops(
+        shape,
+        layers=len(plan.micro_batches[0].budgets_LS),
+        lengths_tokens_S=[tokens for each in plan.micro_batches for tokens in each.lengths_tokens],
+        budgets_LS=None,
+        block_size=block_size,
     )
+    executed = flops_of(plan, shape=shape, block_size=block_size)
     values = {"plan-ms": step.planned.plan_ms, "host-ms": sum(step.host_ms.values())}
     if step.iteration_ms is not None:
         # 1e9 per ms is 1e12 per second.

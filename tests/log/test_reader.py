@@ -96,7 +96,6 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
     line, message = BAD_LINES[case]
     log = read_run_log(write(tmp_path, HEADER, record(1), line, grouped(2, 2, 1, 1, 1)))
     assert [step.iteration for step in log.steps] == [1, 3]
-    assert log.coverage is None
     (problem,) = log.problems
     assert "line 3: " in problem
     assert message in problem
@@ -113,18 +112,6 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
 def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
     with pytest.raises(RunLogError, match=message):
         read_run_log(write(tmp_path, *lines))
-
-
-def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
-    earlier = COVERAGE | {"iteration": 1, "curves_LUK": [[[None, None]] * 2]}
-    log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
-    assert log.problems == ()
-    assert log.coverage is not None
-    assert (log.coverage.iteration, log.coverage.grid) == (2, (1, 2))
-    assert log.coverage.bucket_blocks == (1, 2)
-    missing, known = [np.nan, np.nan], [[0.5, 1.0], [0.25, 1.0]]
-    expected_LUK = np.stack([np.array([missing, missing]), np.array(known)], axis=1)
-    np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
 
 
 def test_the_older_file_comes_first_and_a_step_that_runs_again_counts(tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cost.model import counted_rates
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.measurement import StepFigures
-from sparsebalance_megatron.log.reader import RunLog
+from sparsebalance_megatron.log.reader import RunLog, read_run_log
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
 
@@ -73,7 +77,8 @@ class RunSummary:
     ``figures``: over steps, the mean of coverages and the median of other
     :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
     ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave this
-    out, and ``split`` counts it as waiting.
+    out, and ``split`` counts it as waiting. ``utilisation``: operations of the model over what the
+    devices could do, None where their peak is not known.
     """
 
     steps: int
@@ -84,6 +89,8 @@ class RunSummary:
     figures: Mapping[str, float | None]
     split: TimeSplit | None = None
     lockstep_ranks: int = 1
+    tokens_per_second_per_gpu: float | None = None
+    utilisation: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,38 @@ class Comparison:
     problems: tuple[str, ...]
     explanation: Explanation | None = None
     differences: tuple[str, ...] = ()
+
+
+class Beside(NamedTuple):
+    """Another run over the same samples, over the baseline; and the run over it.
+
+    ``kind``: what it has of the run: "placement" of mode exact, "attention" too of base budgets for
+    all that are placed by the plan; None of others.
+    """
+
+    kind: str | None
+    over_baseline: Comparison
+    run_over: Comparison
+
+
+def compare_beside(baseline: RunLog, run: RunLog, directories: Sequence[Path]) -> dict[str, Beside]:
+    """Other runs by the names of their directories, whole where two are alike."""
+    names = [directory.name for directory in directories]
+    found = {}
+    for name, directory in zip(names, directories, strict=True):
+        log = read_run_log(directory)
+        config = log.header.config if log.header else {}
+        kind, is_placed = None, config.get("batching") == "makespan"
+        if is_placed and config.get("tuning") == "off":
+            kind = "placement" if is_dense(config) else "attention"
+        beside = Beside(kind, compare(baseline, log), compare(log, run))
+        found[name if names.count(name) == 1 else str(directory)] = beside
+    return found
+
+
+def is_dense(config: Mapping[str, Any]) -> bool:
+    """Whether a run of these settings attends densely in all layers."""
+    return ALL_DENSE in str(config.get("layer_budgets"))
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
@@ -126,7 +165,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         for old, new in pairs
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
-    before, after = (summarize(log.steps, log.lockstep_ranks) for log in (baseline, balanced))
+    before, after = (summarize(log.steps, log.header) for log in (baseline, balanced))
     return Comparison(
         baseline=before,
         sparse_balance=after,
@@ -137,10 +176,14 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
     )
 
 
-def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
+def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> RunSummary:
     after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
+    rates = counted_rates(header.device) if header else None
+    flops, gpu_ms = 0.0, sum(times_ms) * ((header and header.world_size) or 0)
+    if rates:
+        flops = 1e12 * sum(step.tflops or 0.0 for step in after if step.iteration_ms)
     return RunSummary(
         steps=len(steps),
         warm_up_steps=len(steps) - len(after),
@@ -149,8 +192,19 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
         loss_last=losses[-1] if losses else None,
         figures={each.name: _over_steps(after, each.name) for each in fields(StepFigures)},
         split=split_time(after),
-        lockstep_ranks=lockstep_ranks,
+        lockstep_ranks=header.job.lockstep_ranks if header else 1,
+        tokens_per_second_per_gpu=tokens_per_second(after, header),
+        utilisation=flops / (gpu_ms * rates.flops_per_ms) if rates and flops * gpu_ms else None,
     )
+
+
+def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> float | None:
+    """Of a GPU, in the steps whose time is known; None where the log has no number of GPUs."""
+    timed = [step for step in steps if step.iteration_ms]
+    seconds = sum(step.iteration_ms or 0.0 for step in timed) / 1e3
+    if header is None or not header.world_size or not seconds:
+        return None
+    return sum(step.tokens for step in timed) / seconds / header.world_size
 
 
 def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:
@@ -181,13 +235,13 @@ def _common(run: RunLog, baseline: RunLog) -> list[Pair]:
 
 def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
     """Split the mean step's time; None where no step was measured whole."""
-    parts = _parts(steps)
+    parts = time_parts(steps)
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 
 
 def explain(pairs: Sequence[Pair]) -> Explanation | None:
     """Compare runs by steps of the same samples; None where no pair was measured whole."""
-    parts = np.stack([_parts([pair[side] for pair in pairs]) for side in (0, 1)])
+    parts = np.stack([time_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     whole = np.isfinite(parts).all(axis=(0, 2))
     before, after = (_mean(each) for each in parts[:, whole])
     if before is None or after is None:
@@ -197,7 +251,7 @@ def explain(pairs: Sequence[Pair]) -> Explanation | None:
     )
 
 
-def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
+def time_parts(steps: Sequence[StepRecord]) -> np.ndarray:
     """ms of computing, waiting and the rest of every step; NaN where it was not measured whole."""
     known = [
         (step.iteration_ms, step.figures.computing_ms_measured, step.figures.makespan_ms_measured)
@@ -234,7 +288,8 @@ def ratio_interval(before_ms: np.ndarray, after_ms: np.ndarray) -> tuple[float, 
 
 
 def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
-    """ "NAME A in the baseline, B in the run" for every setting that differs; none without headers.
+    """ "NAME A -> B", from the baseline to the run, of every setting that differs; none without
+    headers.
 
     Raises:
         ConfigError: the runs trained other models or data.
@@ -243,8 +298,7 @@ def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
         return ()
     before, after = (_settings(header) for header in (baseline.header, run.header))
     differing = {
-        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} in the baseline, "
-        f"{after.get(name, 'none')} in the run"
+        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in before | after
         if before.get(name, "none") != after.get(name, "none")
     }

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import Place
 from sparsebalance_megatron.text_table import shown_ms
+from sparsebalance_megatron.view.report.numbers import time_parts
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "waiting": "#f0a13c",
@@ -84,7 +88,7 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
     from matplotlib.patches import Patch
 
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
-    size, file = (width, (rows_height + 0.5) * len(views) + 0.3), io.StringIO()
+    size = width, (rows_height + 0.5) * len(views) + 0.3
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]
@@ -97,9 +101,38 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
             )
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
+        return Picture(svg=_svg(figure), remarks=tuple(remarks))
+
+
+def history_picture(logs: Mapping[str, RunLog]) -> str:
+    """Step time, share of waiting and loss over the steps of some runs, as an SVG element."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colours = dict(zip(logs, (COLOURS["backward"], COLOURS["waiting"]), strict=False))
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(7.5, 1.9), layout="constrained")
+        panels = figure.subplots(1, 3)
+        for name, log in logs.items():
+            parts = time_parts(log.steps)
+            step_ms = parts.sum(axis=1)
+            losses = [math.nan if step.lm_loss is None else step.lm_loss for step in log.steps]
+            iterations = [step.iteration for step in log.steps]
+            for axes, values in zip(panels, (step_ms, parts[:, 1] / step_ms, losses), strict=True):
+                axes.plot(iterations, values, ".-", ms=3, lw=1.0, color=colours[name], label=name)
+        for axes, title in zip(panels, ("step, ms", "share of waiting", "loss"), strict=True):
+            axes.set_title(title)
+            axes.grid(axis="y")
+            axes.locator_params(nbins=5)
+        panels[0].legend()
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
     text = file.getvalue()
-    return Picture(svg=text[text.index("<svg") :], remarks=tuple(remarks))
+    return text[text.index("<svg") :]
 
 
 def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:

@@ -7,18 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES, CoverageRecord, RunHeader
+from sparsebalance_megatron.log.records import SIDES, RunHeader
 from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
+    Beside,
     Comparison,
     RunSummary,
     compare,
+    compare_beside,
     paired,
     settled,
     summarize,
+    time_parts,
 )
-from sparsebalance_megatron.view.report.pictures import step_picture
+from sparsebalance_megatron.view.report.pictures import history_picture, step_picture
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -53,8 +58,8 @@ def gather(log: RunLog, iteration: int) -> tuple[RankLogs, dict[str, Timeline]]:
 
 
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
-    """The iteration asked for, or else one of the median time, after the warm-up, of the steps
-    that both runs took."""
+    """The iteration asked for, or else, after the warm-up, of the steps that both runs took the
+    nearest to their medians in time and in waiting."""
     if asked is not None:
         known = [step.iteration for step in log.steps]
         if asked not in known:
@@ -63,14 +68,17 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
                 f"{known[0]} to {known[-1]}; choose one of them"
             )
         return asked
-    pairs = paired(log, baseline) if baseline else []
-    candidates = [new for _, new in pairs] or [*settled(log.steps)]
-    whole = [step for step in candidates if step.complete]
-    timed = sorted(
-        (step for step in whole if step.iteration_ms is not None),
-        key=lambda step: step.iteration_ms or 0.0,
-    )
-    return timed[len(timed) // 2].iteration if timed else (whole or log.steps)[-1].iteration
+    pairs = paired(log, baseline) if baseline else [(step, step) for step in settled(log.steps)]
+    whole = [pair for pair in pairs or [(each, each) for each in log.steps] if pair[1].complete]
+    # [side][step][part]: the time of the step, and of it waiting.
+    parts = np.array([time_parts([pair[side] for pair in whole]) for side in (0, 1)])
+    values = np.stack([parts.sum(axis=2), parts[..., 1]])
+    measured = np.isfinite(values).all(axis=(0, 1))
+    if not measured.any():
+        return (whole[-1][1] if whole else log.steps[-1]).iteration
+    off = np.abs(values - np.median(values[..., measured], axis=2, keepdims=True))
+    nearest = np.where(measured, off.sum(axis=(0, 1)), np.inf).argmin()
+    return whole[int(nearest)][1].iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,8 @@ class Report:
     """Contents of a page.
 
     ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
-    cannot be, and why. ``notes``: what the logs lack.
+    cannot be, and why. ``notes``: what the logs lack. ``histories``: runs that are drawn over their
+    steps.
     """
 
     title: str
@@ -88,11 +97,17 @@ class Report:
     iteration: int
     timelines: Mapping[str, Timeline]
     missing: Sequence[str]
-    coverage: CoverageRecord | None
     notes: Sequence[str]
+    beside: Mapping[str, Beside]
+    histories: Mapping[str, RunLog]
 
 
-def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
+def make_report(
+    run_directory: Path,
+    baseline_directory: Path | None,
+    step: int | None,
+    beside: Sequence[Path] = (),
+) -> Report:
     """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
     baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
@@ -100,9 +115,11 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     ranks, of_run = gather(log, iteration)
     timelines = {f"this run, {side}": of_run.get(side) for side in reversed(SIDES)}
     problems = (*log.problems, *ranks.problems)
-    numbers: RunSummary | Comparison = summarize(log.steps, log.lockstep_ranks)
+    numbers: RunSummary | Comparison = summarize(log.steps, log.header)
     headers = {"This run": log.header}
+    others: dict[str, Beside] = {}
     if baseline_log is not None:
+        others = compare_beside(baseline_log, log, beside)
         ranks_of_baseline, of_baseline = gather(baseline_log, iteration)
         timelines = {"baseline, measured": of_baseline.get("measured")} | timelines
         numbers = compare(baseline_log, log)
@@ -126,15 +143,16 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
             for name in timelines
             if name not in drawn
         ],
-        coverage=log.coverage,
         notes=list(dict.fromkeys(problems)),
+        beside=others,
+        histories={"run": log} | ({} if baseline_log is None else {"baseline": baseline_log}),
     )
 
 
 def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file."""
     iteration = choose_iteration(run, baseline, None)
-    named = {"baseline": baseline, "sparse balance": run}
+    named = {"baseline": baseline, "run": run}
     timelines = {
         name: timeline
         for name, log in named.items()
@@ -157,5 +175,6 @@ def render_page(report: Report) -> str:
         lstrip_blocks=True,
     )
     step = step_picture(report.timelines) if report.timelines else None
+    history = history_picture(report.histories)
     template = environment.get_template("report.html.j2")
-    return template.render(report=report, step=step, words=words).lstrip()
+    return template.render(report=report, step=step, history=history, words=words).lstrip()
