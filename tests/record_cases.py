@@ -65,7 +65,6 @@ PREDICTED = {
     "coverage_min": None,
     "work_ratio": 1.0,
     **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
-    **{f"imbalance_{what}": 1.1 for what in ("micro_batches", "rank_sums", "makespans")},
 }
 _SEVERAL = ("bubble_fraction_stage", "relative_time_stage", "coverage_depth_quarter")
 _COUNTS = (

@@ -83,7 +83,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
-    print_wrapped(words.descriptions({"Baseline": baseline.header, "The run": balanced.header}))
+    print_wrapped(words.descriptions({"baseline": baseline, "run": balanced}))
     others = [each.run_over for each in beside.values()]
     problems = dict.fromkeys(problem for each in (comparison, *others) for problem in each.problems)
     show(comparison, list(problems), beside, every=arguments.all)

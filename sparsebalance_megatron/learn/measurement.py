@@ -226,12 +226,6 @@ class StepFigures:
 
     imbalance: Figure
     imbalance_predicted: Figure
-    imbalance_micro_batches_predicted: Figure
-    imbalance_micro_batches_measured: Figure
-    imbalance_rank_sums_predicted: Figure
-    imbalance_rank_sums_measured: Figure
-    imbalance_makespans_predicted: Figure
-    imbalance_makespans_measured: Figure
     makespan_ms_predicted: Figure
     makespan_ms_measured: Figure
     lower_bound_ms: Figure
@@ -267,7 +261,7 @@ class StepFigures:
     def of(cls, planned: PlannedStep, measured: StepMeasurement) -> StepFigures:
         """The figures of a step that has ended."""
         plan, scales, totals = planned.plan, planned.scales, measured.coverage
-        expected, work_RPVM = plan.expectation, measured.own_2RPVM.sum(axis=0)
+        expected = plan.expectation
         makespan_R = measured.schedule_ms.max(axis=1)
         busy_R, predicted_R = (
             rank_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
@@ -288,12 +282,6 @@ class StepFigures:
         return cls(
             imbalance=imbalance(busy_R),
             imbalance_predicted=imbalance(predicted_R),
-            imbalance_micro_batches_predicted=expected.imbalance_micro_batches,
-            imbalance_micro_batches_measured=imbalance(work_RPVM.sum(axis=(1, 2))),
-            imbalance_rank_sums_predicted=expected.imbalance_rank_sums,
-            imbalance_rank_sums_measured=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
-            imbalance_makespans_predicted=expected.imbalance_makespans,
-            imbalance_makespans_measured=imbalance(makespan_R),
             makespan_ms_predicted=expected.makespan_ms,
             makespan_ms_measured=float(makespan_R.max()),
             lower_bound_ms=expected.lower_bound_ms,

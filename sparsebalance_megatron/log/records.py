@@ -9,7 +9,6 @@ observations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -31,7 +30,6 @@ from sparsebalance_megatron.learn.measurement import (
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
@@ -190,24 +188,6 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         return bool(np.isfinite(self.times_2RPVM("measured")).all())
 
 
-class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
-    """Coverage against budget as it was known after ``iteration``.
-
-    ``grid``: budgets in blocks. ``bucket_blocks``: the largest number of blocks of a document in
-    each length bucket. ``curves_LUK``: NaN where nothing was observed.
-    """
-
-    iteration: Count
-    grid: tuple[Count, ...]
-    bucket_blocks: tuple[Count, ...]
-    curves_LUK: np.ndarray
-
-    def __post_init__(self) -> None:
-        shape = len(self.bucket_blocks), len(self.grid)
-        if self.curves_LUK.ndim != 3 or self.curves_LUK.shape[1:] != shape:
-            raise ValueError(f"curves_LUK {self.curves_LUK.shape} must be [layer] and {shape}")
-
-
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
     """Place of a rank; ``chunk_layers``: global, zero-based layers of each of its chunks."""
 
@@ -282,7 +262,7 @@ def _array(kind: type, value: Any) -> np.ndarray:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord | CoverageRecord, dec_hook=_array)
+STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord, dec_hook=_array)
 RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
 
 
@@ -368,18 +348,6 @@ def step_record(step: FinishedStep, tflops: float | None = None) -> StepRecord:
             waiting_2RPVM=measured.waiting_2RPVM,
         ),
         tflops=tflops,
-    )
-
-
-def coverage_record(iteration: int, known: CoverageCurves) -> CoverageRecord:
-    known_LUK = np.where(known.observed_LU[..., None], known.mean_LUK, math.nan)
-    return CoverageRecord(
-        iteration=iteration,
-        grid=known.grid,
-        bucket_blocks=tuple(
-            min((2 << bucket) - 1, known.grid[-1]) for bucket in range(known.buckets)
-        ),
-        curves_LUK=np.round(known_LUK, _COVERAGE_DIGITS),
     )
 
 

@@ -283,8 +283,6 @@ def describe(
         f"step: {shown_ms(expected.makespan_ms)} ms on {inputs.cost.device}, "
         f"{expected.makespan_ms / max(least_ms, 1e-9):.3f} times the least of any plan for its "
         "samples",
-        f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
-        f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         *([] if is_dense else budgets),
     ]
 

@@ -4,7 +4,6 @@ docs/TELEMETRY.md lists."""
 
 from __future__ import annotations
 
-import copy
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,36 +21,28 @@ from sparsebalance_megatron.log.records import (
     FinishedStep,
     RunHeader,
     StepRecord,
-    coverage_record,
     rank_header,
     rank_step,
     step_record,
 )
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.predict.outcome import flops_of
 from sparsebalance_megatron.run.inputs import Inputs
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
-_FIRST_COVERAGE_RECORD = 2
-_COVERAGE_INTERVAL = 10
 
 
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    Rank 0 writes the step log; scalars go where Megatron has writers. ``coverage`` are the curves
-    that the scheduler learns.
+    Rank 0 writes the step log; scalars go where Megatron has writers.
     """
 
-    def __init__(
-        self, inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
-    ) -> None:
+    def __init__(self, inputs: Inputs, place: RankPlace, device: torch.device) -> None:
         self._job, self._shape = inputs.job, inputs.settings.host_job.shape
         self._block_size = inputs.config.block_size
         self._place = place
-        self._coverage = coverage
         self._step_log = self._rank_log = None
         directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
         if directory is not None:
@@ -76,9 +67,6 @@ class StepSinks:
             self._rank_log.append(partial(rank_step, step, self._place, self._job))
         if self._step_log is not None:
             self._step_log.append(partial(self._record, step))
-            if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
-                known = copy.deepcopy(self._coverage)
-                self._step_log.append(partial(coverage_record, step.iteration, known))
         if self._writers is not None and step.iteration % self._writers[2] == 0:
             scalars = step_scalars(
                 step,

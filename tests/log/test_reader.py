@@ -58,13 +58,6 @@ def grouped(*cp_sizes: float) -> dict[str, Any]:
     )
 
 
-COVERAGE = {
-    "type": "coverage",
-    "iteration": 2,
-    "grid": [1, 2],
-    "bucket_blocks": [1, 2],
-    "curves_LUK": [[[None, None], [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
-}
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
     "no-figures": (record(2, figures={}), "figures: "),
@@ -75,9 +68,6 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "times-flat": (measured(times_2RPVM=[1.0]), "times must be [2]"),
     "times-text": (measured(times_2RPVM="x"), "measured.times_2RPVM"),
     "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
-    "coverage-shape": (COVERAGE | {"curves_LUK": [[[0.5, 1.0]]]}, "curves_LUK (1, 1, 2)"),
-    "coverage-flat": (COVERAGE | {"curves_LUK": [[1.0, 2.0]]}, "curves_LUK (1, 2)"),
-    "coverage-grid": (COVERAGE | {"grid": [1, None]}, "grid[1] None"),
     "group-misaligned": (grouped(1, 2, 2, 1), "cp_sizes_RM"),
     "group-of-three": (grouped(3, 3, 3), "cp_sizes_RM"),
     "group-of-none": (grouped(0, 1), "cp_sizes_RM"),
@@ -334,8 +324,7 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(whole, directory)
     (directory / "ranks" / "rank-00001.jsonl").unlink()
-    ranks, timelines = gather(read_run_log(directory), 2)
+    ranks, measured = gather(read_run_log(directory), 2)
     assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in ranks.problems
-    measured = timelines["measured"]
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)

@@ -135,7 +135,6 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     least = predicted["makespan_ms"] / predicted["lower_bound_ms"]
     shown = f"step: {shown_ms(predicted['makespan_ms'])} ms on H200, {least:.3f} times the least"
     assert shown in dry.output
-    assert f"micro-batches {predicted['imbalance_micro_batches']:.3f}" in dry.output
     assert sum(int(row[3].replace(",", "")) for row in micro_batches(dry.output)) == step["tokens"]
     assert "iteration        1/" not in dry.output
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import SIDES, RunHeader
 from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
     Beside,
@@ -28,7 +27,6 @@ from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
     named_places,
-    predicted_timeline,
 )
 
 
@@ -36,25 +34,15 @@ class ReportError(ValueError):
     """There is nothing to report, or nothing to report it with."""
 
 
-def gather(log: RunLog, iteration: int) -> tuple[RankLogs, dict[str, Timeline]]:
-    """What the ranks logged of a step, and its timelines that are known, by side."""
+def gather(log: RunLog, iteration: int) -> tuple[RankLogs, Timeline | None]:
+    """What the ranks logged of a step, and its timeline where they did."""
     ranks = read_rank_logs(log.directory, iteration)
     missing = [place for place in log.steps[-1].places if place not in ranks.headers]
     if ranks.headers and missing:
         problem = f"{log.directory / 'ranks'}: no log of {named_places(missing)}; left out"
         ranks = replace(ranks, problems=(*ranks.problems, problem))
     step = next((step for step in log.steps if step.iteration == iteration), None)
-    if step is None:
-        return ranks, {}
-    found = {
-        "predicted": predicted_timeline(step, log.schedule),
-        "measured": measured_timeline(step, ranks.steps),
-    }
-    return ranks, {
-        side: replace(timeline, contents=ranks.steps)
-        for side, timeline in found.items()
-        if timeline is not None
-    }
+    return ranks, None if step is None else measured_timeline(step, ranks.steps)
 
 
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
@@ -86,12 +74,11 @@ class Report:
     """Contents of a page.
 
     ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
-    cannot be, and why. ``notes``: what the logs lack. ``histories``: runs that are drawn over their
-    steps.
+    cannot be, and why. ``notes``: what the logs lack.
     """
 
     title: str
-    headers: Mapping[str, RunHeader | None]
+    logs: Mapping[str, RunLog]
     numbers: RunSummary | Comparison
     remarks: Sequence[str]
     iteration: int
@@ -99,7 +86,6 @@ class Report:
     missing: Sequence[str]
     notes: Sequence[str]
     beside: Mapping[str, Beside]
-    histories: Mapping[str, RunLog]
 
 
 def make_report(
@@ -110,42 +96,38 @@ def make_report(
 ) -> Report:
     """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
-    baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
-    iteration = choose_iteration(log, baseline_log, step)
-    ranks, of_run = gather(log, iteration)
-    timelines = {f"this run, {side}": of_run.get(side) for side in reversed(SIDES)}
-    problems = (*log.problems, *ranks.problems)
+    logs, others = {"run": log}, dict[str, Beside]()
     numbers: RunSummary | Comparison = summarize(log.steps, log.header)
-    headers = {"This run": log.header}
-    others: dict[str, Beside] = {}
-    if baseline_log is not None:
-        others = compare_beside(baseline_log, log, beside)
-        ranks_of_baseline, of_baseline = gather(baseline_log, iteration)
-        timelines = {"baseline, measured": of_baseline.get("measured")} | timelines
-        numbers = compare(baseline_log, log)
-        problems += (*ranks_of_baseline.problems, *numbers.problems)
-        headers = {"Baseline": baseline_log.header} | headers
-    drawn = {name: timeline for name, timeline in timelines.items() if timeline}
+    problems = log.problems
+    if baseline_directory is not None:
+        baseline = read_run_log(baseline_directory)
+        logs = {"baseline": baseline, **logs}
+        numbers, others = compare(baseline, log), compare_beside(baseline, log, beside)
+        problems = numbers.problems
+    iteration = choose_iteration(log, logs.get("baseline"), step)
+    gathered = {name: gather(each, iteration) for name, each in logs.items()}
+    for of_ranks, _ in gathered.values():
+        problems += of_ranks.problems
     remarks = words.caveats(numbers)
     if (slowest := words.slowest_device(settled(log.steps))) is not None:
-        remarks.append(f"This run's {words.slowest_text(*slowest, ranks)}.")
-    logs = [log] if baseline_log is None else [log, baseline_log]
+        remarks.append(f"This run's {words.slowest_text(*slowest, gathered['run'][0])}.")
     return Report(
         # The last two parts of a directory name a run.
-        title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
-        headers=headers,
+        title=" over ".join(
+            "/".join(each.directory.absolute().parts[-2:]) for each in reversed(logs.values())
+        ),
+        logs=logs,
         numbers=numbers,
         remarks=remarks,
         iteration=iteration,
-        timelines=drawn,
+        timelines={name: timeline for name, (_, timeline) in gathered.items() if timeline},
         missing=[
             f"{name.capitalize()}: not drawn, its times are not logged."
-            for name in timelines
-            if name not in drawn
+            for name, (_, timeline) in gathered.items()
+            if timeline is None
         ],
         notes=list(dict.fromkeys(problems)),
         beside=others,
-        histories={"run": log} | ({} if baseline_log is None else {"baseline": baseline_log}),
     )
 
 
@@ -154,9 +136,7 @@ def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     iteration = choose_iteration(run, baseline, None)
     named = {"baseline": baseline, "run": run}
     timelines = {
-        name: timeline
-        for name, log in named.items()
-        if (timeline := gather(log, iteration)[1].get("measured"))
+        name: timeline for name, log in named.items() if (timeline := gather(log, iteration)[1])
     }
     if len(timelines) < 2:
         raise ReportError(
@@ -175,6 +155,6 @@ def render_page(report: Report) -> str:
         lstrip_blocks=True,
     )
     step = step_picture(report.timelines) if report.timelines else None
-    history = history_picture(report.histories)
+    history = history_picture(report.logs)
     template = environment.get_template("report.html.j2")
     return template.render(report=report, step=step, history=history, words=words).lstrip()

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of every stage of every rank in one step, with their times: predicted, and measured.
-
-Shape legend: U segments.
-"""
+"""Operations of every stage of every rank in one step, with their measured times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
@@ -53,38 +46,6 @@ class Timeline:
         return next((each for each in held if each.position == span.position), None)
 
 
-def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) -> Timeline | None:
-    """The schedule of the run simulated with the predicted times; None where it cannot be."""
-    spans: dict[Place, list[Span]] = {place: [] for place in record.places}
-    try:
-        for rank, event in _simulated(record, schedule):
-            what = event.direction, event.chunk, event.micro_batch
-            span = Span(*what, event.start_ms, event.end_ms, event.segment)
-            spans[rank, event.stage].append(span)
-    except PlanError:
-        return None
-    return Timeline(spans=spans)
-
-
-def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
-    """Rank and event; raises PlanError where a time is missing or negative."""
-    segment_ms = record.predicted.segment_ms
-    if not segment_ms:
-        times = OperationTimes.of_micro_batches(
-            record.predicted.times_2RPVM, record.cp_sizes_RM, schedule
-        )
-        for rank, events in enumerate(simulate(times)):
-            yield from ((rank, event) for event in events)
-        return
-    ms_2UP = np.concatenate(segment_ms, axis=2).swapaxes(1, 2)
-    times = OperationTimes.of_segments(record.segments_RM.tolist(), ms_2UP, record.cp_sizes_RM)
-    # The micro-batches of all ranks, one after another.
-    (events,) = simulate(times)
-    for event in events:
-        rank, position = divmod(event.micro_batch, record.segments_RM.shape[1])
-        yield rank, replace(event, micro_batch=position)
-
-
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
     """What the ranks logged of a step; None where none did.
 
@@ -119,7 +80,7 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
     if waiting_2RPVM is not None:
         places = [place for place in record.places if place in spans]
         waited_ms = float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
-    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks))
+    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks), contents=ranks)
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.log.reader import RankLogs
+from sparsebalance_megatron.log.reader import RankLogs, RunLog
 from sparsebalance_megatron.log.records import SIDES, Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
@@ -121,8 +121,9 @@ def settings_that_differ(
     ]
 
 
-def descriptions(headers: Mapping[str, RunHeader | None]) -> list[str]:
+def descriptions(logs: Mapping[str, RunLog]) -> list[str]:
     """A sentence on every run by its name: what attention reads, and how samples are placed."""
+    headers = {name: log.header for name, log in logs.items()}
     return [f"{name}: {_described(header.config)}." for name, header in headers.items() if header]
 
 

@@ -25,7 +25,6 @@ from sparsebalance_megatron.log.records import (
     RankStep,
     Record,
     RunHeader,
-    coverage_record,
     encode,
     rank_header,
     rank_step,
@@ -89,11 +88,7 @@ class SampleRun:
 
     def write(self, directory: Path) -> Path:
         steps = [self.finished(iteration) for iteration in range(1, self.steps + 1)]
-        # Nothing was seen of documents of one block.
-        curves = self.coverage()
-        curves.observed_LU = np.arange(curves.buckets) > np.zeros((self.layers, 1))
         records: list[Record] = [self.header(), *map(step_record, steps)]
-        records.insert(3, coverage_record(2, curves))
         _write(directory / "steps.jsonl", records)
         for place in self.places():
             header = rank_header(place, self.job, f"node{place.pipeline_rank}")
