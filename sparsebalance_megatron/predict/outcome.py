@@ -92,7 +92,7 @@ def predict(
     dense_S |= workload.is_dense
     rates = counted_rates(workload.cost.device)
     peak = rates and rates.flops_per_ms * workload.gpus * float(step_ms.sum())
-    block_size = workload.plan_settings.block_size
+    block_size = workload.plan_settings.config.block_size
     flops = partial(flops_of, shape=workload.memory.shape, block_size=block_size)
     return Outcome(
         makespan_ms=float(step_ms.mean()),
