@@ -66,7 +66,7 @@ PREDICTED = {
     "work_ratio": 1.0,
     **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
 }
-_SEVERAL = ("bubble_fraction_stage", "relative_time_stage", "coverage_depth_quarter")
+_SEVERAL = ("bubble_fraction_stage", "relative_time_stage")
 _COUNTS = (
     *("tuned_samples", "unobserved", "kept_attention", "attended_again"),
     *("recomputed_otherwise", "digest_mismatches"),

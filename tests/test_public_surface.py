@@ -84,7 +84,7 @@ HANDLES = {
 }
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
-    *("convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
+    *("convert", "env", "examples", "plan", "prepare-data", "profile", "report"),
     *("sensitivity", "summary", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"

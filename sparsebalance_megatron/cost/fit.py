@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, exchange_of
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
@@ -26,6 +27,7 @@ from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_mod
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 _FOLDS = 5
+_NO_TABLE = "no cost table"
 _DOUBTFUL_ERROR = 0.4
 """Median relative error of a fit. Times of a busy machine stay below half of it; times that fall
 where the work grows do not."""
@@ -58,6 +60,14 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
     return model.with_dense_attention
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out that costs are counted, for what says whose times it takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"{_NO_TABLE}: ")
+        yield
+
+
 def configured_cost_model(
     config: SparseBalanceConfig,
     shape: ModelShape,
@@ -81,9 +91,8 @@ def configured_cost_model(
             del compared["selection"]
         return measured_cost_model(config.cost_table, compared)
     warnings.warn(
-        f"no {flag_name('cost_table')}: latencies are counted operations of "
-        f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
-        "`sparse-balance profile` with this model's flags.",
+        f"{_NO_TABLE}: times are operations counted for {config.counted_device.upper()}, not "
+        "measured, and plans are worse. `sparse-balance profile` measures one.",
         stacklevel=3,
     )
     return CostModel.analytic(

@@ -27,7 +27,6 @@ DIRECTIONS = ("forward", "backward")
 PASSES = 4
 """Through a collective of a segment: one forward, and in backward one recomputed and two of
 gradients."""
-_DEPTH_GROUPS = 4
 LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
 """Figures in the trainer's log line, which hands them to its writers."""
 COUNTS_IN_LOG_LINE = ("unobserved", "attended_again", "recomputed_otherwise")
@@ -119,7 +118,6 @@ class CoverageTotals:
         base_sum: coverage of base budgets.
         minimum: the least executed coverage.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
-        tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
     """
 
     sums_LUK: np.ndarray
@@ -129,8 +127,6 @@ class CoverageTotals:
     base_sum: float = 0.0
     minimum: float = math.inf
     unobserved: int = 0
-    tokens: float = 0.0
-    lost_tokens: float = 0.0
 
 
 class RecomputeTotals(NamedTuple):
@@ -249,8 +245,6 @@ class StepFigures:
     coverage_predicted: Figure
     coverage_base: Figure
     coverage_min: Figure
-    coverage_gained_by_token: Figure
-    coverage_depth_quarter: tuple[Figure, ...]
     unobserved: int
     kept_attention: int
     attended_again: int
@@ -274,11 +268,6 @@ class StepFigures:
         relative_RP = busy_RP / table_RP / (busy_RP / table_RP).mean()
         idle_RP = 1.0 - busy_RP / makespan_R[:, None]
         budgets_LS, pairs = plan.budgets_LS, totals.counts_L.sum() or math.nan
-        quarters = zip(
-            np.array_split(totals.executed_L, _DEPTH_GROUPS),
-            np.array_split(totals.counts_L, _DEPTH_GROUPS),
-            strict=True,
-        )
         return cls(
             imbalance=imbalance(busy_R),
             imbalance_predicted=imbalance(predicted_R),
@@ -305,10 +294,6 @@ class StepFigures:
             coverage_predicted=expected.coverage_mean,
             coverage_base=float(totals.base_sum / pairs),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
-            coverage_gained_by_token=-totals.lost_tokens / (totals.tokens or math.nan),
-            coverage_depth_quarter=tuple(
-                float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters
-            ),
             unobserved=totals.unobserved,
             kept_attention=measured.recompute.kept,
             attended_again=measured.recompute.again,

@@ -12,12 +12,14 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length
+from sparsebalance_megatron.errors import with_nearest
 from sparsebalance_megatron.flags import (
     FILE_FLAG,
     MODE_FLAG,
@@ -148,11 +150,15 @@ def args_provider(
 def _cut_long_errors(parser: ArgumentParser) -> None:
     """Have a parser's errors, which repeat the words that were given, be one line each."""
     error = parser.error
-    parser.error = lambda message: error(one_line(message))  # type: ignore[method-assign]
+    parser.error = lambda message: error(_shown(parser, message))  # type: ignore[method-assign]
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(one_line(message))
+def _shown(parser: ArgumentParser, message: str) -> str:
+    return one_line(with_nearest(message, parser._option_string_actions))
+
+
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    raise ConfigError(_shown(parser, message))
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:
@@ -210,7 +216,7 @@ def arguments_without_ranks(
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)
-        parser.error = _refuse  # type: ignore[method-assign]
+        parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
         check_typed_flags(parser, argv)
         return parser
 

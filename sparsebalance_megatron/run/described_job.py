@@ -25,6 +25,7 @@ import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
+from sparsebalance_megatron.cost.fit import without_warnings
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.data.samples import read_blends
 from sparsebalance_megatron.errors import one_line_refusals
@@ -45,7 +46,6 @@ from sparsebalance_megatron.predict.workload import (
     WorkloadError,
     batches_of,
     samples_of,
-    without_warnings,
 )
 from sparsebalance_megatron.run.inputs import (
     Inputs,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
@@ -126,22 +125,13 @@ def step_scalars(
     step: FinishedStep, *, shape: ModelShape, block_size: int, world_size: int
 ) -> dict[str, float]:
     """Name -> value of everything that was measured and is not in the log line."""
-    plan = step.planned.plan
-    dense = training_flops(
-        shape,
-        layers=len(plan.micro_batches[0].budgets_LS),
-        lengths_tokens_S=[tokens for each in plan.micro_batches for tokens in each.lengths_tokens],
-        budgets_LS=None,
-        block_size=block_size,
-    )
-    executed = flops_of(plan, shape=shape, block_size=block_size)
     values = {"plan-ms": step.planned.plan_ms, "host-ms": sum(step.host_ms.values())}
     if step.iteration_ms is not None:
         # 1e9 per ms is 1e12 per second.
         per_rank = step.iteration_ms * 1e9 * world_size
+        flops = flops_of(step.planned.plan, shape=shape, block_size=block_size)
         values |= {
             "tokens-per-second": step.measured.tokens / step.iteration_ms * 1e3,
-            "tflops-per-rank-executed": executed / per_rank,
-            "tflops-per-rank-dense-equivalent": dense / per_rank,
+            "tflops-per-rank-executed": flops / per_rank,
         }
     return step.figures.scalars() | values

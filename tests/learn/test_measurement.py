@@ -208,21 +208,16 @@ def scalars_of(planned: Any, measured: Any, iteration_ms: float | None = 500.0) 
     return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
 
 
-def test_coverage_by_depth_budgets_and_speed() -> None:
+def test_coverage_budgets_and_speed() -> None:
     planned = planned_step()
     values = scalars_of(planned, measured_as_planned(planned))
-    # Eight layers of coverage 0.1 to 0.8, in quarters of two.
-    for quarter in range(1, 5):
-        assert values[f"coverage-depth-quarter-{quarter}"] == pytest.approx(0.2 * quarter - 0.05)
     assert values["coverage-base"] == pytest.approx(0.45)
     assert values["coverage-min"] == 0.1
     assert {values[f"budget-blocks-{what}"] for what in ("mean", "min", "max")} == {4.0}
     assert (values["plan-ms"], values["host-ms"]) == (3.0, 1.5)
     assert values["tokens-per-second"] == pytest.approx(sum(LENGTHS_TOKENS) / 0.5)
-    executed, dense = (
-        values[f"tflops-per-rank-{kind}"] for kind in ("executed", "dense-equivalent")
-    )
-    assert 0.0 < executed < dense
+    executed = values["tflops-per-rank-executed"]
+    assert executed > 0.0
     slower = scalars_of(planned, measured_as_planned(planned), iteration_ms=1000.0)
     assert slower["tflops-per-rank-executed"] == pytest.approx(executed / 2)
 
@@ -246,7 +241,6 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
         "waiting-share",
         "tokens-per-second",
         "tflops-per-rank-executed",
-        "tflops-per-rank-dense-equivalent",
     }
 
 

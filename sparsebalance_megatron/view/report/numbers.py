@@ -75,7 +75,7 @@ class RunSummary:
 
     All but the losses leave out the warm-up. ``split``: where the mean step's time goes.
     ``figures``: over steps, the mean of coverages and the median of other
-    :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+    :class:`.measurement.StepFigures`.
     ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave this
     out, and ``split`` counts it as waiting. ``utilisation``: operations of the model over what the
     devices could do, None where their peak is not known.
@@ -208,13 +208,10 @@ def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> 
 
 
 def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:
-    known = [(getattr(step.figures, name), step.tokens) for step in steps]
-    known = [(value, tokens) for value, tokens in known if isinstance(value, int | float)]
-    if not known:
+    known = [getattr(step.figures, name) for step in steps]
+    values = [value for value in known if isinstance(value, int | float)]
+    if not values:
         return None
-    values, tokens = zip(*known, strict=True)
-    if name == "coverage_gained_by_token" and sum(tokens):
-        return fmean(values, tokens)
     return fmean(values) if name.startswith("coverage") else median(values)
 
 

@@ -50,7 +50,6 @@ _STYLE: dict[Any, Any] = {
 _WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _NARROW_INCHES, _WIDE_INCHES = 5.5, 13.0
 _BARS_PER_INCH = 7.0
-_DIGIT_INCHES = 0.08
 _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
 _MOST_ROWS = 16
@@ -93,7 +92,7 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]
         for axes, (name, view), end_ms in zip(panels, timelines.items(), ends_ms, strict=True):
-            _draw_step(axes, view, shown, digit_ms=_DIGIT_INCHES * end_ms / width)
+            _draw_step(axes, view, shown)
             axes.set_xlim(0.0, end_ms)
             waiting = 1.0 - view.busy_share
             axes.set_title(
@@ -150,14 +149,13 @@ def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     return tuple(place for place in places if place[0] in chosen)
 
 
-def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: float) -> None:
-    """Bars of a step's rows; backwards show the budget of the longest sample where it fits."""
+def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place]) -> None:
+    """Bars of a step's rows."""
     first = dict(reversed(shown))
     one_stage = len({stage for _, stage in shown}) == 1
     labels = []
     for row, (rank, stage) in enumerate(shown):
         spans = view.spans.get((rank, stage), ())
-        held = [view.held((rank, stage), span) for span in spans]
         of_rank = f"rank {rank}" if one_stage else f"rank {rank}  stage {stage}"
         labels.append(of_rank if first[rank] == stage else str(stage))
         axes.barh(row, view.makespan_ms, color=COLOURS["waiting"], linewidth=0.0)
@@ -166,23 +164,9 @@ def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: flo
             [span.ms for span in spans],
             left=[span.start_ms for span in spans],
             color=[COLOURS[span.direction] for span in spans],
-            edgecolor=[_INK if each and each.cp_size > 1 else "white" for each in held],
+            edgecolor="white",
             linewidth=min(0.6, _EDGES_PER_ROW / max(len(spans), 1)),
         )
-        for span, each in zip(spans, held, strict=True):
-            if span.direction == "forward" or each is None or not each.budgets_LS.size:
-                continue
-            # The mean over a stage's layers, in blocks.
-            budget = each.budgets_LS[:, int(np.argmax(each.lengths_tokens))].mean()
-            text, middle_ms = f"{budget:.0f}", (span.start_ms + span.end_ms) / 2
-            if span.ms > digit_ms * (len(text) + 1):
-                axes.text(
-                    *(middle_ms, row, text),
-                    color="white",
-                    size=7,
-                    ha="center",
-                    va="center_baseline",
-                )
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
     axes.grid(axis="x")

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
+from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
 
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
@@ -20,13 +20,12 @@ class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
     ``waited_ms``: of all spans together, for other ranks in their layers. ``remarks``: what is not
-    in it. ``contents``: what the ranks logged of the step.
+    in it.
     """
 
     spans: Mapping[Place, Sequence[Span]]
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
-    contents: Mapping[Place, RankStep] = field(default_factory=dict)
 
     @property
     def makespan_ms(self) -> float:
@@ -38,12 +37,6 @@ class Timeline:
         available_ms = self.makespan_ms * len(self.spans)
         busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
         return busy_ms / available_ms if available_ms else 1.0
-
-    def held(self, place: Place, span: Span) -> RankMicroBatch | None:
-        """The micro-batch of a span; None where its rank did not log it."""
-        step = self.contents.get(place)
-        held = step.micro_batches if step else ()
-        return next((each for each in held if each.position == span.position), None)
 
 
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
@@ -80,7 +73,7 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
     if waiting_2RPVM is not None:
         places = [place for place in record.places if place in spans]
         waited_ms = float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
-    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks), contents=ranks)
+    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks))
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -212,7 +212,6 @@ _ROWS = (
     ("error of predicted rank times", "figures.predicted_error", ".1%"),
     ("work, relative to base budgets", "figures.work_ratio", ".1%"),
     ("coverage of base budgets", "figures.coverage_base", "z.4f"),
-    ("  gained over base budgets", "figures.coverage_gained_by_token", "+z.4f"),
     ("loss, first step", "loss_first", "z.4f"),
     ("steps", "steps", "d"),
     ("  of them warm-up", "warm_up_steps", "d"),

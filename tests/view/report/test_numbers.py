@@ -102,18 +102,6 @@ def test_parts_add_up_and_an_interval_lies_within_the_ratios(
         assert min(ratios) - 1e-9 <= interval[0] <= interval[1] <= max(ratios) + 1e-9
 
 
-def test_coverage_gained_is_weighed_by_tokens() -> None:
-    def covered(tokens: int, gained: float | None) -> StepRecord:
-        figures = {"coverage": 0.7, "coverage_base": 0.6, "coverage_gained_by_token": gained}
-        return step_record(1, tokens=tokens, figures=figures)
-
-    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)]).figures
-    assert (found["coverage"], found["coverage_base"]) == pytest.approx((0.7, 0.6))
-    weighed = (0.01 * 100 + 0.05 * 300) / 400
-    assert found["coverage_gained_by_token"] == pytest.approx(weighed)
-    assert summarize([covered(5, None)]).figures["coverage_gained_by_token"] is None
-
-
 def log(name: str, *steps: StepRecord, header: RunHeader | None = None) -> RunLog:
     return RunLog(directory=Path(name), header=header, steps=steps, problems=())
 
