@@ -64,7 +64,7 @@ PREDICTED = {
     "coverage_mean": None,
     "coverage_min": None,
     "work_ratio": 1.0,
-    **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
+    **dict.fromkeys(("samples_cut", "samples_raised"), 0),
 }
 _SEVERAL = ("bubble_fraction_stage", "relative_time_stage")
 _COUNTS = (

@@ -178,7 +178,6 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         work_ratio=float(tuned_work / base_work) if base_work else 1.0,
         samples_cut=int(tuned.cut_S.sum()),
         samples_raised=int(tuned.raised_S.sum()),
-        samples_clamped=int(tuned.clamped_S.sum()),
         segment_ms=segment_ms,
     )
 

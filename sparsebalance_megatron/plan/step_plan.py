@@ -96,7 +96,6 @@ class Expectation:
     work_ratio: float
     samples_cut: int
     samples_raised: int
-    samples_clamped: int
     segment_ms: tuple[np.ndarray, ...] = ()
 
 

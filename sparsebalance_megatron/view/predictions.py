@@ -24,7 +24,8 @@ from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 from sparsebalance_megatron.view.report.numbers import ratio_interval
 
-_MOSTLY_DENSE, _HIDDEN = 0.8, 0.5
+_HIDDEN = 0.5
+"""Share of a step within which its planning hides, whatever else the host does."""
 _DEVICE_CHARACTERS, _HEADING_CHARACTERS = 14, 10
 
 _COLUMNS = {
@@ -82,7 +83,7 @@ def prediction_lines(
     ]
     sentences = [
         *verdict,
-        *_dense_documents(given.workload),
+        *_dense_documents(given),
         *_memory(given),
         *_findings(given),
         *_remarks(given.workload),
@@ -179,12 +180,14 @@ def _short(workload: Workload) -> str:
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
-def _dense_documents(workload: Workload) -> Iterator[str]:
-    config = workload.plan_settings.config
-    if not workload.is_dense:
-        covered_tokens = config.base_budget * config.block_size
-        tokens = max(config.dense_up_to_tokens, covered_tokens)
-        yield f"Documents of up to {tokens:,} tokens read all of their blocks."
+def _dense_documents(row: TableRow) -> Iterator[str]:
+    config = row.workload.plan_settings.config
+    if row.outcome is not None and not row.workload.is_dense:
+        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
+        yield (
+            f"Documents of up to {tokens:,} tokens, {row.outcome.dense_tokens_share:.0%} of all "
+            "tokens, read all of their blocks: they gain by placement alone."
+        )
 
 
 def _memory(row: TableRow) -> Iterator[str]:
@@ -218,11 +221,6 @@ def _memory(row: TableRow) -> Iterator[str]:
 def _findings(row: TableRow) -> Iterator[str]:
     outcome, workload = row.outcome, row.workload
     assert outcome is not None
-    if outcome.dense_tokens_share > _MOSTLY_DENSE and not workload.is_dense:
-        yield (
-            f"{outcome.dense_tokens_share:.0%} of the tokens are in such documents: what is gained "
-            "comes from placement."
-        )
     if outcome.plan_ms > _HIDDEN * outcome.makespan_ms:
         yield (
             f"Planning takes {shown_ms(outcome.plan_ms)} ms of a core a step, which such steps do "

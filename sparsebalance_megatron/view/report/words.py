@@ -81,19 +81,16 @@ def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> l
         f"{_times_as_fast(each.run_over)} as {name}."
         for name, each in measured.items()
     ]
-    by_kind = {each.kind: each for each in measured.values()}
-    if placed := by_kind.get("placement"):
-        gains = {"placement": placed.over_baseline.speedup, "attention and budgets": 1.0}
-        total = placed.run_over.speedup
-        if fixed := by_kind.get("attention"):
-            assert total and fixed.run_over.speedup
-            gains["attention"] = total / fixed.run_over.speedup
-            gains["budgets"] = fixed.run_over.speedup
-            del gains["attention and budgets"]
+    runs = {each.kind: each for each in measured.values()}
+    if placed := runs.get("placement"):
+        gains = {"placement": placed.over_baseline.speedup or 1.0}
+        rest = placed.run_over.speedup or 1.0
+        if fixed := runs.get("attention"):
+            by_budgets = fixed.run_over.speedup or 1.0
+            gains |= {"attention": rest / by_budgets, "budgets": by_budgets}
         else:
-            gains["attention and budgets"] = total
-        text = " x ".join(f"{gain:.2f} by {name}" for name, gain in gains.items())
-        sentences.append(f"The gain: {text}.")
+            gains["attention and budgets"] = rest
+        sentences.append(f"The gain: {', '.join(f'{by:.2f} by {of}' for of, by in gains.items())}.")
     return sentences
 
 
