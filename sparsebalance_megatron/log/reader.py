@@ -39,7 +39,6 @@ from sparsebalance_megatron.log.records import (
     StepRecord,
     decode,
 )
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 
 
 class RunLogError(ValueError):
@@ -54,11 +53,6 @@ class RunLog:
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
-
-    @property
-    def schedule(self) -> MegatronSchedule:
-        """Schedule of the pipeline; Megatron's default without a header."""
-        return self.header.job.schedule if self.header else megatron_order
 
     @property
     def lockstep_ranks(self) -> int:

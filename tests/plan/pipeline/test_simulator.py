@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
+from plan.pipeline.events import simulate
 from plan.plan_cases import flat, longest_through, random_cp_sizes, shared_times
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, simulate
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
 FORWARD, BACKWARD = Direction
 

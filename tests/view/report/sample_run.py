@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import structs
+from plan.pipeline.events import simulate
 from plan.plan_cases import flat, job_shape
 from predict.predict_cases import SHAPE
 from record_cases import header_of
@@ -32,7 +33,6 @@ from sparsebalance_megatron.log.records import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
