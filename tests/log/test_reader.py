@@ -30,7 +30,6 @@ from view.report.sample_run import SampleRun, write_lines
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import encode
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
@@ -119,12 +118,12 @@ def test_the_older_file_comes_first_and_a_step_that_runs_again_counts(tmp_path: 
     assert "3 steps before a resume" in repeated
 
 
-def test_a_reader_knows_the_schedule_of_the_run_and_who_waits(tmp_path: Path) -> None:
-    job = replace(JOB, data_parallel_size=4, lockstep_ranks=2, micro_batch_group_size=4)
+def test_a_reader_knows_who_waits(tmp_path: Path) -> None:
+    job = replace(JOB, data_parallel_size=4, lockstep_ranks=2)
     log = read_run_log(write(tmp_path, json.loads(encode(header_of(job))), record(1)))
-    assert (log.schedule, log.lockstep_ranks) == (MegatronSchedule(4), 2)
+    assert log.lockstep_ranks == 2
     bare = read_run_log(write(tmp_path, record(1)))
-    assert (bare.schedule, bare.lockstep_ranks) == (megatron_order, 1)
+    assert bare.lockstep_ranks == 1
     assert len(bare.steps) == 1 and "no header" in bare.problems[0]
 
 
