@@ -24,9 +24,9 @@ from simulated.setups import SETUPS, WINDOW_SETUPS
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.predict.comparison import (
     AS_MEGATRON,
+    DEFAULT,
     EXACT,
     EXACT_WINDOW,
-    OURS,
     ROWS,
     Row,
     rows_of,
@@ -125,7 +125,7 @@ def predicted(workload: Workload, *, every: bool) -> dict[str, Outcome]:
     cuts = given.config.max_segments > 1 and job.pipeline_stages > 1
     if cuts and job.lockstep_ranks == 1 and job.data_parallel_size < 100:
         rows = rows_of(workload)
-        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, OURS)}
+        ways |= {f"{name}, segments": rows[name].of(workload) for name in (EXACT, DEFAULT)}
     return {name: predict(way) for name, way in ways.items()}
 
 

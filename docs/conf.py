@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +52,3 @@ autodoc2_hidden_objects = ["private", "undoc", "inherited"]
 
 html_theme = "furo"
 html_title = f"{project} {release}"
-_REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"][
-    "Repository"
-]
-html_theme_options = {"source_view_link": f"{_REPOSITORY}/blob/main/{{filename}}"}

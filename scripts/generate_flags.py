@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "FLAGS.md"
 _HEAD = """\
 # Flags
 
-`--help` and `sparse-balance flags` show the same (made by `python scripts/generate_flags.py`).
+`--help` of training shows the same (made by `python scripts/generate_flags.py`).
 When to change which: [TUNING.md](TUNING.md). Flags win over options on the command line
 (`--sparse-balance-config exchange=ring`), these over its file, and that over
 `--sparse-balance-mode`.

@@ -6,7 +6,7 @@ Annotations stay evaluated here: Megatron's flag generator reads them as types.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from sparsebalance_megatron.errors import ConfigError as ConfigError
 from sparsebalance_megatron.layer_budgets import (
@@ -317,6 +317,17 @@ class SparseBalanceConfig:
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
                 f"context parallelism; use {flag_with('context_parallel', 'dynamic')}"
             )
+
+    @classmethod
+    def of_mode(cls, mode: str, **options: Any) -> "SparseBalanceConfig":
+        """The choices of ``--sparse-balance-mode``, with others that win over it.
+
+        Raises:
+            ConfigError: there is no such mode or option, or it has no effect beside the mode.
+        """
+        from sparsebalance_megatron.flags import fields_of_mode
+
+        return cls(**fields_of_mode(mode, options))
 
     @property
     def leaves_attention(self) -> bool:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 _NAMES_SHOWN = 5
+_PREFIX = "--sparse-balance-"
 
 
 class ConfigError(ValueError):
@@ -55,3 +57,17 @@ def listed(names: Iterable[str]) -> str:
 
 class PlanError(ValueError):
     """No plan exists, or a plan breaks one of its invariants."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean NAME?" of a misspelt name, else nothing."""
+    by_end = {name.removeprefix(_PREFIX): name for name in known}
+    found = get_close_matches(word.removeprefix(_PREFIX), by_end, 1, cutoff=0.75)
+    return f"; did you mean {by_end[found[0]]}?" if found else ""
+
+
+def with_nearest(message: str, known: Iterable[str]) -> str:
+    """An error of argparse, with the flag that an unknown one may stand for."""
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    flag = next((word for word in unknown if word.startswith("--")), "")
+    return message + nearest(flag.partition("=")[0], known)

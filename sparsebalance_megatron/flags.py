@@ -29,6 +29,7 @@ from sparsebalance_megatron.config import (
     flag_name,
     flag_with,
 )
+from sparsebalance_megatron.errors import nearest
 from sparsebalance_megatron.json_file import UnreadableFileError, read_text
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
@@ -150,17 +151,18 @@ def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def read_options(path: Path, mode: str | None = None) -> dict[str, Any]:
-    """Fields of :class:`.SparseBalanceConfig` that a TOML file sets, each checked by itself:
-    ``SparseBalanceConfig(**read_options(path))``.
-
-    Args:
-        mode: in place of the file's; what it sets gives way to the file's other options.
+def fields_of_mode(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that a mode and options beside it set, which win.
 
     Raises:
-        ConfigError: naming the file, the option and the remedy.
+        ConfigError: there is no such mode or option, or it has no effect beside the mode.
     """
-    return _options_of(path, mode)[1]
+    _, found = _checked({"mode": mode, **options}, "SparseBalanceConfig.of_mode", None)
+    return dict(MODES[mode]) | found
+
+
+def _as_option(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
@@ -195,8 +197,8 @@ def _checked(given: Mapping[str, Any], place: str, mode: str | None) -> tuple[st
                 raise ConfigError(f"{place}: mode {value}: must be one of {', '.join(MODES)}")
         elif name not in known:
             raise ConfigError(
-                f"{place}: {key} is no option; `sparse-balance flags` shows them, here without "
-                "--sparse-balance-"
+                f"{place}: {key} is no option{nearest(key, map(_as_option, known))}; "
+                "docs/FLAGS.md has them, here without --sparse-balance-"
             )
         else:
             if isinstance(value, int) and abs(value) >= 1 << 63:

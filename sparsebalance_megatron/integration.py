@@ -31,7 +31,12 @@ from sparsebalance_megatron.text_table import one_line
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.cost.table import ModelShape
-    from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
+    from sparsebalance_megatron.learn.host_planner import (
+        HostJob,
+        HostPlanner,
+        PlannedLengths,
+        plan_lengths,
+    )
     from sparsebalance_megatron.learn.planned_step import PlannedStep
     from sparsebalance_megatron.plan.job import Job
     from sparsebalance_megatron.plan.windows import window_places
@@ -45,12 +50,14 @@ __all__ = [
     "HostRun",
     "Job",
     "ModelShape",
+    "PlannedLengths",
     "PlannedStep",
     "TrainerRun",
     "arguments_provider",
     "begin_host_run",
     "begin_run",
     "is_enabled",
+    "plan_lengths",
     "training_hooks",
     "window_places",
 ]
@@ -62,11 +69,13 @@ _ELSEWHERE = {
     "HostRun": "run.host",
     "Job": "plan.job",
     "ModelShape": "cost.table",
+    "PlannedLengths": "learn.host_planner",
     "PlannedStep": "learn.planned_step",
     "TrainerRun": "run.trainer",
     "begin_host_run": "run.host",
     "begin_run": "run.trainer",
     "window_places": "plan.windows",
+    "plan_lengths": "learn.host_planner",
 }
 """Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
 

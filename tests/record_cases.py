@@ -64,10 +64,9 @@ PREDICTED = {
     "coverage_mean": None,
     "coverage_min": None,
     "work_ratio": 1.0,
-    **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
-    **{f"imbalance_{what}": 1.1 for what in ("micro_batches", "rank_sums", "makespans")},
+    **dict.fromkeys(("samples_cut", "samples_raised"), 0),
 }
-_SEVERAL = ("bubble_fraction_stage", "relative_time_stage", "coverage_depth_quarter")
+_SEVERAL = ("bubble_fraction_stage", "relative_time_stage")
 _COUNTS = (
     *("tuned_samples", "unobserved", "kept_attention", "attended_again"),
     *("recomputed_otherwise", "digest_mismatches"),

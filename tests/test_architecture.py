@@ -92,9 +92,9 @@ IMPORT_RULES = {
     ),
     "view/report": ImportRule(
         outside=("jinja2", "matplotlib", "numpy", "scipy"),
-        inside=("learn", "log", "plan", "view.report"),
+        inside=("cost", "learn", "log", "plan", "view.report"),
     ),
-    "view": ImportRule(inside=("cost", "predict")),
+    "view": ImportRule(outside=("numpy",), inside=("cost", "predict", "view.report.numbers")),
     "evaluate": ImportRule(
         outside=("lm_eval", "msgspec", "safetensors", "torch", "transformers"),
         inside=("attention", "cost.work_model", "evaluate"),

@@ -116,7 +116,7 @@ def in_bash(script: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         ("1< /dev/null", "standard output: Bad file descriptor"),
     ],
 )
-@pytest.mark.parametrize("words", ["flags", "report {0} -o {0}.html"])
+@pytest.mark.parametrize("words", ["examples", "report {0} -o {0}.html"])
 def test_an_output_that_cannot_be_written_is_one_line(
     redirected: str, reason: str, words: str, run: Path
 ) -> None:
@@ -124,7 +124,7 @@ def test_an_output_that_cannot_be_written_is_one_line(
     assert ended.returncode == 2
     assert ended.stderr == f"sparse-balance: error: {reason}\n"
     begun = Path(f"{run}.html").exists()
-    assert begun == (words != "flags" and redirected != ">&-")
+    assert begun == (words != "examples" and redirected != ">&-")
 
 
 def test_a_deleted_working_directory_is_said(run: Path) -> None:

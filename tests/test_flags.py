@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron import cli
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.flags import (
     FILE_FLAG,
     MODE_FLAG,
     MODES,
-    OTHER_FLAGS,
     defaults_given_by,
     flag_groups,
-    read_options,
 )
 from sparsebalance_megatron.integration import one_line_errors
 from sparsebalance_megatron.layer_budgets import (
@@ -54,7 +53,22 @@ def test_every_flag_is_in_one_group() -> None:
 def test_a_mode_sets_its_fields_and_no_other(mode: str) -> None:
     expected = asdict(SparseBalanceConfig()) | dict(MODES[mode])
     assert asdict(config_of("--sparse-balance-mode", mode)) == expected
-    assert asdict(SparseBalanceConfig(**MODES[mode])) == expected  # as a host in Python
+    assert asdict(SparseBalanceConfig.of_mode(mode)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "named"),
+    [
+        ("exat", {}, "must be one of default, exact"),
+        ("exact", {"base_budget": 8}, "base_budget has no effect in mode exact"),
+        ("exact", {"baching": "length"}, "did you mean batching?"),
+        ("paper", {"block_size": 100}, "must be a power of two"),
+    ],
+)
+def test_modes_in_python_are_checked(mode: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        SparseBalanceConfig.of_mode(mode, **options)
+    assert SparseBalanceConfig.of_mode("paper", batching="length").tuning == "anchor"
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -70,7 +84,6 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_mode(
     config = config_of(*(named + single if first else single + named))
     assert (config.base_budget, config.block_size) == (8, 64)
     assert (config.batching, config.tuning) == ("length", "anchor")
-    assert SparseBalanceConfig(**read_options(Path(path))).tuning == "anchor"
     config = config_of(*named, "--sparse-balance-mode=baseline")
     assert (config.batching, config.tuning) == ("length", "off")
 
@@ -136,20 +149,12 @@ def test_wrong_options_on_the_command_line(words: list[str], message: str) -> No
         config_of("--sparse-balance-config", *words)
 
 
-def test_the_command_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["flags"]) == 0
-    shown = capsys.readouterr().out
-    flags = [flag_name(each.name) for each in fields(SparseBalanceConfig)]
-    assert all(f"  {flag}  " in shown for flag in (*flags, *OTHER_FLAGS))
-    assert len([flag for flag in (*flags, *OTHER_FLAGS) if " " not in flag]) <= 23
-
-
 def test_a_key_of_many_lines_ends_training_in_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "options.toml", f'"{"a" * 5000}\\nb" = 1\n')
     with pytest.raises(SystemExit) as ended, one_line_errors():
-        read_options(Path(path))
+        config_of("--sparse-balance-config", path)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert path in line and len(line) < 1100

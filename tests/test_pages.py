@@ -230,6 +230,21 @@ def run(block: str) -> dict[str, Any]:
     return names
 
 
+def test_extending_names_only_what_exists() -> None:
+    """Every name and file in backticks is in the package, its examples or its tests."""
+    text = without_blocks((ROOT / "docs/EXTENDING.md").read_text("utf-8"))
+    folders = ("sparsebalance_megatron", "examples", "tests")
+    source = "\n".join(
+        path.read_text("utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")
+    )
+    for span in re.findall(r"`([^`\n]+)`", text):
+        for name in re.findall(r"^\w+(?=\(|$)|(?<=, )\w+(?==|\()", span):
+            assert re.search(rf"\b{name}\b", source), name
+        if re.fullmatch(r"[\w/]+\.py", span):
+            known = (ROOT / span, ROOT / "sparsebalance_megatron" / span)
+            assert any(path.exists() for path in known), span
+
+
 def extension(name: str) -> dict[str, Any]:
     """The names that a program of examples/extending leaves."""
     return run((ROOT / f"examples/extending/{name}.py").read_text("utf-8"))

@@ -35,6 +35,7 @@ INTEGRATION = {
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
         *("micro_batch_group_size", "lockstep_ranks"),
     ],
+    "PlannedLengths": ["samples", "ms", "by_tokens_ms", "lower_bound_ms"],
     "PlannedStep": ["plan", "samples", "scales", "plan_ms", "wait_ms"],
     "arguments_provider": ["other"],
     "begin_host_run": [
@@ -47,6 +48,9 @@ INTEGRATION = {
         *("micro_batch_size", "global_batch_size", "split", "seed", "device", "warm_up_samples"),
     ],
     "is_enabled": ["args"],
+    "plan_lengths": [
+        *("lengths_tokens", "ranks", "stages", "model", "layers", "micro_batches", "config"),
+    ],
     "training_hooks": ["args"],
     "window_places": ["lengths_S", "steps", "seed", "share", "first_sample"],
 }
@@ -85,7 +89,7 @@ HANDLES = {
 }
 """Object that integration gives -> its methods and their parameters."""
 COMMANDS = {
-    *("convert", "env", "examples", "flags", "plan", "prepare-data", "profile", "report"),
+    *("convert", "env", "examples", "plan", "prepare-data", "profile", "report"),
     *("sensitivity", "summary", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"

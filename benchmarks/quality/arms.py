@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebalance_megatron.config import Batching, Tuning
+from sparsebalance_megatron.selector_registry import BUILT_IN, names
 
 DENSE, FIXED, PAPER, OURS = "dense", "fixed", "paper", "ours"
 RANDOM = "random"
@@ -127,6 +128,11 @@ ARMS: Mapping[str, Arm] = {
             name="fixed-last-queries",
             title="fixed budget, columns and diagonals of the last queries (MTraining)",
             selection="vertical-slash-last-queries",
+        ),
+        *(
+            Arm(name=f"fixed-{name}", title=f"fixed budget, {name} selects", selection=name)
+            for name in names()
+            if name not in BUILT_IN
         ),
         Arm(name="fixed-again", title="fixed budget, order of arrival", batching="arrival"),
         *(

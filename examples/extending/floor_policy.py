@@ -19,8 +19,7 @@ class FloorPolicy(BudgetPolicy):
         return feasible_range(costs, coverage, plan_settings)
 
     def tuned_LS(self, problem, where):
-        floor_LS = problem.allowed.floor_LS
-        return floor_LS, floor_LS.min(axis=0) < 0  # every sample could follow
+        return problem.allowed.floor_LS
 
 
 shape = ModelShape(

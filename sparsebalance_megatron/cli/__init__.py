@@ -13,11 +13,12 @@ try:
     import argparse
     import importlib
     import sys
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
     from sparsebalance_megatron.command_entry import ends_in_one_line
+    from sparsebalance_megatron.errors import nearest, with_nearest
     from sparsebalance_megatron.text_table import one_line
 except KeyboardInterrupt:
     # Before main can say so.
@@ -32,7 +33,6 @@ COMMANDS = {
     "summary": "compare the step logs of two runs",
     "report": "show a run's logs as one HTML page",
     "watch": "follow a run in progress in the terminal",
-    "flags": "show the flags of training in three groups",
     "env": "show versions and devices, and check attention on them",
     "examples": "show where the example scripts and patches are, or copy them",
 }
@@ -88,16 +88,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    if chosen is not None and chosen not in COMMANDS:
+        parser.error(f"{chosen}: no command{nearest(chosen, COMMANDS)}; --help lists them")
+    flags: Iterable[str] = ()
     for name, help_line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_line, formatter_class=HelpFormatter)
         if name == chosen:
             _module(name).add_flags(subparser)
+            flags = subparser._option_string_actions
     for word in own:
         # argparse of Python 3.12 ends in a traceback at a value of dashes.
         if "\0" in word or word.endswith("=--"):
             what = "a zero byte" if "\0" in word else "--"
             parser.error(f"{word}: {what} is no value")
-    arguments = parser.parse_args(own)
+    arguments, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(with_nearest(f"unrecognized arguments: {' '.join(unknown)}", flags))
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
         parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")
     arguments.passed_on = passed_on

@@ -15,11 +15,12 @@ from typing import Any
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.model import memory_gib
+from sparsebalance_megatron.cost.model import counted_rates
 from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of
 from sparsebalance_megatron.predict.comparison import (
-    DENSE,
     EXACT,
+    GIVEN,
+    MEGATRON,
     ROWS,
     Comparison,
     TableRow,
@@ -32,10 +33,18 @@ from sparsebalance_megatron.predict.workload import (
     read_lengths,
 )
 from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
-from sparsebalance_megatron.view.predictions import over_dense, predicted, prediction_lines
+from sparsebalance_megatron.view.predictions import (
+    is_unsure,
+    over,
+    predicted,
+    prediction_lines,
+    ratio_spread,
+)
 
-_GIVEN, _NONE = "as given", "none of these flags"
+_NONE = "none of these flags"
 _MOST_GPUS, _MOST_STEPS, _MOST_ROWS = 10**6, 10**4, 1000
+_SEQ_LENGTH_MULTIPLE = 256
+"""Ranks that share a sequence, by tensor or context parallelism, divide it."""
 _DATA = frozenset(
     {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path"}
 )
@@ -52,9 +61,9 @@ _ASKED_FOR: Mapping[str, tuple[tuple[str, ...], str]] = {
 def add_flags(parser: ArgumentParser) -> None:
     parser.description = (
         "Plan the first steps of a job of so many GPUs, of which none need exist, and predict what "
-        "they take: with dense attention in order of arrival and placed by the plan, at fixed "
-        "budgets, by the paper's rule, and by default. After -- are the flags of training. Several "
-        "values of flags are compared in one table."
+        "they take: by Megatron without the plugin, in mode exact, at fixed budgets, by the "
+        "paper's rule, and in mode default. After -- are the flags of training. Several values of "
+        "flags are compared in one table."
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
     parser.add_argument(
@@ -80,6 +89,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "with the flag and without; several multiply",
     )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="to plan")
+    parser.add_argument("--explain", action="store_true", help="say what rows and columns are")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -93,9 +103,11 @@ def run(arguments: Namespace) -> int:
             raise ConfigError(f"--vary {flag}: given {count} times; give all its values once")
     job = _Job(arguments)
     if choices:
-        document, lines = _compared_layouts(job, choices)
+        document, lines = _compared_layouts(job, choices, explain=arguments.explain)
     else:
-        comparison, lines = predicted(job.workload(), job.order, terminal_columns())
+        comparison, lines = predicted(
+            job.workload(), job.order, terminal_columns(), explain=arguments.explain
+        )
         document = _json(comparison) | {"flags": job.flags}
     if arguments.json:
         print_json(document)
@@ -164,7 +176,8 @@ def _completed(flags: Sequence[str], longest: int | None) -> list[str]:
     if longest is not None:
         # Nothing is read there.
         words += [] if given & _DATA else ["--data-path", "lengths"]
-        words += [] if "--seq-length" in given else ["--seq-length", str(longest)]
+        rounded = -(-longest // _SEQ_LENGTH_MULTIPLE) * _SEQ_LENGTH_MULTIPLE
+        words += [] if "--seq-length" in given else ["--seq-length", str(rounded)]
     seq_length = value_of("--seq-length", words) or ""
     positions = value_of("--max-position-embeddings", words) or "0"
     if seq_length.isdigit() and positions.isdigit() and int(positions) < int(seq_length):
@@ -197,8 +210,10 @@ def _choices(text: str) -> _Choices:
     return flag, tuple((flag, *value.split()) for value in dict.fromkeys(values))
 
 
-def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str, Any], list[str]]:
-    """Every combination planned as given and with dense attention: as JSON, and as lines."""
+def _compared_layouts(
+    job: _Job, choices: Sequence[_Choices], *, explain: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Every combination planned as given, in mode exact and by Megatron: as JSON, and as lines."""
     every = itertools.product(*(words for _, words in choices))
     combinations = list(itertools.islice(every, _MOST_ROWS + 1))
     if len(combinations) > _MOST_ROWS:
@@ -215,10 +230,11 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
             "-" if each and each[0] not in words else " ".join(each[1:]) or ("no", "yes")[len(each)]
             for each in chosen
         )
-        if (*names, _GIVEN) in words_of:
+        if (*names, GIVEN) in words_of:
             bar.update()
             continue
-        words_of[*names, _GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
+        words_of[*names, GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
+        words_of[*names, MEGATRON] = _without_plugin(words)
         try:
             workload = job.workload(words)
         except ValueError as error:
@@ -226,18 +242,15 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
                 raise
             refused[shlex.join(words)] = str(error)
         else:
-            rows.append(TableRow(names=(*names, _GIVEN), workload=workload))
+            rows.append(TableRow(names=(*names, GIVEN), workload=workload))
             dense_words = tuple(words_of[*names, EXACT])
             # Flags of sparse attention alone make no other row.
-            if not workload.is_dense and dense_words not in dense_rows:
-                exact = ROWS[EXACT].of(workload)
-                rows.append(TableRow(names=(*names, EXACT), workload=exact))
-                if workload.job.context_parallel_size > 1:
-                    # Megatron's own dense attention, which ours stands for by lists where ranks
-                    # share micro-batches.
-                    of_megatron = ROWS[DENSE].of(workload)
-                    rows.append(TableRow(names=(*names, DENSE), workload=of_megatron))
-                    words_of[*names, DENSE] = words
+            if dense_words not in dense_rows:
+                others = (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON)
+                rows += [
+                    TableRow(names=(*names, name), workload=ROWS[name].of(workload))
+                    for name in others
+                ]
                 dense_rows.add(dense_words)
         bar.update()
     bar.close()
@@ -246,37 +259,65 @@ def _compared_layouts(job: _Job, choices: Sequence[_Choices]) -> tuple[dict[str,
     found = compare_layouts(rows)
     refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
     fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
-    dense_flags = [*job.flags, *dense]
-    if found.dense.names[-1] == EXACT:
+    dense_flags, way = [*job.flags, *dense], found.dense.names[-1]
+    if way == EXACT:
         dense_flags = in_mode("exact", dense_flags)
-    elif found.dense.names[-1] == DENSE:
-        dense_flags = [word for word in dense_flags if word != flag_name("enabled")]
+    elif way == MEGATRON:
+        dense_flags = _without_plugin(dense_flags)
     dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
     without = f" (without {' '.join(dropped)})" if dropped else ""
-    reasons: dict[str, list[str]] = {}
-    for words_text, reason in refused.items():
-        reasons.setdefault(reason, []).append(words_text or _NONE)
-    verdict = [
-        f"Fastest: {shlex.join(fastest) or _NONE}: {shown_ms(found.given.ms)} ms, "
-        f"{over_dense(found, 'the fastest with dense attention')}.",
-        f"Fastest with dense attention: {shlex.join(dense) or _NONE}{without}: "
-        f"{shown_ms(found.dense.ms)} ms.",
-        *(f"Left out: {'; '.join(which)}: {why}." for why, which in reasons.items()),
-    ]
+    verdict = ["No row fits the memory of the device: raise a size, or lower the token cap."]
+    if found.given.fits:
+        verdict = [
+            *_ranking(found, words_of),
+            f"Fastest with dense attention: {shlex.join(dense) or _NONE}{without}: "
+            f"{shown_ms(found.dense.ms)} ms.",
+        ]
+    verdict += [f"Left out: {which or _NONE}: {why}." for which, why in refused.items()]
     lines = prediction_lines(
         found,
         job.order,
         terminal_columns(),
         keys=[*(flag[2:] for flag, _ in choices), ""],
-        meanings={name: ROWS[name].meaning for name in (DENSE, EXACT)},
+        meanings={name: ROWS[name].meaning for name in (MEGATRON, EXACT)} if explain else {},
         verdict=verdict,
     )
     flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
     return _json(found) | flags | {"left_out": refused}, lines
 
 
+def _ranking(found: Comparison, words_of: Mapping[tuple[str, ...], list[str]]) -> list[str]:
+    """The fastest row as given, and which others it may not be faster than."""
+    given, dense = found.given, found.dense
+    before, name = dense, "the fastest with dense attention"
+    if given.workload.is_dense:
+        before, name = found.without_plugin, "the fastest row Megatron"
+    alike = [
+        shlex.join(words_of[row.names]) or _NONE
+        for row in found.rows
+        if row is not given and row.names[-1] == GIVEN and is_unsure(ratio_spread(row, given))
+    ]
+    return [
+        f"Fastest: {shlex.join(words_of[given.names]) or _NONE}: {shown_ms(given.ms)} ms, "
+        f"{over(before, given, name)}.",
+        *([f"As fast, for all that these steps say: {'; '.join(alike)}."] if alike else []),
+    ]
+
+
+def _without_plugin(words: Sequence[str]) -> list[str]:
+    """The words of a command line that Megatron alone takes."""
+    kept, dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropped = word.startswith(flag_name("enabled"))
+        if not dropped:
+            kept.append(word)
+    return kept
+
+
 def _json(comparison: Comparison) -> dict[str, Any]:
-    workload, first_ms = comparison.given.workload, comparison.rows[0].ms
+    workload, reference = comparison.given.workload, comparison.without_plugin
+    rates = counted_rates(workload.cost.device)
     rows: dict[str, dict[str, Any]] = {}
     for row in comparison.rows:
         found = rows[" ".join(row.names)] = {
@@ -284,12 +325,13 @@ def _json(comparison: Comparison) -> dict[str, Any]:
             "at_most_gib": row.at_most_bytes / GIBIBYTE,
         }
         if row.outcome is not None:
-            found |= {"speedup": first_ms / row.ms, **asdict(row.outcome)}
+            found |= {"speedup": reference.ms / row.ms, **asdict(row.outcome)}
+            found["speedup_spread"] = ratio_spread(reference, row)
     return {
         "steps": len(workload.batches),
         "costs": workload.cost.source,
         "device": workload.cost.device,
-        "memory_gib": memory_gib(workload.cost.device),
+        "memory_gib": rates.memory_gib if rates else None,
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
         "dense_up_to_tokens": workload.plan_settings.config.dense_up_to_tokens,

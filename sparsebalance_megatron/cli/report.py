@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import (
@@ -12,7 +11,8 @@ from sparsebalance_megatron.cli.output import (
     refuse_output_over_logs,
     write_text,
 )
-from sparsebalance_megatron.cli.summary import show
+from sparsebalance_megatron.cli.summary import as_document, show
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 
 
@@ -26,10 +26,19 @@ def add_flags(parser: ArgumentParser) -> None:
         "--baseline", type=Path, metavar="RUN_DIR", help="compare with this run of the same samples"
     )
     parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="RUN_DIR",
+        help="other runs of the same samples, with --baseline: a column for each, and what "
+        "placement, attention and budgets gain",
+    )
+    parser.add_argument(
         "--step",
         type=int,
         metavar="ITERATION",
-        help="draw this step; default: the nearest to the mean step of both runs",
+        help="draw this step; default: one that is typical of both runs in time and in waiting",
     )
     parser.add_argument(
         "-o",
@@ -45,13 +54,16 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
-    report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
+    baseline, beside = arguments.baseline, arguments.beside
+    if beside and baseline is None:
+        raise ConfigError("--beside: compares with --baseline; give that too")
+    refuse_output_over_logs(arguments.output, arguments.run_directory, baseline, *beside)
+    report = make_report(arguments.run_directory, baseline, arguments.step, beside)
     write_text(arguments.output, render_page(report))
     if arguments.json:
-        print_json(asdict(report.numbers))
+        print_json(as_document(report.numbers, report.beside))
         return 0
-    show(report.numbers, report.notes)
+    show(report.numbers, report.notes, report.beside)
     print(
         *report.missing,
         f"iteration {report.iteration} is drawn; written to {arguments.output}",

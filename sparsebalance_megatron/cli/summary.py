@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sparsebalance_megatron.cli.output import (
     print_notes,
@@ -19,7 +20,13 @@ from sparsebalance_megatron.json_file import refuse_same_file
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report import words
-from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
+from sparsebalance_megatron.view.report.numbers import (
+    Beside,
+    Comparison,
+    RunSummary,
+    compare,
+    compare_beside,
+)
 from sparsebalance_megatron.view.report.run_report import picture_of_both
 
 
@@ -42,8 +49,10 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="DIR",
-        help="logs of other runs over the same samples: a speedup and a column for each",
+        help="logs of other runs over the same samples: speedups and a column for each; mode exact "
+        "tells what placement gains, fixed budgets (mode placement) what attention does",
     )
+    parser.add_argument("--all", action="store_true", help="every row of the table")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
@@ -60,16 +69,8 @@ def run(arguments: Namespace) -> int:
         )
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
     comparison = compare(baseline, balanced)
-    names = [directory.name for directory in arguments.beside]
-    beside = {
-        name if names.count(name) == 1 else str(directory): compare(
-            read_run_log(directory), balanced
-        )
-        for name, directory in zip(names, arguments.beside, strict=True)
-    }
-    found = asdict(comparison)
-    if beside:
-        found["beside"] = {name: asdict(other) for name, other in beside.items()}
+    beside = compare_beside(baseline, balanced, arguments.beside)
+    found = as_document(comparison, beside)
     text = json.dumps(found, indent=2) + "\n"
     written = []
     if arguments.output is not None:
@@ -82,29 +83,36 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
-    print_wrapped(words.descriptions({"Baseline": baseline.header, "The run": balanced.header}))
-    problems = dict.fromkeys(
-        problem for each in (comparison, *beside.values()) for problem in each.problems
-    )
-    show(comparison, list(problems), beside)
+    print_wrapped(words.descriptions({"baseline": baseline, "run": balanced}))
+    others = [each.run_over for each in beside.values()]
+    problems = dict.fromkeys(problem for each in (comparison, *others) for problem in each.problems)
+    show(comparison, list(problems), beside, every=arguments.all)
     print(*written, sep="\n", end="\n" if written else "")
     return 0
+
+
+def as_document(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> dict[str, Any]:
+    """Numbers as JSON has them."""
+    found = asdict(numbers)
+    if beside:
+        found["beside"] = {
+            name: asdict(each.run_over) | {"speedup_over_baseline": each.over_baseline.speedup}
+            for name, each in beside.items()
+        }
+    return found
 
 
 def show(
     numbers: RunSummary | Comparison,
     notes: Sequence[str],
-    beside: Mapping[str, Comparison] | None = None,
+    beside: Mapping[str, Beside],
+    *,
+    every: bool = False,
 ) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
-    beside = beside or {}
-    print_wrapped(words.settings_that_differ(numbers, beside))
-    others = [words.speedup_text(comparison, name) for name, comparison in beside.items()]
-    explained = [*words.changes(numbers), *others, *words.caveats(numbers)]
+    explained = [*words.changes(numbers, beside), *words.caveats(numbers)]
     print_wrapped([words.headline(numbers), *explained])
-    rows = words.numbers_table(numbers, beside)
-    for row in rows:
-        # The page has it.
-        del row[words.HOW_KNOWN]
+    rows = words.numbers_table(numbers, beside, every=every)
     print(*text_table(rows, columns=terminal_columns()), sep="\n")
+    print_wrapped(words.settings_that_differ(numbers, beside))
     print_notes(notes)

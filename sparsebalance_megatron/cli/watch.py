@@ -11,10 +11,10 @@ from statistics import median
 
 from sparsebalance_megatron.command_entry import Ended
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.text_table import shown_ms, wrapped
-from sparsebalance_megatron.view.report.numbers import split_time
+from sparsebalance_megatron.view.report.numbers import is_dense, split_time, tokens_per_second
 from sparsebalance_megatron.view.report.words import slowest_device, slowest_text
 
 _PAUSE_S = 2.0
@@ -50,12 +50,12 @@ def run(arguments: Namespace) -> int:
 _RECENT_STEPS = 10
 """What is said of devices and times looks at so many: single steps are noisy."""
 _BAR_CHARACTERS, _COLUMNS = 6, 80
-_ROW = "{:>15} {:>8} {:>7} {:>8} {:>6} {:>9} {:>7} {:>6} {}"
+_ROW = "{:>15} {:>9} {:>8} {:>7} {:>8} {:>9} {:>7} {:>6} {}"
 _HEADINGS = _ROW.format(
-    *("iteration", "step, ms", "loss", "coverage", "base", "imbalance", "waiting", "to go", "")
+    *("iteration", "step, ms", "tokens/s", "loss", "coverage", "imbalance", "waiting", "to go", "")
 ).rstrip()
 _LEGEND = (
-    "base: coverage of base budgets; imbalance: max/mean of what ranks compute;\n"
+    "tokens/s: a GPU; imbalance: max/mean of what ranks compute;\n"
     "waiting: share of the step, the dots of the bar; to go: minutes"
 )
 
@@ -81,12 +81,13 @@ class Watch:
         last, shown, recent = log.steps[-1].iteration, self._iteration, log.steps[-_RECENT_STEPS:]
         if shown is None:
             yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", columns=_COLUMNS)
-            yield from (_LEGEND, _HEADINGS)
+            yield from (_LEGEND, _without_coverage(_HEADINGS, log.header))
         recent_ms = [step.iteration_ms for step in recent if step.iteration_ms]
         typical_ms = median(recent_ms) if recent_ms else None
         new = [step for step in log.steps if shown is not None and step.iteration > shown]
         for step in new or (log.steps[-1:] if last != shown else ()):
-            yield step_row(step, typical_ms, iterations)
+            row = step_row(step, typical_ms, iterations, tokens_per_second([step], log.header))
+            yield _without_coverage(row, log.header)
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
             yield slowest_text(*slowest, read_rank_logs(self.directory))
@@ -100,9 +101,20 @@ class Watch:
         return is_new
 
 
-def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None) -> str:
+def _without_coverage(row: str, header: RunHeader | None) -> str:
+    """A row as it is, or of dense attention, which reads everything, without that column."""
+    first, end = _COVERAGE_COLUMN
+    return row[:first] + row[end:] if header and is_dense(header.config) else row
+
+
+_COVERAGE_COLUMN = 42, 51
+
+
+def step_row(
+    step: StepRecord, typical_ms: float | None, iterations: int | None, speed: float | None
+) -> str:
     """A step in at most 80 characters; ``typical_ms`` is of recent steps, ``iterations`` of the
-    whole run."""
+    whole run, ``speed`` in tokens a second."""
     figures, split, left, bar = step.figures, split_time([step]), "", ""
     waiting = split.waiting_ms / split.step_ms if split else None
     if waiting is not None:
@@ -113,9 +125,9 @@ def step_row(step: StepRecord, typical_ms: float | None, iterations: int | None)
     row = _ROW.format(
         step.iteration if iterations is None else f"{step.iteration} of {iterations}",
         _cell(step.iteration_ms, shown_ms),
+        _cell(speed, "{:,.0f}".format),
         _cell(step.lm_loss, "{:.4g}".format),
         _cell(figures.coverage, "{:.3f}".format),
-        _cell(figures.coverage_base, "{:.3f}".format),
         _cell(figures.imbalance, "{:.2f}".format),
         _cell(waiting, "{:.0%}".format),
         left,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name, flag_with
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import (
     OF_FLASH_ATTENTION_4,
@@ -32,6 +33,7 @@ from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
 _FOLDS = 5
+_NO_TABLE = "no cost table"
 _DOUBTFUL_ERROR = 0.4
 """Median relative error of a fit. Times of a busy machine stay below half of it; times that fall
 where the work grows do not."""
@@ -62,6 +64,14 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
     for doubt in doubts(table, model):
         warnings.warn(doubt, stacklevel=3)
     return model.with_dense_attention
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out that costs are counted, for what says whose times it takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"{_NO_TABLE}: ")
+        yield
 
 
 def configured_cost_model(
@@ -95,9 +105,8 @@ def configured_cost_model(
             )
         return cost
     warnings.warn(
-        f"no {flag_name('cost_table')}: latencies are counted operations of "
-        f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
-        "`sparse-balance profile` with this model's flags.",
+        f"{_NO_TABLE}: times are operations counted for {config.counted_device.upper()}, not "
+        "measured, and plans are worse. `sparse-balance profile` measures one.",
         stacklevel=3,
     )
     efficiency = selection_efficiency(work_model_named(config.selection), config.block_size)

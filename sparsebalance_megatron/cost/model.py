@@ -55,14 +55,14 @@ DEVICES: Mapping[CountedDevice, CountedRates] = {
 """NVIDIA's data sheets. An H200 multiplies as fast as an H100 and has more memory."""
 
 
-def memory_gib(device: str) -> float | None:
-    """Memory of a device by the name that it gives itself; None where that names none of these.
+def counted_rates(device: str) -> CountedRates | None:
+    """Rates of a device by the name that it gives itself; None where that names none of these.
 
-    >>> memory_gib("NVIDIA H100 80GB HBM3")
+    >>> counted_rates("NVIDIA H100 80GB HBM3").memory_gib
     80.0
     """
     words = device.lower().replace("-", " ").split()
-    return next((rates.memory_gib for name, rates in DEVICES.items() if name in words), None)
+    return next((rates for name, rates in DEVICES.items() if name in words), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,14 @@ class Efficiency:
     experts: float = 0.4
 
     def __str__(self) -> str:
+        return f"sparse attention {self.sparse:.0%}, {self.without_selection}"
+
+    @property
+    def without_selection(self) -> str:
+        """The shares that a job without block-sparse attention has."""
         return (
-            f"dense attention {self.dense:.0%}, sparse {self.sparse:.0%}, linear "
-            f"{self.linear:.0%}, experts {self.experts:.0%} of peak"
+            f"dense attention {self.dense:.0%}, linear {self.linear:.0%}, experts "
+            f"{self.experts:.0%} of peak"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
-from sparsebalance_megatron.cost.fit import configured_cost_model
+from sparsebalance_megatron.cost.fit import configured_cost_model, without_warnings
 from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.errors import PlanError
@@ -117,6 +117,70 @@ class HostJob:
         """Coverage curves that have observed nothing yet."""
         blocks = -(-self.padded(self.max_sample_tokens) // config.block_size)
         return CoverageCurves(self.layout.layers, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLengths:
+    """Who runs what in one step, and what that is predicted to take, in ms.
+
+    Attributes:
+        samples: [rank][micro-batch] -> numbers of its samples, in the order of running them.
+        ms: of the step.
+        by_tokens_ms: of the step whose micro-batches have equal tokens, as far as samples allow.
+        lower_bound_ms: that no placement is faster than.
+    """
+
+    samples: tuple[tuple[tuple[int, ...], ...], ...]
+    ms: float
+    by_tokens_ms: float
+    lower_bound_ms: float
+
+
+def plan_lengths(
+    lengths_tokens: Sequence[int],
+    ranks: int,
+    stages: int,
+    model: ModelShape,
+    *,
+    layers: int,
+    micro_batches: int | None = None,
+    config: SparseBalanceConfig | None = None,
+) -> PlannedLengths:
+    """Place the samples of one step; needs neither torch nor Megatron.
+
+    Args:
+        ranks: data-parallel.
+        stages: of the pipeline, over which layers are divided evenly.
+        micro_batches: of every rank; None is the least number that the token cap allows.
+        config: None is mode exact. ``max_tokens_per_micro_batch`` is the token cap, by default the
+            tokens of the longest sample; without ``cost_table``, operations of ``counted_device``
+            are counted.
+
+    Raises:
+        ConfigError, PlanError: naming the argument or the sample and the remedy.
+    """
+    config = config or SparseBalanceConfig.of_mode("exact")
+    job = HostJob(
+        layout=Job.even(layers=layers, ranks=ranks, stages=stages),
+        shape=model,
+        max_sample_tokens=int(max(lengths_tokens, default=1)),
+        global_batch_size=len(lengths_tokens),
+    )
+    with without_warnings():
+        cost = job.cost_model(config, {})
+    own, by_tokens = (
+        HostPlanner(each, job, cost=cost).plan(lengths_tokens, micro_batches=micro_batches).plan
+        for each in (config, replace(config, batching="length"))
+    )
+    return PlannedLengths(
+        samples=tuple(
+            tuple(each.samples for each in own.for_rank(rank).micro_batches)
+            for rank in range(ranks)
+        ),
+        ms=own.expectation.makespan_ms,
+        by_tokens_ms=by_tokens.expectation.makespan_ms,
+        lower_bound_ms=own.expectation.lower_bound_ms,
+    )
 
 
 class HostPlanner:
@@ -251,10 +315,10 @@ class HostPlanner:
     def _padded_lengths(self, lengths_tokens: Sequence[int]) -> tuple[int, ...]:
         longest = self.job.max_sample_tokens
         for sample, tokens in enumerate(lengths_tokens):
-            if not 1 <= tokens <= longest:
+            if not 1 <= tokens <= longest or tokens % 1:
                 raise PlanError(
-                    f"sample {sample} has {tokens} tokens, must have 1 to max_sample_tokens "
-                    f"{longest}; raise max_sample_tokens or leave the sample out"
+                    f"sample {sample} has {tokens} tokens, must have a whole number from 1 to "
+                    f"max_sample_tokens {longest}; raise max_sample_tokens or leave the sample out"
                 )
         return tuple(self.job.padded(int(tokens)) for tokens in lengths_tokens)
 

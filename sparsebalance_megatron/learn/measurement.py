@@ -27,7 +27,6 @@ DIRECTIONS = ("forward", "backward")
 PASSES = 4
 """Through a collective of a segment: one forward, and in backward one recomputed and two of
 gradients."""
-_DEPTH_GROUPS = 4
 LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
 """Figures in the trainer's log line, which hands them to its writers."""
 COUNTS_IN_LOG_LINE = ("unobserved", "attended_again", "recomputed_otherwise")
@@ -119,7 +118,6 @@ class CoverageTotals:
         base_sum: coverage of base budgets.
         minimum: the least executed coverage.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
-        tokens, lost_tokens: tokens, and tokens times what base budgets had covered more.
     """
 
     sums_LUK: np.ndarray
@@ -129,8 +127,6 @@ class CoverageTotals:
     base_sum: float = 0.0
     minimum: float = math.inf
     unobserved: int = 0
-    tokens: float = 0.0
-    lost_tokens: float = 0.0
 
 
 class RecomputeTotals(NamedTuple):
@@ -226,12 +222,6 @@ class StepFigures:
 
     imbalance: Figure
     imbalance_predicted: Figure
-    imbalance_micro_batches_predicted: Figure
-    imbalance_micro_batches_measured: Figure
-    imbalance_rank_sums_predicted: Figure
-    imbalance_rank_sums_measured: Figure
-    imbalance_makespans_predicted: Figure
-    imbalance_makespans_measured: Figure
     makespan_ms_predicted: Figure
     makespan_ms_measured: Figure
     lower_bound_ms: Figure
@@ -255,8 +245,6 @@ class StepFigures:
     coverage_predicted: Figure
     coverage_base: Figure
     coverage_min: Figure
-    coverage_gained_by_token: Figure
-    coverage_depth_quarter: tuple[Figure, ...]
     unobserved: int
     kept_attention: int
     attended_again: int
@@ -267,7 +255,7 @@ class StepFigures:
     def of(cls, planned: PlannedStep, measured: StepMeasurement) -> StepFigures:
         """The figures of a step that has ended."""
         plan, scales, totals = planned.plan, planned.scales, measured.coverage
-        expected, work_RPVM = plan.expectation, measured.own_2RPVM.sum(axis=0)
+        expected = plan.expectation
         makespan_R = measured.schedule_ms.max(axis=1)
         busy_R, predicted_R = (
             rank_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
@@ -280,20 +268,9 @@ class StepFigures:
         relative_RP = busy_RP / table_RP / (busy_RP / table_RP).mean()
         idle_RP = 1.0 - busy_RP / makespan_R[:, None]
         budgets_LS, pairs = plan.budgets_LS, totals.counts_L.sum() or math.nan
-        quarters = zip(
-            np.array_split(totals.executed_L, _DEPTH_GROUPS),
-            np.array_split(totals.counts_L, _DEPTH_GROUPS),
-            strict=True,
-        )
         return cls(
             imbalance=imbalance(busy_R),
             imbalance_predicted=imbalance(predicted_R),
-            imbalance_micro_batches_predicted=expected.imbalance_micro_batches,
-            imbalance_micro_batches_measured=imbalance(work_RPVM.sum(axis=(1, 2))),
-            imbalance_rank_sums_predicted=expected.imbalance_rank_sums,
-            imbalance_rank_sums_measured=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
-            imbalance_makespans_predicted=expected.imbalance_makespans,
-            imbalance_makespans_measured=imbalance(makespan_R),
             makespan_ms_predicted=expected.makespan_ms,
             makespan_ms_measured=float(makespan_R.max()),
             lower_bound_ms=expected.lower_bound_ms,
@@ -317,10 +294,6 @@ class StepFigures:
             coverage_predicted=expected.coverage_mean,
             coverage_base=float(totals.base_sum / pairs),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
-            coverage_gained_by_token=-totals.lost_tokens / (totals.tokens or math.nan),
-            coverage_depth_quarter=tuple(
-                float(sums.sum() / (count.sum() or math.nan)) for sums, count in quarters
-            ),
             unobserved=totals.unobserved,
             kept_attention=measured.recompute.kept,
             attended_again=measured.recompute.again,

@@ -29,7 +29,6 @@ from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
     Count,
-    CoverageRecord,
     DamagedLineError,
     Header,
     Place,
@@ -40,7 +39,6 @@ from sparsebalance_megatron.log.records import (
     StepRecord,
     decode,
 )
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 
 
 class RunLogError(ValueError):
@@ -49,19 +47,12 @@ class RunLogError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """A run's header, steps by rising iteration, and last coverage curves; ``problems`` says what
-    the file lacks."""
+    """A run's header, and steps by rising iteration; ``problems`` says what the file lacks."""
 
     directory: Path
     header: RunHeader | None
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
-    coverage: CoverageRecord | None = None
-
-    @property
-    def schedule(self) -> MegatronSchedule:
-        """Schedule of the pipeline; Megatron's default without a header."""
-        return self.header.job.schedule if self.header else megatron_order
 
     @property
     def lockstep_ranks(self) -> int:
@@ -162,7 +153,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
     """
     path = step_log_path(directory)
     problems: list[str] = []
-    header = coverage = None
+    header = None
     steps: list[StepRecord] = []
     repeated = 0
     try:
@@ -170,8 +161,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
             match record:
                 case RunHeader():
                     header = record
-                case CoverageRecord():
-                    coverage = record
                 case StepRecord():
                     while steps and steps[-1].iteration >= record.iteration:
                         steps.pop()
@@ -179,7 +168,7 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
                     steps.append(record)
     except NoSuchFileError:
         raise RunLogError(
-            f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
+            f"{path}: not there; name the folder that --sparse-balance-log-dir named in training"
         ) from None
     except (UnreadableFileError, OSError) as error:
         raise RunLogError(
@@ -198,7 +187,6 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
         header=header,
         steps=tuple(steps),
         problems=tuple(problems),
-        coverage=coverage,
     )
 
 

@@ -9,7 +9,6 @@ observations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -32,7 +31,6 @@ from sparsebalance_megatron.learn.measurement import (
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
@@ -102,6 +100,7 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     megatron_core: str
     torch: str
     device: str
+    world_size: Count | None = None
 
     def __post_init__(self) -> None:
         job = self.job
@@ -118,7 +117,8 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
 
     ``cp_sizes_RM``: by rank and position, how many neighbouring ranks share the micro-batch;
     ``segments_RM``: in how many segments it passes the pipeline. ``device_slowness_RP``: factors on
-    the devices' predicted times. ``window``: unset where samples keep their order of arrival.
+    the devices' predicted times. ``tflops``: operations of the model, in 1e12. ``window``: unset
+    where samples keep their order of arrival.
     """
 
     iteration: Count
@@ -136,6 +136,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     figures: StepFigures
     predicted: Expectation
     measured: MeasuredTimes
+    tflops: Number = None
     window: StepWindow | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -188,24 +189,6 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     def complete(self) -> bool:
         """Whether every micro-batch was measured, forward and backward."""
         return bool(np.isfinite(self.times_2RPVM("measured")).all())
-
-
-class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
-    """Coverage against budget as it was known after ``iteration``.
-
-    ``grid``: budgets in blocks. ``bucket_blocks``: the largest number of blocks of a document in
-    each length bucket. ``curves_LUK``: NaN where nothing was observed.
-    """
-
-    iteration: Count
-    grid: tuple[Count, ...]
-    bucket_blocks: tuple[Count, ...]
-    curves_LUK: np.ndarray
-
-    def __post_init__(self) -> None:
-        shape = len(self.bucket_blocks), len(self.grid)
-        if self.curves_LUK.ndim != 3 or self.curves_LUK.shape[1:] != shape:
-            raise ValueError(f"curves_LUK {self.curves_LUK.shape} must be [layer] and {shape}")
 
 
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
@@ -282,7 +265,7 @@ def _array(kind: type, value: Any) -> np.ndarray:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
-STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord | CoverageRecord, dec_hook=_array)
+STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord, dec_hook=_array)
 RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
 
 
@@ -342,7 +325,9 @@ class FinishedStep:
     executed_O: np.ndarray
 
 
-def step_record(step: FinishedStep, dealt: DealtSamples | None = None) -> StepRecord:
+def step_record(
+    step: FinishedStep, dealt: DealtSamples | None = None, tflops: float | None = None
+) -> StepRecord:
     planned, plan, measured = step.planned, step.planned.plan, step.measured
     by_rank = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
     return StepRecord(
@@ -367,19 +352,8 @@ def step_record(step: FinishedStep, dealt: DealtSamples | None = None) -> StepRe
             schedule_ms=measured.schedule_ms,
             waiting_2RPVM=measured.waiting_2RPVM,
         ),
+        tflops=tflops,
         window=UNSET if dealt is None else dealt.step_window(plan.step),
-    )
-
-
-def coverage_record(iteration: int, known: CoverageCurves) -> CoverageRecord:
-    known_LUK = np.where(known.observed_LU[..., None], known.mean_LUK, math.nan)
-    return CoverageRecord(
-        iteration=iteration,
-        grid=known.grid,
-        bucket_blocks=tuple(
-            min((2 << bucket) - 1, known.grid[-1]) for bucket in range(known.buckets)
-        ),
-        curves_LUK=np.round(known_LUK, _COVERAGE_DIGITS),
     )
 
 

@@ -12,12 +12,14 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length
+from sparsebalance_megatron.errors import with_nearest
 from sparsebalance_megatron.flags import (
     FILE_FLAG,
     MODE_FLAG,
@@ -120,17 +122,23 @@ def add_sparse_balance_args(
 
 
 def args_provider(
-    *, enabled: bool, on_cpu: bool, report: Callable[[str], None] | None = None
+    *,
+    enabled: bool,
+    on_cpu: bool,
+    report: Callable[[str], None] | None = None,
+    stands_in: bool = False,
 ) -> Callable[[ArgumentParser], ArgumentParser]:
     """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
-    ``report`` is told, in one line, which of Megatron's defaults change."""
+    ``report`` is told, in one line, which of Megatron's defaults change: in a process that stands
+    in for ranks of other machines, without those of this one."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         _cut_long_errors(parser)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
-        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
-        added = _as_flags(parser, changed, sys.argv[1:]) if report else []
+        own = PLUGIN_DEFAULTS if enabled else {}
+        changed = (cpu.MEGATRON_DEFAULTS if on_cpu else {}) | own
+        added = _as_flags(parser, own if stands_in else changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
         if report and added:
             report(f"sparse balance: trains as if given {' '.join(added)}")
@@ -142,11 +150,15 @@ def args_provider(
 def _cut_long_errors(parser: ArgumentParser) -> None:
     """Have a parser's errors, which repeat the words that were given, be one line each."""
     error = parser.error
-    parser.error = lambda message: error(one_line(message))  # type: ignore[method-assign]
+    parser.error = lambda message: error(_shown(parser, message))  # type: ignore[method-assign]
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(one_line(message))
+def _shown(parser: ArgumentParser, message: str) -> str:
+    return one_line(with_nearest(message, parser._option_string_actions))
+
+
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    raise ConfigError(_shown(parser, message))
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:
@@ -200,11 +212,11 @@ def arguments_without_ranks(
 
     # A process may look at several command lines, one after the other.
     unset_global_variables()
-    add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report)
+    add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report, stands_in=True)
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)
-        parser.error = _refuse  # type: ignore[method-assign]
+        parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
         check_typed_flags(parser, argv)
         return parser
 

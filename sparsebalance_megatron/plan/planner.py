@@ -16,7 +16,6 @@ from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, leading_LS, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
-from sparsebalance_megatron.plan.pipeline.operation_times import imbalance
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
@@ -164,7 +163,6 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     if costs.job.lockstep_ranks > 1:
         times_2RPVM = own_times(costs, times_2RPVM, arrangement)
     times_2RPVM.flags.writeable = False
-    work_RPVM = times_2RPVM.sum(axis=0)
     constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
         constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
@@ -175,15 +173,11 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         lower_bound_ms=_lower_bound_ms(problem),
         rank_makespan_ms=tuple(makespans_R.tolist()),
         times_2RPVM=times_2RPVM,
-        imbalance_micro_batches=imbalance(work_RPVM.sum(axis=(1, 2))),
-        imbalance_rank_sums=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
-        imbalance_makespans=imbalance(makespans_R),
         coverage_mean=coverage_mean,
         coverage_min=coverage_min,
         work_ratio=float(tuned_work / base_work) if base_work else 1.0,
         samples_cut=int(tuned.cut_S.sum()),
         samples_raised=int(tuned.raised_S.sum()),
-        samples_clamped=int(tuned.clamped_S.sum()),
         segment_ms=segment_ms,
     )
 

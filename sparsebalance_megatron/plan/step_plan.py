@@ -75,13 +75,12 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """Predictions of a plan. All times in ms, imbalances are max/mean.
+    """Predictions of a plan. All times in ms.
 
     ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
     together. ``segment_ms``: by rank, [2, P, U] of its micro-batches' segments, of lockstep groups
     until all its ranks end; empty where all run in one piece. ``rank_makespan_ms``: until the last
-    backward of each rank, or of its lockstep group; times and imbalances of micro-batches and of
-    rank sums are the ranks' own.
+    backward of each rank, or of its lockstep group; times of micro-batches are the ranks' own.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been
@@ -92,15 +91,11 @@ class Expectation:
     lower_bound_ms: float
     rank_makespan_ms: tuple[float, ...]
     times_2RPVM: np.ndarray
-    imbalance_micro_batches: float
-    imbalance_rank_sums: float
-    imbalance_makespans: float
     coverage_mean: float | None
     coverage_min: float | None
     work_ratio: float
     samples_cut: int
     samples_raised: int
-    samples_clamped: int
     segment_ms: tuple[np.ndarray, ...] = ()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name, flag_with
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.model import memory_gib
+from sparsebalance_megatron.cost.model import counted_rates
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
@@ -95,17 +95,17 @@ class Row(NamedTuple):
         return replace(workload, cost=cost, plan_settings=settings)
 
 
-DENSE, EXACT, OURS, GIVEN = "dense", "exact", "ours", "as given"
+MEGATRON, EXACT, DEFAULT, GIVEN = "Megatron", "exact", "default", "as given"
 ROWS: Mapping[str, Row] = {
-    DENSE: Row(
+    MEGATRON: Row(
         {**MODES["exact"], **AS_MEGATRON},
-        "dense attention in order of arrival, as without the plugin",
+        "dense attention in order of arrival, without the plugin",
         of_megatron=True,
     ),
     EXACT: Row(MODES["exact"], "dense attention, placed by the plan (--sparse-balance-mode exact)"),
     "fixed budgets": Row({"tuning": "off"}, "base budgets for all, placed by the plan"),
     "paper": Row(MODES["paper"], "placed by latency, budgets tuned towards their mean"),
-    OURS: Row(MODES["default"], "placed by the plan, budgets tuned by it: the default"),
+    DEFAULT: Row(MODES["default"], "placed by the plan, budgets raised where ranks would wait"),
 }
 """The first is what all others are compared with."""
 EXACT_WINDOW = f"{EXACT}, window {_TRIED_WINDOW}"
@@ -117,7 +117,7 @@ def rows_of(workload: Workload) -> dict[str, Row]:
     last, as it is given."""
     settings, rows = workload.plan_settings, dict(ROWS)
     if workload.is_dense:
-        rows = {name: rows[name] for name in (DENSE, EXACT)}
+        rows = {name: rows[name] for name in (MEGATRON, EXACT)}
     if settings.config.window == 1 and len(workload.batches) >= _TRIED_WINDOW:
         given = flag_with("window", _TRIED_WINDOW)
         meaning = f"{EXACT}, where samples change places between steps ({given})"
@@ -154,7 +154,8 @@ class TableRow:
     @property
     def gpu_bytes(self) -> float:
         """Memory of the device whose times these are; infinite where unknown."""
-        return GIBIBYTE * (memory_gib(self.workload.cost.device) or math.inf)
+        rates = counted_rates(self.workload.cost.device)
+        return GIBIBYTE * (rates.memory_gib if rates else math.inf)
 
     @property
     def fits(self) -> bool:
@@ -169,7 +170,8 @@ class TableRow:
 class Comparison:
     """Rows of a table; ``refused``: names of rows that cannot be planned, and why.
 
-    ``given``: what the flags train; of layouts, the fastest that is not dense, if any is.
+    ``given``: what the flags train; of layouts, the fastest that is not Megatron's and not dense,
+    if any is.
     """
 
     rows: tuple[TableRow, ...]
@@ -181,6 +183,12 @@ class Comparison:
         """The fastest of dense attention, with the windows of the flags."""
         rows = [row for row in self.rows if row.workload.is_dense and row.names[0] != EXACT_WINDOW]
         return min(rows, key=lambda row: row.ms)
+
+    @property
+    def without_plugin(self) -> TableRow:
+        """The fastest of Megatron's own rows, else the first row."""
+        own = [row for row in self.rows if row.names[-1] == MEGATRON and row.outcome]
+        return min(own, key=lambda row: row.ms, default=self.rows[0])
 
 
 def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison:
@@ -207,8 +215,9 @@ def compare_layouts(rows: Sequence[TableRow]) -> Comparison:
     found, refused = _planned(fitting or rows)
     found.sort(key=lambda row: row.ms)
     others.sort(key=lambda row: row.at_most_bytes)
-    sparse = [row for row in found if not row.workload.is_dense]
-    return Comparison(rows=(*found, *others), given=(sparse or found)[0], refused=refused)
+    own = [row for row in found if row.names[-1] != MEGATRON] or found
+    sparse = [row for row in own if not row.workload.is_dense]
+    return Comparison(rows=(*found, *others), given=(sparse or own)[0], refused=refused)
 
 
 def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, ...], str]]:

@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
-from sparsebalance_megatron.cost.model import StageScales
+from sparsebalance_megatron.cost.model import StageScales, counted_rates, training_flops
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
@@ -36,8 +38,10 @@ class Outcome:
         bound_ratio: step time over the lower bound of the same samples.
         coverage_mean: by the prior; None where nothing is known.
         work_ratio: work over that at base budgets.
-        plan_ms: median.
+        plan_ms: of one core, median.
         bubble_share: of the GPUs' time within a step, what no micro-batch fills.
+        utilisation: operations of the model, recomputation left out, over what the devices could
+            do in that time; None where their peak is not known.
         dense_tokens_share: of tokens in documents that layers at the base budget attend to densely.
         stages: memory of every pipeline stage in the step that needs most of it.
         stages_at_most: likewise, with every micro-batch at the token cap.
@@ -50,6 +54,7 @@ class Outcome:
     plan_ms: float
     step_ms: tuple[float, ...]
     tokens_per_second_per_gpu: float
+    utilisation: float | None
     bubble_share: float
     dense_tokens_share: float
     stages: tuple[StageMemory, ...]
@@ -59,7 +64,7 @@ class Outcome:
 def predict(
     workload: Workload,
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
     watch: Watch = lambda: None,
 ) -> Outcome:
     """Plan all steps and sum them up.
@@ -84,6 +89,11 @@ def predict(
     settings = workload.plan_settings
     alike = replace(settings, config=replace(settings.config, layer_budgets=None))
     dense_S = alike.dense_LS(1, lengths)[0]
+    dense_S |= workload.is_dense
+    rates = counted_rates(workload.cost.device)
+    peak = rates and rates.flops_per_ms * workload.gpus * float(step_ms.sum())
+    block_size = workload.plan_settings.config.block_size
+    flops = partial(flops_of, shape=workload.memory.shape, block_size=block_size)
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         bound_ratio=float(ratios.mean()),
@@ -92,6 +102,7 @@ def predict(
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
         tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
+        utilisation=sum(map(flops, plans)) / peak if peak else None,
         # Rounding may leave less than nothing where all are busy.
         bubble_share=max(
             0.0,
@@ -101,6 +112,21 @@ def predict(
         stages=memory_of_steps(workload, plans),
         stages_at_most=memory_at_most(workload),
     )
+
+
+def flops_of(plan: StepPlan, *, shape: ModelShape, block_size: int) -> float:
+    """Operations of the model in a step, forward and backward, without recomputation."""
+    flops = 0.0
+    for each in plan.micro_batches:
+        dense_LS = np.arange(len(each.samples)) < each.dense_documents_L[:, None]
+        flops += training_flops(
+            shape,
+            layers=len(each.budgets_LS),
+            lengths_tokens_S=each.lengths_tokens,
+            budgets_LS=np.where(dense_LS, np.inf, each.budgets_LS),
+            block_size=block_size,
+        )
+    return flops
 
 
 def unhideable_steps(workload: Workload) -> int:

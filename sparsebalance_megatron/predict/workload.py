@@ -5,16 +5,15 @@ samples."""
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.config import Overlong, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import Overlong, SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
+from sparsebalance_megatron.cost.fit import without_warnings
 from sparsebalance_megatron.cost.memory import MemoryModel
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.json_file import parse_json, read_text
@@ -48,14 +47,6 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
     counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
     curves.observe(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
     return curves
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Leave out that costs are counted: predictions say whose times they take."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=f"no {flag_name('cost_table')}")
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.dense_length import with_dense_length
+from sparsebalance_megatron.cost.fit import without_warnings
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.data.samples import read_blends
 from sparsebalance_megatron.errors import one_line_refusals
@@ -45,7 +46,6 @@ from sparsebalance_megatron.predict.workload import (
     WorkloadError,
     batches_of,
     samples_of,
-    without_warnings,
 )
 from sparsebalance_megatron.run.inputs import (
     Inputs,
@@ -138,6 +138,7 @@ def _kept_warnings(notes: list[str]) -> Iterator[None]:
     """Take what Megatron warns of into the notes, once each, and leave out what it logs."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)
         logging.disable(logging.INFO)
         try:
             yield
@@ -193,6 +194,7 @@ _WEIGHTS_SOURCE = (
 )
 _MOST_MICRO_BATCHES = 32
 """With more, the table has a row per rank, not per micro-batch."""
+_OF_BUDGETS = ("budget min", "mean", "max")
 _MOST_RANKS = 16
 """Rows of that table: as many of the slowest and of the fastest ranks."""
 
@@ -246,10 +248,16 @@ def describe(
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     batching, asked = planned.plan.batching, inputs.config.batching
     chosen = "" if batching == asked else f", the fastest of the placements that {asked} tries"
-    coverage = "unknown before the first step, which therefore runs at base budgets"
+    budgets = [
+        f"budgets, relative to fixed ones: {expected.work_ratio:.1%}",
+        "coverage: unknown before the first step, which therefore runs at base budgets",
+    ]
     if expected.coverage_mean is not None:
-        coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
+        budgets[1] = (
+            f"coverage: mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
+        )
     least_ms = expected.lower_bound_ms
+    is_dense = bool(inputs.plan_settings.dense_L(job.layers).all())
     return [
         f"sparse balance: dry run of {args.world_size} ranks: tensor "
         f"{args.tensor_model_parallel_size} x pipeline {job.pipeline_stages} x {context}data "
@@ -258,7 +266,6 @@ def describe(
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         *(f"  data: {line}" for line in _data(inputs)),
         *(f"  {line}" for line in inputs.layer_lines),
-        f"  costs: {inputs.cost.source}",
         *_positions(args),
         "not checked:",
         *(f"  {what}" for what in unchecked),
@@ -267,18 +274,16 @@ def describe(
         "micro-batches per "
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
-        *_micro_batches(planned),
-        "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
-        f"forward and backward, all stages, of {inputs.cost.device})",
+        *_micro_batches(planned, is_dense),
+        "(rank: data-parallel and context-parallel; "
+        f"{'' if is_dense else 'budgets: blocks, over layers and samples; '}ms: forward and "
+        f"backward, all stages, of {inputs.cost.device})",
         "",
         f"placement: {batching}{chosen}; planned in {planned.plan_ms:.1f} ms",
         f"step: {shown_ms(expected.makespan_ms)} ms on {inputs.cost.device}, "
         f"{expected.makespan_ms / max(least_ms, 1e-9):.3f} times the least of any plan for its "
         "samples",
-        f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
-        f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
-        f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
-        f"coverage: {coverage}",
+        *([] if is_dense else budgets),
     ]
 
 
@@ -300,11 +305,14 @@ def _positions(args: Namespace) -> tuple[str, ...]:
     )
 
 
-def _micro_batches(planned: PlannedStep) -> list[str]:
+def _micro_batches(planned: PlannedStep, is_dense: bool = False) -> list[str]:
     """List every micro-batch, or of many the ranks: the slowest and the fastest."""
-    if len(planned.plan.micro_batches) <= _MOST_MICRO_BATCHES:
-        return text_table(_rows(planned))
-    rows = _rank_rows(planned)
+    few = len(planned.plan.micro_batches) <= _MOST_MICRO_BATCHES
+    rows = _rows(planned) if few else _rank_rows(planned)
+    if is_dense:
+        rows = [{name: row[name] for name in row if name not in _OF_BUDGETS} for row in rows]
+    if few:
+        return text_table(rows)
     left_out = len(rows) - _MOST_RANKS
     if left_out <= 0:
         return text_table(rows)

@@ -4,17 +4,14 @@ docs/TELEMETRY.md lists."""
 
 from __future__ import annotations
 
-import copy
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from sparsebalance_megatron.cost.model import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
@@ -22,35 +19,29 @@ from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     FinishedStep,
     RunHeader,
-    coverage_record,
+    StepRecord,
     rank_header,
     rank_step,
     step_record,
 )
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.predict.outcome import flops_of
 from sparsebalance_megatron.run.inputs import Inputs
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
-_FIRST_COVERAGE_RECORD = 2
-_COVERAGE_INTERVAL = 10
 
 
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    Rank 0 writes the step log; scalars go where Megatron has writers. ``coverage`` are the curves
-    that the scheduler learns.
+    Rank 0 writes the step log; scalars go where Megatron has writers.
     """
 
-    def __init__(
-        self, inputs: Inputs, place: RankPlace, coverage: CoverageCurves, device: torch.device
-    ) -> None:
+    def __init__(self, inputs: Inputs, place: RankPlace, device: torch.device) -> None:
         self._job, self._shape = inputs.job, inputs.settings.host_job.shape
         self._block_size, self._dealt = inputs.config.block_size, inputs.dealt
         self._place = place
-        self._coverage = coverage
         self._step_log = self._rank_log = None
         directory, max_bytes = inputs.config.log_dir, inputs.config.log_megabytes * 10**6
         if directory is not None:
@@ -60,7 +51,7 @@ class StepSinks:
                 max_bytes=max_bytes,
             )
         if directory is not None and place.world_rank == 0:
-            header = run_header(inputs, device)
+            header = run_header(inputs, device, place.world_size)
             self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
 
@@ -74,10 +65,7 @@ class StepSinks:
         if self._rank_log is not None:
             self._rank_log.append(partial(rank_step, step, self._place, self._job))
         if self._step_log is not None:
-            self._step_log.append(partial(step_record, step, self._dealt))
-            if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
-                known = copy.deepcopy(self._coverage)
-                self._step_log.append(partial(coverage_record, step.iteration, known))
+            self._step_log.append(partial(self._record, step))
         if self._writers is not None and step.iteration % self._writers[2] == 0:
             scalars = step_scalars(
                 step,
@@ -87,13 +75,17 @@ class StepSinks:
             )
             write_scalars(self._writers, step.iteration, scalars)
 
+    def _record(self, step: FinishedStep) -> StepRecord:
+        flops = flops_of(step.planned.plan, shape=self._shape, block_size=self._block_size)
+        return step_record(step, self._dealt, flops / 1e12)
+
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
         """The last scalar of a run whose ranks executed different plans, whatever the interval."""
         if self._writers is not None:
             write_scalars(self._writers, iteration, {MISMATCHES: mismatches})
 
 
-def run_header(inputs: Inputs, device: torch.device) -> RunHeader:
+def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHeader:
     """The first line of the step log."""
     return RunHeader(
         log_format=LOG_FORMAT,
@@ -107,6 +99,7 @@ def run_header(inputs: Inputs, device: torch.device) -> RunHeader:
         counts=asdict(inputs.train.counts),
         megatron_core=megatron_version(),
         torch=str(torch.__version__),
+        world_size=world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         sources=tuple(
             {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
@@ -132,26 +125,13 @@ def step_scalars(
     step: FinishedStep, *, shape: ModelShape, block_size: int, world_size: int
 ) -> dict[str, float]:
     """Name -> value of everything that was measured and is not in the log line."""
-    plan = step.planned.plan
-    lengths_S = np.array([length for each in plan.micro_batches for length in each.lengths_tokens])
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    executed, dense = (
-        training_flops(
-            shape,
-            layers=len(budgets_LS),
-            lengths_tokens_S=lengths_S,
-            budgets_LS=budgets,
-            block_size=block_size,
-        )
-        for budgets in (budgets_LS, None)
-    )
     values = {"plan-ms": step.planned.plan_ms, "host-ms": sum(step.host_ms.values())}
     if step.iteration_ms is not None:
         # 1e9 per ms is 1e12 per second.
         per_rank = step.iteration_ms * 1e9 * world_size
+        flops = flops_of(step.planned.plan, shape=shape, block_size=block_size)
         values |= {
             "tokens-per-second": step.measured.tokens / step.iteration_ms * 1e3,
-            "tflops-per-rank-executed": executed / per_rank,
-            "tflops-per-rank-dense-equivalent": dense / per_rank,
+            "tflops-per-rank-executed": flops / per_rank,
         }
     return step.figures.scalars() | values

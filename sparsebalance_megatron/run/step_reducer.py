@@ -33,10 +33,9 @@ from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservatio
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 
-ONE, EXECUTED, BASE, TOKENS, LOST_TOKENS = range(-5, 0)
-"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, the sample's
-tokens, and those times what base budgets had covered more."""
-_EXTRA_COLUMNS = 5
+ONE, EXECUTED, BASE = range(-3, 0)
+"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets."""
+_EXTRA_COLUMNS = 3
 DIGEST_BYTES = 6
 """Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
 
@@ -71,7 +70,7 @@ class ObservedCoverage:
             for layer, observation in context.observations.items():
                 pieces.append(Piece(context.position, layer, samples))
                 groups.append(layer * buckets + bucket_S)
-                columns.append(_columns(observation, layout.tokens_S, samples))
+                columns.append(_columns(observation, samples))
         values_OC = None
         if columns:
             # The same few operations on the device, however many observations.
@@ -84,14 +83,10 @@ class ObservedCoverage:
         )
 
 
-def _columns(
-    observation: CoverageObservation, tokens_S: torch.Tensor, samples: int
-) -> tuple[torch.Tensor, ...]:
+def _columns(observation: CoverageObservation, samples: int) -> tuple[torch.Tensor, ...]:
     """Grid and extra columns of the first samples."""
     executed_S, base_S = observation.executed_S, observation.base_S
-    lost_S = (base_S.double() - executed_S) * tokens_S
-    columns = (executed_S, base_S, tokens_S, lost_S)
-    every = (observation.grid_SK, torch.ones_like(executed_S), *columns)
+    every = (observation.grid_SK, torch.ones_like(executed_S), executed_S, base_S)
     return tuple(column[:samples] for column in every)
 
 
@@ -237,8 +232,6 @@ class StepReducer:
                 base_sum=float(extra_LC[:, BASE].sum()),
                 counts_L=extra_LC[:, ONE],
                 minimum=float(part["minima"].min()),
-                tokens=float(extra_LC[:, TOKENS].sum()),
-                lost_tokens=float(extra_LC[:, LOST_TOKENS].sum()),
                 unobserved=int(part["unobserved"][0]),
             ),
             lm_loss=float(loss / tokens) if tokens else math.nan,

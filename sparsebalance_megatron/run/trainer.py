@@ -236,7 +236,7 @@ class TrainerRun:
             leaves_attention=self._options.leaves_attention,
             token_counts=self._token_counts,
         )
-        sinks = StepSinks(inputs, run.place, scheduler.coverage, self.device)
+        sinks = StepSinks(inputs, run.place, self.device)
         run.sinks = sinks if sinks.any else None
         return run
 

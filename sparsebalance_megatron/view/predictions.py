@@ -6,10 +6,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
-    DENSE,
+    MEGATRON,
     Comparison,
     TableRow,
     compare_ways,
@@ -21,23 +23,27 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.outcome import unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
+from sparsebalance_megatron.view.report.numbers import ratio_interval
 
-_MOSTLY_DENSE = 0.8
+_HIDDEN = 0.5
+"""Share of a step within which its planning hides, whatever else the host does."""
 _DEVICE_CHARACTERS, _HEADING_CHARACTERS = 14, 10
 
 _COLUMNS = {
-    "speed": "total time of the first row over that of the row",
-    "over dense": "time of the fastest row with dense attention over that of the row",
+    "MFU": "operations of the model, recomputation left out, over what the GPUs could do",
+    "over Megatron": "time of the fastest row Megatron over that of the row; in brackets the 95 % "
+    "interval over steps, of fewer than six steps the least and the greatest",
     "bound ratio": "step time over the least that any placement and allowed budgets could take",
     "idle": "share of the GPUs' time that no micro-batch fills",
     "coverage": "of the router's score mass, by the prior (k/n)^0.35: no training run is read",
     "GiB at most": "of the fullest GPU, counted, with every micro-batch at the token cap; * more "
     "than the device has",
-    "plan ms": "that planning takes, median; it hides behind a longer step before",
 }
 
 
-def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison, list[str]]:
+def predicted(
+    workload: Workload, order: str, columns: int, *, explain: bool = False
+) -> tuple[Comparison, list[str]]:
     """A job in every way to plan it, and the lines that say what came out."""
     ways = rows_of(workload)
     given = given_row(workload, ways)
@@ -45,16 +51,15 @@ def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison,
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
     found = compare_ways(rows, (given,))
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
-    dense = found.dense.names[0]
-    if given != dense:
-        text = f"These flags train as {given}: {over_dense(found, dense)}."
-        verdict.append(text)
+    best = found.dense.names[0]
+    if given != best:
+        verdict.append(f"These flags train as {given}: {over(found.dense, found.given, best)}.")
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
     verdict += [f"{line}." for line in window_lines(workload)]
     if (window := workload.plan_settings.config.window) > 1:
         order += f", exchanged within {window} steps but in the first row"
-    meanings = {name: way.meaning for name, way in ways.items()}
+    meanings = {name: way.meaning for name, way in ways.items()} if explain else {}
     return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
 
 
@@ -67,45 +72,68 @@ def prediction_lines(
     meanings: Mapping[str, str],
     verdict: Sequence[str] = (),
 ) -> list[str]:
-    """Whose times they are, the table, what follows from it, and what its columns are.
+    """Whose times they are, the table, and what follows from it; with ``meanings`` of rows also
+    what its columns are.
 
     ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
-    given, one_job = comparison.given, not keys[0]
+    given = comparison.given
     devices = {_short(row.workload) for row in comparison.rows}
     step = f"step ms,\n{devices.pop()}" if len(devices) == 1 else "step\nms"
     headings = ["\n".join(textwrap.wrap(key, _HEADING_CHARACTERS)) for key in keys]
     rows = [
-        dict(zip(headings, row.names, strict=True))
-        | _cells(row, comparison, step, with_speed=one_job)
+        dict(zip(headings, row.names, strict=True)) | _cells(row, comparison, step)
         for row in comparison.rows
     ]
     sentences = [
         *verdict,
-        *_dense_documents(given.workload),
+        *_dense_documents(given),
         *_memory(given),
         *_findings(given),
         *_remarks(given.workload),
     ]
-    explained = {name: text for name, text in _COLUMNS.items() if one_job or name != "speed"}
+    legend = [f"{name}: {text}" for name, text in {**meanings, **_COLUMNS}.items()]
+    if not meanings:
+        legend = ["`sparse-balance plan --explain` says what rows and columns are."]
     return [
         *_wrapped([_header(given.workload, order), _rates(given.workload)], columns),
         "",
         *text_table(rows, columns=columns, keys=len(keys)),
         "",
         *_wrapped(sentences, columns),
-        "",
-        *_wrapped([f"{name}: {text}" for name, text in {**meanings, **explained}.items()], columns),
+        *([""] if meanings else []),
+        *_wrapped(legend, columns),
     ]
 
 
-def over_dense(comparison: Comparison, dense_name: str) -> str:
-    over = comparison.dense.ms / comparison.given.ms
-    text = f"{over:.2f} times as fast as {dense_name}"
-    if over >= 1.0:
-        return text
-    mode = "without the plugin" if comparison.dense.names[-1] == DENSE else "in mode exact"
-    return f"{text}: train {mode}"
+def over(before: TableRow, after: TableRow, name: str) -> str:
+    """How many times as fast a row is as one of dense attention, and how sure that is."""
+    spread = ratio_spread(before, after)
+    text = f"{before.ms / after.ms:.2f} times as fast{_brackets(spread)} as {name}"
+    if after.ms > before.ms:
+        way = "without the plugin" if before.names[-1] == MEGATRON else "in mode exact"
+        text += f": train {way}"
+    return text + (", which is not sure: plan more --steps" if is_unsure(spread) else "")
+
+
+def ratio_spread(before: TableRow, after: TableRow) -> tuple[float, float] | None:
+    """What the ratio of two rows' times may be: its 95 % interval over steps, of few steps the
+    least and the greatest; None of one step, or of rows whose steps differ."""
+    if before.outcome is None or after.outcome is None:
+        return None
+    both = [np.array(row.outcome.step_ms) for row in (before, after) if row.outcome]
+    if before.workload.batches != after.workload.batches or len(both[0]) < 2:
+        return None
+    ratios = both[0] / both[1]
+    return ratio_interval(*both) or (float(ratios.min()), float(ratios.max()))
+
+
+def is_unsure(spread: tuple[float, float] | None) -> bool:
+    return spread is not None and spread[0] < 1.0 < spread[1]
+
+
+def _brackets(spread: tuple[float, float] | None) -> str:
+    return "" if spread is None else f" ({spread[0]:.2f} - {spread[1]:.2f})"
 
 
 def _header(workload: Workload, order: str) -> str:
@@ -121,48 +149,54 @@ def _rates(workload: Workload) -> str:
     cost = workload.cost
     if cost.efficiency is None:
         return f"Times are those of {cost.device}: {cost.source}."
-    return (
-        f"Times are those of the {cost.device}, counted, and of no other device: {cost.source}. "
-        "Nothing was measured; `sparse-balance profile` measures yours."
-    )
+    source = cost.source
+    if workload.is_dense:
+        source = f"counted operations on {cost.device}, {cost.efficiency.without_selection}"
+    return f"Nothing was measured: {source}. `sparse-balance profile` measures yours."
 
 
-def _cells(row: TableRow, comparison: Comparison, step: str, *, with_speed: bool) -> dict[str, str]:
-    outcome = row.outcome
+def _cells(row: TableRow, comparison: Comparison, step: str) -> dict[str, str]:
+    outcome, reference = row.outcome, comparison.without_plugin
     at_most = f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"
-    cells = dict.fromkeys((step, "speed", "over\ndense", "bound\nratio", "idle", "coverage"), "-")
-    cells |= {"GiB\nat most": at_most, "plan\nms": "-"}
+    over, is_dense = (
+        f"over\n{reference.names[-1]}",
+        all(each.workload.is_dense for each in comparison.rows),
+    )
+    cells = dict.fromkeys((step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle"), "-")
+    cells |= {} if is_dense else {"cover-\nage": "-"}
     if outcome is not None:
-        coverage = outcome.coverage_mean
+        coverage, share = outcome.coverage_mean, outcome.utilisation
+        spread = None if row is reference else ratio_spread(reference, row)
         cells |= {
             step: shown_ms(row.ms),
-            "speed": f"{comparison.rows[0].ms / row.ms:.2f}",
-            "over\ndense": f"{comparison.dense.ms / row.ms:.2f}",
+            "tokens/s\na GPU": f"{outcome.tokens_per_second_per_gpu:,.0f}",
+            "MFU": "-" if share is None else f"{share:.0%}",
+            over: f"{reference.ms / row.ms:.2f}{_brackets(spread)}",
             "bound\nratio": f"{outcome.bound_ratio:.2f}",
             "idle": f"{outcome.bubble_share:.0%}",
-            "coverage": "-" if coverage is None else f"{coverage:.3f}",
-            "plan\nms": f"{outcome.plan_ms:.1f}",
         }
-    if not with_speed:
-        del cells["speed"]
-    return cells
+        if not is_dense:
+            cells["cover-\nage"] = "-" if coverage is None else f"{coverage:.3f}"
+    return cells | {"GiB at\nmost": at_most}
 
 
 def _short(workload: Workload) -> str:
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
-def _dense_documents(workload: Workload) -> Iterator[str]:
-    config = workload.plan_settings.config
-    if not workload.is_dense:
-        covered_tokens = config.base_budget * config.block_size
-        tokens = max(config.dense_up_to_tokens, covered_tokens)
-        yield f"Dense documents: all of up to {tokens:,} tokens."
+def _dense_documents(row: TableRow) -> Iterator[str]:
+    config = row.workload.plan_settings.config
+    if row.outcome is not None and not row.workload.is_dense:
+        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
+        yield (
+            f"Documents of up to {tokens:,} tokens, {row.outcome.dense_tokens_share:.0%} of all "
+            "tokens, read all of their blocks: they gain by placement alone."
+        )
 
 
 def _memory(row: TableRow) -> Iterator[str]:
     assert row.outcome is not None
-    held = max(stage.total_bytes for stage in row.outcome.stages)
+    held, memory = max(stage.total_bytes for stage in row.outcome.stages), row.workload.memory
     gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
     text = (
         f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
@@ -173,21 +207,28 @@ def _memory(row: TableRow) -> Iterator[str]:
     elif row.fits:
         yield f"{text}: fits the {gpu}; leave a tenth free."
     else:
+        remedies = {
+            "--sequence-parallel": memory.sequence_parallel,
+            "--recompute-granularity full": memory.recompute_all,
+            "--use-distributed-optimizer": memory.optimizer_ranks > 1,
+        }
+        unused = [flag for flag, is_used in remedies.items() if not is_used]
+        use = f", use {' or '.join(unused)}" if unused else ""
         yield (
             f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-            "or --expert-model-parallel-size, use --recompute-granularity full or "
-            "--use-distributed-optimizer, or lower --sparse-balance-max-tokens-per-micro-batch."
+            f"or --expert-model-parallel-size{use}, or lower "
+            "--sparse-balance-max-tokens-per-micro-batch."
         )
 
 
 def _findings(row: TableRow) -> Iterator[str]:
     outcome, workload = row.outcome, row.workload
     assert outcome is not None
-    if outcome.dense_tokens_share > _MOSTLY_DENSE:
+    if outcome.plan_ms > _HIDDEN * outcome.makespan_ms:
         yield (
-            f"{outcome.dense_tokens_share:.0%} of the tokens are in documents that are attended to "
-            "densely: what is gained comes from placement."
+            f"Planning takes {shown_ms(outcome.plan_ms)} ms of a core a step, which such steps do "
+            f"not hide: lower {flag_name('plan_ms')}."
         )
     if count := unhideable_steps(workload):
         settings, job = workload.plan_settings, workload.job

@@ -51,9 +51,13 @@ def found(capsys: Captured, *words: str, flags: tuple[str, ...] = STEP) -> dict[
 
 def test_rows_of_one_job(capsys: Captured) -> None:
     printed = found(capsys)
-    assert list(printed["rows"]) == ["dense", "exact", "fixed budgets", "paper", "ours"]
-    assert (printed["steps"], printed["given"], printed["device"]) == (2, "ours", "H200")
-    assert printed["rows"]["dense"]["speedup"] == 1.0
+    assert list(printed["rows"]) == ["Megatron", "exact", "fixed budgets", "paper", "default"]
+    assert (printed["steps"], printed["given"], printed["device"]) == (2, "default", "H200")
+    assert printed["rows"]["Megatron"]["speedup"] == 1.0
+    exact = printed["rows"]["exact"]
+    least, most = exact["speedup_spread"]
+    assert least <= exact["speedup"] <= most, "of two steps"
+    assert 0.0 < exact["utilisation"] < 0.58, "no more than attention is counted at"
     assert printed["dense"] == "exact"
 
 
@@ -68,8 +72,22 @@ def test_screens_are_as_narrow_as_the_terminal(
         words = " ".join(" ".join(lines).split())
         # Flags and models' sentences are not broken within a word.
         assert all(len(line) <= int(columns) or " " not in line.strip() for line in lines)
-        assert "Times are those of the H200, counted, and of no other device" in words
-        assert "Memory: " in words
+        assert "H200" in words and "Memory: " in words
+
+
+def test_mode_exact_speaks_of_no_budgets(capsys: Captured) -> None:
+    flags = (*STEP, "--sparse-balance-mode", "exact")
+    for words in ((), ("--vary", "tensor-model-parallel-size 1 2")):
+        assert plan("--explain", *words, flags=flags) == 0
+        shown = capsys.readouterr().out.lower()
+        said = shown.partition("\nmfu: ")[0]
+        assert not [word for word in ("budget", "cover", "sparse ", "lists") if word in said]
+    printed = found(capsys, *words, flags=flags)
+    assert printed["rows"].keys() == {
+        f"{n} {way}" for n in "12" for way in ("as given", "Megatron")
+    }
+    assert {row["dense_tokens_share"] for row in printed["rows"].values()} == {1.0}
+    assert printed["given"].endswith("as given")
 
 
 def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
@@ -81,7 +99,7 @@ def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
         f"{tensor} {optimizer} {way}"
         for tensor in "12"
         for optimizer in ("no", "yes")
-        for way in ("as given", "exact")
+        for way in ("as given", "exact", "Megatron")
     }
     ms = {name: row["makespan_ms"] for name, row in rows.items()}
     assert list(ms.values()) == sorted(ms.values())
@@ -97,7 +115,7 @@ def test_flags_that_vary_are_one_table(capsys: Captured) -> None:
     fastest, dense = printed["fastest"], printed["fastest_dense"]
     assert fastest[-1] in ("1", "2", "--use-distributed-optimizer")
     alone = found(capsys, flags=tuple(fastest))
-    assert alone["rows"]["ours"]["makespan_ms"] == pytest.approx(given_ms)
+    assert alone["rows"]["default"]["makespan_ms"] == pytest.approx(given_ms)
     alone = found(capsys, flags=tuple(dense))
     assert alone["given"] == "exact"
     assert alone["rows"]["exact"]["makespan_ms"] == pytest.approx(dense_ms)
@@ -126,17 +144,20 @@ def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, fo
     assert cli.main([*words, *vary, "--json", "--", *flags]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(name, row["fits"], "makespan_ms" in row) for name, row in rows.items()} == {
-        *(("8 as given", True, True), ("8 exact", True, True)),
-        *(("1 as given", False, False), ("1 exact", False, False)),
+        *((f"8 {way}", True, True) for way in ("as given", "exact", "Megatron")),
+        *((f"1 {way}", False, False) for way in ("as given", "exact", "Megatron")),
     }
-    assert all(name.startswith("8") for name in list(rows)[:2])
+    assert all(name.startswith("8") for name in list(rows)[:3])
+    assert cli.main([*words, "--vary", "pipeline-model-parallel-size 1", "--", *flags]) == 0
+    assert "Fastest" not in capsys.readouterr().out, "nothing fits"
     assert cli.main([*words, *vary, "--", *flags]) == 0
     output = capsys.readouterr().out
     for row in rows.values():
-        assert f" {row['at_most_gib']:,.1f}{'' if row['fits'] else '*'} " in output
+        assert f" {row['at_most_gib']:,.1f}{'' if row['fits'] else '*'}\n" in output
     assert cli.main([*words, "--", *flags]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "does not fit the 140 GiB of the H200. Raise --tensor-model-parallel-size" in output
+    assert "--sequence-parallel" in output
 
 
 def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path) -> None:

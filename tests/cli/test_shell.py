@@ -51,6 +51,30 @@ def test_help_says_every_default_and_explains_every_flag(command: str) -> None:
             assert f"default: {action.default}" in text, action.option_strings
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("plam", "did you mean plan?"),
+        ("watch run --onec", "did you mean --once?"),
+        ("zzz", "zzz: no command; --help"),
+        (
+            "plan --gpus 1 --lengths {0} -- --num-layers 2 --sparse-balance-base-budgt 4",
+            "did you mean --sparse-balance-base-budget?",
+        ),
+    ],
+)
+def test_what_was_meant_is_said(
+    words: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("100 200")
+    try:
+        status = cli.main(words.format(tmp_path / "lengths").split())
+    except SystemExit as ended:
+        status = ended.code  # type: ignore[assignment]
+    assert status == 2
+    assert meant in capsys.readouterr().err
+
+
 def test_examples_are_shown_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["examples"]) == 0
     assert f"{REPOSITORY / 'examples'}\n" in capsys.readouterr().out

@@ -135,10 +135,7 @@ def test_a_step_as_predicted_measures_what_it_predicted() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)
     values = scalars(planned, measured)
-    for what in ("micro-batches", "rank-sums", "makespans"):
-        predicted = values[f"imbalance-{what}-predicted"]
-        assert predicted > 1.01, "a case that balances by chance tests nothing"
-        assert values[f"imbalance-{what}-measured"] == pytest.approx(predicted)
+    assert values["imbalance-predicted"] > 1.01, "a case that balances by chance tests nothing"
     assert values["makespan-ms-measured"] == pytest.approx(values["makespan-ms-predicted"])
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
     for stage in range(JOB.pipeline_stages):
@@ -211,21 +208,16 @@ def scalars_of(planned: Any, measured: Any, iteration_ms: float | None = 500.0) 
     return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
 
 
-def test_coverage_by_depth_budgets_and_speed() -> None:
+def test_coverage_budgets_and_speed() -> None:
     planned = planned_step()
     values = scalars_of(planned, measured_as_planned(planned))
-    # Eight layers of coverage 0.1 to 0.8, in quarters of two.
-    for quarter in range(1, 5):
-        assert values[f"coverage-depth-quarter-{quarter}"] == pytest.approx(0.2 * quarter - 0.05)
     assert values["coverage-base"] == pytest.approx(0.45)
     assert values["coverage-min"] == 0.1
     assert {values[f"budget-blocks-{what}"] for what in ("mean", "min", "max")} == {4.0}
     assert (values["plan-ms"], values["host-ms"]) == (3.0, 1.5)
     assert values["tokens-per-second"] == pytest.approx(sum(LENGTHS_TOKENS) / 0.5)
-    executed, dense = (
-        values[f"tflops-per-rank-{kind}"] for kind in ("executed", "dense-equivalent")
-    )
-    assert 0.0 < executed < dense
+    executed = values["tflops-per-rank-executed"]
+    assert executed > 0.0
     slower = scalars_of(planned, measured_as_planned(planned), iteration_ms=1000.0)
     assert slower["tflops-per-rank-executed"] == pytest.approx(executed / 2)
 
@@ -243,14 +235,12 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
     missing = scalars_of(planned, measured).keys() - values.keys()
     assert {f"sparse-balance/{name}" for name in values} == logged.keys()
     assert missing == {
-        "imbalance-makespans-measured",
         "makespan-ms-measured",
         "bubble-fraction-stage-0",
         "bubble-fraction-stage-1",
         "waiting-share",
         "tokens-per-second",
         "tflops-per-rank-executed",
-        "tflops-per-rank-dense-equivalent",
     }
 
 

@@ -30,7 +30,6 @@ from view.report.sample_run import SampleRun, write_lines
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import encode
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
@@ -58,13 +57,6 @@ def grouped(*cp_sizes: float) -> dict[str, Any]:
     )
 
 
-COVERAGE = {
-    "type": "coverage",
-    "iteration": 2,
-    "grid": [1, 2],
-    "bucket_blocks": [1, 2],
-    "curves_LUK": [[[None, None], [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
-}
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
     "no-figures": (record(2, figures={}), "figures: "),
@@ -75,9 +67,6 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "times-flat": (measured(times_2RPVM=[1.0]), "times must be [2]"),
     "times-text": (measured(times_2RPVM="x"), "measured.times_2RPVM"),
     "time-none": (record(2, iteration_ms=0.0), "iteration_ms 0.0"),
-    "coverage-shape": (COVERAGE | {"curves_LUK": [[[0.5, 1.0]]]}, "curves_LUK (1, 1, 2)"),
-    "coverage-flat": (COVERAGE | {"curves_LUK": [[1.0, 2.0]]}, "curves_LUK (1, 2)"),
-    "coverage-grid": (COVERAGE | {"grid": [1, None]}, "grid[1] None"),
     "group-misaligned": (grouped(1, 2, 2, 1), "cp_sizes_RM"),
     "group-of-three": (grouped(3, 3, 3), "cp_sizes_RM"),
     "group-of-none": (grouped(0, 1), "cp_sizes_RM"),
@@ -96,7 +85,6 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
     line, message = BAD_LINES[case]
     log = read_run_log(write(tmp_path, HEADER, record(1), line, grouped(2, 2, 1, 1, 1)))
     assert [step.iteration for step in log.steps] == [1, 3]
-    assert log.coverage is None
     (problem,) = log.problems
     assert "line 3: " in problem
     assert message in problem
@@ -115,18 +103,6 @@ def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
         read_run_log(write(tmp_path, *lines))
 
 
-def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
-    earlier = COVERAGE | {"iteration": 1, "curves_LUK": [[[None, None]] * 2]}
-    log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
-    assert log.problems == ()
-    assert log.coverage is not None
-    assert (log.coverage.iteration, log.coverage.grid) == (2, (1, 2))
-    assert log.coverage.bucket_blocks == (1, 2)
-    missing, known = [np.nan, np.nan], [[0.5, 1.0], [0.25, 1.0]]
-    expected_LUK = np.stack([np.array([missing, missing]), np.array(known)], axis=1)
-    np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
-
-
 def test_the_older_file_comes_first_and_a_step_that_runs_again_counts(tmp_path: Path) -> None:
     write(tmp_path, HEADER, *(record(each, lm_loss=1.0) for each in (1, 2, 3, 4)))
     (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
@@ -142,12 +118,12 @@ def test_the_older_file_comes_first_and_a_step_that_runs_again_counts(tmp_path: 
     assert "3 steps before a resume" in repeated
 
 
-def test_a_reader_knows_the_schedule_of_the_run_and_who_waits(tmp_path: Path) -> None:
-    job = replace(JOB, data_parallel_size=4, lockstep_ranks=2, micro_batch_group_size=4)
+def test_a_reader_knows_who_waits(tmp_path: Path) -> None:
+    job = replace(JOB, data_parallel_size=4, lockstep_ranks=2)
     log = read_run_log(write(tmp_path, json.loads(encode(header_of(job))), record(1)))
-    assert (log.schedule, log.lockstep_ranks) == (MegatronSchedule(4), 2)
+    assert log.lockstep_ranks == 2
     bare = read_run_log(write(tmp_path, record(1)))
-    assert (bare.schedule, bare.lockstep_ranks) == (megatron_order, 1)
+    assert bare.lockstep_ranks == 1
     assert len(bare.steps) == 1 and "no header" in bare.problems[0]
 
 
@@ -347,8 +323,7 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(whole, directory)
     (directory / "ranks" / "rank-00001.jsonl").unlink()
-    ranks, timelines = gather(read_run_log(directory), 2)
+    ranks, measured = gather(read_run_log(directory), 2)
     assert f"{directory / 'ranks'}: no log of rank 0 stage 1; left out" in ranks.problems
-    measured = timelines["measured"]
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)

@@ -16,11 +16,11 @@ from predict.predict_cases import workload
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import (
-    DENSE,
+    DEFAULT,
     EXACT,
     EXACT_WINDOW,
     GIVEN,
-    OURS,
+    MEGATRON,
     TableRow,
     compare_ways,
     even_stages,
@@ -31,7 +31,7 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 
-MAIN_ROWS = [DENSE, EXACT, "fixed budgets", "paper", OURS]
+MAIN_ROWS = [MEGATRON, EXACT, "fixed budgets", "paper", DEFAULT]
 EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
 
 
@@ -54,8 +54,8 @@ def outcomes() -> dict[str, Outcome]:
 
 def test_dense_attention_in_order_of_arrival_is_the_first(outcomes: dict[str, Outcome]) -> None:
     assert list(outcomes)[:5] == MAIN_ROWS
-    assert outcomes[DENSE].coverage_mean == outcomes[EXACT].coverage_mean == 1.0
-    assert outcomes[EXACT].makespan_ms < outcomes[DENSE].makespan_ms
+    assert outcomes[MEGATRON].coverage_mean == outcomes[EXACT].coverage_mean == 1.0
+    assert outcomes[EXACT].makespan_ms < outcomes[MEGATRON].makespan_ms
 
 
 def test_numbers_belong_together(outcomes: dict[str, Outcome]) -> None:
@@ -66,15 +66,15 @@ def test_numbers_belong_together(outcomes: dict[str, Outcome]) -> None:
         assert outcome.coverage_mean >= base.coverage_mean - SparseBalanceConfig.coverage_threshold
         assert outcome.plan_ms == pytest.approx(1.0)
         assert outcome.makespan_ms == pytest.approx(np.mean(outcome.step_ms))
-    assert (np.array(outcomes[OURS].step_ms) <= np.array(base.step_ms) * (1 + 1e-6)).all()
-    assert outcomes[OURS].coverage_mean >= base.coverage_mean
+    assert (np.array(outcomes[DEFAULT].step_ms) <= np.array(base.step_ms) * (1 + 1e-6)).all()
+    assert outcomes[DEFAULT].coverage_mean >= base.coverage_mean
 
 
 def test_curves_stay_the_workloads(outcomes: dict[str, Outcome]) -> None:
     given = long_tailed()
     before = given.coverage.mean_LUK.copy()
     again = predict(given, clock=lambda: 0.0)
-    assert again == replace(outcomes[OURS], plan_ms=0.0)
+    assert again == replace(outcomes[DEFAULT], plan_ms=0.0)
     np.testing.assert_array_equal(given.coverage.mean_LUK, before)
 
 
@@ -86,27 +86,27 @@ def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
         planned = row.of(given)
         assert planned.job == given.job
         assert planned.plan_settings.max_cp_size >= 2
-    (step,) = rows[DENSE].of(given).planned_steps()
+    (step,) = rows[MEGATRON].of(given).planned_steps()
     assert {each.cp_size for each in step.plan.micro_batches} == {2}
 
 
 def test_rows_of_segments() -> None:
     given = workload(config={"max_segments": 4, "segment_tokens": 256})
     rows = rows_of(given)
-    assert rows[DENSE].of(given).plan_settings.config.max_segments == 1
-    assert rows[OURS].of(given) == given
+    assert rows[MEGATRON].of(given).plan_settings.config.max_segments == 1
+    assert rows[DEFAULT].of(given) == given
 
 
 @pytest.mark.parametrize(
     ("config", "row"),
     [
-        ({}, OURS),
+        ({}, DEFAULT),
         ({"tuning": "off"}, "fixed budgets"),
         ({"batching": "latency", "tuning": "anchor"}, "paper"),
         ({"batching": "length"}, GIVEN),
         (EXACT_FLAGS, EXACT),
         ({"layer_budgets": "dense:0-23", "tuning": "off"}, EXACT),
-        (EXACT_FLAGS | {"batching": "arrival"}, DENSE),
+        (EXACT_FLAGS | {"batching": "arrival"}, MEGATRON),
         (EXACT_FLAGS | {"batching": "latency"}, GIVEN),
     ],
 )
@@ -199,7 +199,7 @@ def test_windows_are_planned_as_given_and_beside() -> None:
     gained = by_name[EXACT].ms / by_name[EXACT_WINDOW].ms
     (line,) = window_lines(given)
     assert "samples of up to 8,000 tokens" in line and f"{gained:.2f} times as fast" in line
-    assert rows_of(chosen)[DENSE].of(chosen).dealt_batches == given.batches
+    assert rows_of(chosen)[MEGATRON].of(chosen).dealt_batches == given.batches
 
 
 def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None:

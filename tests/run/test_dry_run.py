@@ -52,8 +52,10 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "layers per pipeline stage: 1 1 1 1" in result.stdout
     assert "not checked:\n  whether memory suffices: it is counted, not tried" in result.stdout
     assert "32 GPUs, 20 steps of 8 samples, order of training with seed 1234." in result.stdout
-    assert "Times are those of the H200, counted, and of no other device" in result.stdout
-    assert table_rows(result.stdout) == ["dense", "exact", "fixed budgets", "paper", "ours"]
+    assert "on H200" in result.stdout
+    assert table_rows(result.stdout) == ["Megatron", "exact", "fixed budgets", "paper", "default"]
+    for word in ("gloo", "deprecated", "cpu-init"):
+        assert word not in result.stdout, "of the process that stands for all ranks"
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = micro_batches(result.stdout)
     assert [row[:2] for row in rows] == [[str(d), str(m)] for d in range(4) for m in range(2)]
@@ -64,7 +66,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
 
 def table_rows(output: str) -> list[str]:
     """Names of the ways to plan, in their order."""
-    return re.findall(r"^(\w[\w ]*?) +[\d.,]+ +[\d.]+ +[\d.]+ +[\d.]+ +\d+%", output, re.M)
+    return re.findall(r"^(\w[\w ]*?) +[\d.,]+ +[\d.,]+ +\d+% +[\d.]+", output, re.M)
 
 
 def test_a_table_of_another_device_and_ranks_of_a_group_are_named(
@@ -104,7 +106,7 @@ EXPERT_FLAGS = (
 def test_plan_predicts_what_a_dry_run_does(
     experts: tuple[str, ...], documents: Path, tmp_path: Path
 ) -> None:
-    """To the digit, but for the time that planning takes."""
+    """To the digit."""
     own = ("--expert-model-parallel-size", "2") if experts else ()
     flags = (*FLAGS, *experts, *own, "--data-path", str(documents))
     dry = start(tmp_path, *flags, "--sparse-balance-dry-run", "4")
@@ -114,7 +116,7 @@ def test_plan_predicts_what_a_dry_run_does(
     planned = run_program(command, tmp_path)
     assert planned.returncode == 0, planned.stderr
     both = [
-        [line.split()[:-1] for line in output.splitlines() if table_rows(line)]
+        [line for line in output.splitlines() if table_rows(line)]
         for output in (dry.stdout, planned.stdout)
     ]
     assert both[0] == both[1] and len(both[0]) == 5
@@ -133,7 +135,6 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     least = predicted["makespan_ms"] / predicted["lower_bound_ms"]
     shown = f"step: {shown_ms(predicted['makespan_ms'])} ms on H200, {least:.3f} times the least"
     assert shown in dry.output
-    assert f"micro-batches {predicted['imbalance_micro_batches']:.3f}" in dry.output
     assert sum(int(row[3].replace(",", "")) for row in micro_batches(dry.output)) == step["tokens"]
     assert "iteration        1/" not in dry.output
 

@@ -81,7 +81,8 @@ def test_a_slow_rank_of_an_expert_group_is_found_and_every_reader_is_told(
     assert (own_2RM <= passed_2RM).all()
     assert waited_R[0] > 2.0 * waited_R[1]
     assert own_R[1] > 1.2 * own_R[0]
-    numbers = summarize(read_run_log(log_dir).steps, 2)
+    log = read_run_log(log_dir)
+    numbers = summarize(log.steps, log.header)
     assert (numbers.figures["imbalance"] or 0.0) > 1.1
     assert numbers.split is not None
     assert numbers.split.waiting_ms > 0.1 * numbers.split.compute_ms

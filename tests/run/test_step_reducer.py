@@ -61,8 +61,6 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     executed = 4 + 0.5 + 0.6 + 0.51 + 0.61
     assert coverage.base_sum == pytest.approx(executed + 4 * 0.05)
     assert coverage.minimum == pytest.approx(0.5)
-    assert coverage.tokens == 4 * (5 + 64)
-    assert coverage.lost_tokens == pytest.approx(4 * 0.05 * 64)
 
 
 @pytest.mark.distributed

@@ -42,15 +42,13 @@ class TunedBudgets:
     layers and of longer dense samples all blocks of the sample, and where budgets are pinned the
     pinned one.
 
-    ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the
-    sample's micro-batch did not reach the anchor. ``dense_LS``: which layers attend to which
-    samples densely, at these budgets.
+    ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``dense_LS``: which layers
+    attend to which samples densely, at these budgets.
     """
 
     budgets_LS: np.ndarray
     cut_S: np.ndarray
     raised_S: np.ndarray
-    clamped_S: np.ndarray
     dense_LS: np.ndarray
 
 
@@ -64,9 +62,9 @@ class BudgetPolicy:
         base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
-        """Budgets of placed samples, and which samples could not follow, [S]."""
-        return problem.allowed.base_LS, np.zeros(len(where.micro_batch_of_S), dtype=bool)
+    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
+        """Budgets of placed samples."""
+        return problem.allowed.base_LS
 
 
 class AnchorPolicy(BudgetPolicy):
@@ -80,7 +78,7 @@ class AnchorPolicy(BudgetPolicy):
     ) -> BudgetRange:
         return feasible_range(costs, coverage, plan_settings)
 
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
+    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
         """Slower micro-batches only cut, the step with the least coverage per ms first; faster ones
         only raise, the step with the most first.
 
@@ -102,16 +100,12 @@ class AnchorPolicy(BudgetPolicy):
         index_I, micro_batch_I = index_I[order], micro_batch_I[order]
         ms_I = steps.pairs_LSK.ravel()[index_I] * costs.pair_ms_L[layer_I[order]]
         taken = np.zeros(steps.pairs_LSK.size, dtype=bool)
-        reached_J = start_J.copy()
         bounds = np.searchsorted(micro_batch_I, np.arange(len(latency_J) + 1))
         for micro_batch, (first, last) in enumerate(itertools.pairwise(bounds)):
             path = start_J[micro_batch] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
             nearest = int(np.abs(path - anchor_ms).argmin())
             taken[index_I[first : first + nearest]] = True
-            slower = latency_J[micro_batch] > anchor_ms
-            reached_J[micro_batch] = max(path[0], anchor_ms) if slower else min(path[-1], anchor_ms)
-        clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
-        return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[micro_batch_of_S]
+        return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape))
 
 
 def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
@@ -132,11 +126,10 @@ class RaisePolicy(BudgetPolicy):
     ) -> BudgetRange:
         return raised_range(costs, coverage, plan_settings)
 
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> tuple[np.ndarray, np.ndarray]:
+    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
         base_LS = problem.allowed.base_LS
-        nobody_S = np.zeros(len(problem.pinned_S), dtype=bool)
         if (base_LS == problem.allowed.top_LS).all():
-            return base_LS, nobody_S
+            return base_LS
         limit_ms = float(problem.makespans_ms(base_LS, where).max()) * ROUNDING
         share = SHARE_OF_STEP_FOR_FILLING
         if where.segment_starts_blocks:
@@ -147,8 +140,8 @@ class RaisePolicy(BudgetPolicy):
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
         if not fits:
-            return base_LS, nobody_S
-        return no_dearer_than_dense_LS(problem, where, raised_LS), nobody_S
+            return base_LS
+        return no_dearer_than_dense_LS(problem, where, raised_LS)
 
 
 def no_dearer_than_dense_LS(
@@ -255,7 +248,7 @@ def budget_problem(
 
 def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
     """Budgets of a placed global batch under ``plan_settings.config.tuning``."""
-    budgets_LS, clamped_S = budget_policy(problem.plan_settings).tuned_LS(problem, where)
+    budgets_LS = budget_policy(problem.plan_settings).tuned_LS(problem, where)
     allowed, costs = problem.allowed, problem.costs
     becomes_LS = _may_be_dense_LS(problem, where, budgets_LS) & (budgets_LS >= costs.blocks_S)
     base_L1 = problem.plan_settings.base_L(len(budgets_LS))[:, None]
@@ -264,6 +257,5 @@ def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
         budgets_LS=np.where(same_LS, np.maximum(base_L1, budgets_LS), budgets_LS).astype(np.int32),
         cut_S=(budgets_LS < allowed.base_LS).any(axis=0),
         raised_S=(budgets_LS > allowed.base_LS).any(axis=0),
-        clamped_S=clamped_S,
         dense_LS=costs.dense_LS | becomes_LS,
     )

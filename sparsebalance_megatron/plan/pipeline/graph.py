@@ -108,13 +108,6 @@ class PipelineGraph:
         )
         return list(zip(self.waves, before, zip(*inputs, strict=True), strict=True))
 
-    def start_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
-        """When operations begin: their inputs have ended, on all ranks that share them."""
-        waited_for = np.stack([self.before_O, *self.inputs])
-        ready_OX = finish_OX[waited_for].max(axis=0)
-        members.maximum(ready_OX)
-        return np.asarray(ready_OX)
-
 
 @lru_cache(maxsize=32)
 def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> PipelineGraph:

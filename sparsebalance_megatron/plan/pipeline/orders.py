@@ -88,13 +88,6 @@ Schedule = Callable[[int, int, int], PipelineOrder]
 """A function of (stages, micro-batches, chunks per stage)."""
 
 
-def schedule_name(stages: int, chunks: int) -> str:
-    """The name of the schedule that Megatron-Core's ``get_forward_backward_func`` picks."""
-    if stages == 1:
-        return "no_pipeline"
-    return "interleaved" if chunks > 1 else "1f1b"
-
-
 @dataclass(frozen=True)
 class MegatronSchedule:
     """The :data:`Schedule` in which Megatron-Core runs a pipeline.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event simulator of pipelines: when their operations begin and end, and which delay the end.
+"""Simulator of pipelines: when their operations end, and which delay the end.
 
 An operation starts when its stage has finished the operation before it and its inputs have arrived.
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
@@ -12,26 +12,9 @@ Shape legend: R data-parallel ranks or candidate pipelines, O operations, X colu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One operation on one stage, with its times in ms."""
-
-    stage: int
-    direction: Direction
-    chunk: int
-    micro_batch: int
-    segment: int = 0
-    start_ms: float
-    end_ms: float
 
 
 def makespans_ms(times: OperationTimes) -> np.ndarray:
@@ -77,39 +60,6 @@ def operations_through_ms(times: OperationTimes) -> np.ndarray:
     through = np.empty_like(finish)
     through[graph.run_O] = finish + rest
     return members.back_in_order(through)
-
-
-def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
-    """All events of every rank, by stage, in the order they run.
-
-    Where ranks share a micro-batch, each rank's operation ends when it has taken its own time.
-
-    Raises:
-        PlanError: a time is negative or not finite, or ranks do not divide into lockstep groups.
-    """
-    if not np.isfinite(times.ms_OR).all() or times.ms_OR.min(initial=0.0) < 0:
-        raise PlanError("a time of the pipeline is negative or not finite")
-    groups = times.by_lockstep_group
-    graph, members = groups.graph, groups.members
-    end_OX = _finish_OX(groups)
-    start_OX = graph.start_OX(end_OX, members)
-    runs_as = np.argsort(graph.run_O)[graph.order.on_stage_PO.reshape(-1)]
-    starts, ends = (
-        np.repeat(members.back_in_order(each_OX[runs_as]), times.lockstep_ranks, axis=1).T.tolist()
-        for each_OX in (start_OX, end_OX)
-    )
-    running = [
-        (stage, operation)
-        for stage, operations in enumerate(graph.order.by_stage)
-        for operation in operations
-    ]
-    return tuple(
-        tuple(
-            Event(stage=stage, **operation._asdict(), start_ms=start_ms, end_ms=end_ms)
-            for (stage, operation), start_ms, end_ms in zip(running, start_O, end_O, strict=True)
-        )
-        for start_O, end_O in zip(starts, ends, strict=True)
-    )
 
 
 def _finish_OX(times: OperationTimes) -> np.ndarray:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cost.model import counted_rates
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.measurement import StepFigures
-from sparsebalance_megatron.log.reader import RunLog
+from sparsebalance_megatron.log.reader import RunLog, read_run_log
 from sparsebalance_megatron.log.records import RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import Job
 
@@ -29,8 +32,6 @@ _OF_THE_HEADER = (
     *("device", "cost_source", "megatron_core", "torch"),
 )
 _OF_NO_ACCOUNT = frozenset({"log_dir", "log_megabytes", "dry_run", "cost_table"})
-_OF_BASE_BUDGETS = ("base budget", "layer budgets", "block size", "selection")
-"""How differences of settings begin that make base budgets of one run none of the other."""
 _LONGEST_VALUE = 60
 
 Pair = tuple[StepRecord, StepRecord]
@@ -55,33 +56,16 @@ class TimeSplit:
         return self.compute_ms + self.waiting_ms + self.rest_ms
 
 
-class Change(NamedTuple):
-    """One reason for another step time, in ms; negative is time saved."""
-
-    name: str
-    ms: float
-
-    @property
-    def signed(self) -> str:
-        """Whole ms with their sign; what rounds to nothing has none."""
-        return f"{self.ms:+,.0f}" if round(self.ms) else "0"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Differences between two runs' mean steps, over the steps that both took and measured.
+    """Two runs' mean steps, over the steps that both took and measured.
 
-    - ``changes``: from the baseline's step to the run's. Less or more attention: the planner's work
-      relative to base budgets, applied to the baseline's computing time. Noise: the rest of the
-      difference of computing times, since the same work took longer or shorter, or was predicted
-      wrongly. Runs of other base budgets have these two as one, other attention.
-    - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
-      None for fewer than six pairs.
+    ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
+    None for fewer than six pairs.
     """
 
     baseline: TimeSplit
     run: TimeSplit
-    changes: tuple[Change, ...]
     speedup_interval: tuple[float, float] | None
 
 
@@ -91,11 +75,12 @@ class RunSummary:
 
     All but the losses leave out the warm-up. ``split``: where the mean step's time goes.
     ``figures``: over steps, the mean of coverages and the median of other
-    :class:`.measurement.StepFigures`; ``coverage_gained_by_token`` is weighed by tokens.
+    :class:`.measurement.StepFigures`.
     ``lockstep_ranks``: how many ranks waited for one another in every layer; busy times leave this
-    out, and ``split`` counts it as waiting. ``window_steps``: within which samples changed places.
-    ``tokens_variation``: standard deviation over mean of tokens a step; ``tokens_correlation``: of
-    a step and the one before.
+    out, and ``split`` counts it as waiting. ``utilisation``: operations of the model over what the
+    devices could do, None where their peak is not known. ``window_steps``: within which samples
+    changed places. ``tokens_variation``: standard deviation over mean of tokens a step;
+    ``tokens_correlation``: of a step and the one before.
     """
 
     steps: int
@@ -106,6 +91,8 @@ class RunSummary:
     figures: Mapping[str, float | None]
     split: TimeSplit | None = None
     lockstep_ranks: int = 1
+    tokens_per_second_per_gpu: float | None = None
+    utilisation: float | None = None
     window_steps: int = 1
     tokens_variation: float | None = None
     tokens_correlation: float | None = None
@@ -127,6 +114,38 @@ class Comparison:
     problems: tuple[str, ...]
     explanation: Explanation | None = None
     differences: tuple[str, ...] = ()
+
+
+class Beside(NamedTuple):
+    """Another run over the same samples, over the baseline; and the run over it.
+
+    ``kind``: what it has of the run: "placement" of mode exact, "attention" too of base budgets for
+    all that are placed by the plan; None of others.
+    """
+
+    kind: str | None
+    over_baseline: Comparison
+    run_over: Comparison
+
+
+def compare_beside(baseline: RunLog, run: RunLog, directories: Sequence[Path]) -> dict[str, Beside]:
+    """Other runs by the names of their directories, whole where two are alike."""
+    names = [directory.name for directory in directories]
+    found = {}
+    for name, directory in zip(names, directories, strict=True):
+        log = read_run_log(directory)
+        config = log.header.config if log.header else {}
+        kind, is_placed = None, config.get("batching") == "makespan"
+        if is_placed and config.get("tuning") == "off":
+            kind = "placement" if is_dense(config) else "attention"
+        beside = Beside(kind, compare(baseline, log), compare(log, run))
+        found[name if names.count(name) == 1 else str(directory)] = beside
+    return found
+
+
+def is_dense(config: Mapping[str, Any]) -> bool:
+    """Whether a run of these settings attends densely in all layers."""
+    return ALL_DENSE in str(config.get("layer_budgets"))
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
@@ -152,21 +171,18 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         for old, new in pairs
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
-    before, after = (summarize(log.steps, log.lockstep_ranks) for log in (baseline, balanced))
+    before, after = (summarize(log.steps, log.header) for log in (baseline, balanced))
     return Comparison(
         baseline=before,
         sparse_balance=after,
         speedup=sum(old for old, _ in timed) / sum(new for _, new in timed) if timed else None,
         problems=tuple(problems),
-        explanation=explain(
-            pairs,
-            same_base_budgets=not any(each.startswith(_OF_BASE_BUDGETS) for each in differing),
-        ),
+        explanation=explain(pairs),
         differences=differing,
     )
 
 
-def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummary:
+def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> RunSummary:
     after = settled(steps)
     # The loss of a step follows its lengths, that of a window does not.
     losses = [
@@ -177,6 +193,10 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
     tokens = np.array([step.tokens for step in after], dtype=np.float64)
     varying = len(tokens) > 2 and tokens[1:].std() > 0.0 < tokens[:-1].std()
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
+    rates = counted_rates(header.device) if header else None
+    flops, gpu_ms = 0.0, sum(times_ms) * ((header and header.world_size) or 0)
+    if rates:
+        flops = 1e12 * sum(step.tflops or 0.0 for step in after if step.iteration_ms)
     return RunSummary(
         steps=len(steps),
         warm_up_steps=len(steps) - len(after),
@@ -185,21 +205,29 @@ def summarize(steps: Sequence[StepRecord], lockstep_ranks: int = 1) -> RunSummar
         loss_last=losses[-1] if losses else None,
         figures={each.name: _over_steps(after, each.name) for each in fields(StepFigures)},
         split=split_time(after),
-        lockstep_ranks=lockstep_ranks,
+        lockstep_ranks=header.job.lockstep_ranks if header else 1,
+        tokens_per_second_per_gpu=tokens_per_second(after, header),
+        utilisation=flops / (gpu_ms * rates.flops_per_ms) if rates and flops * gpu_ms else None,
         window_steps=max((step.window.steps for step in steps if step.window), default=1),
         tokens_variation=float(tokens.std() / tokens.mean()) if tokens.any() else None,
         tokens_correlation=(float(np.corrcoef(tokens[:-1], tokens[1:])[0, 1]) if varying else None),
     )
 
 
-def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:
-    known = [(getattr(step.figures, name), step.tokens) for step in steps]
-    known = [(value, tokens) for value, tokens in known if isinstance(value, int | float)]
-    if not known:
+def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> float | None:
+    """Of a GPU, in the steps whose time is known; None where the log has no number of GPUs."""
+    timed = [step for step in steps if step.iteration_ms]
+    seconds = sum(step.iteration_ms or 0.0 for step in timed) / 1e3
+    if header is None or not header.world_size or not seconds:
         return None
-    values, tokens = zip(*known, strict=True)
-    if name == "coverage_gained_by_token" and sum(tokens):
-        return fmean(values, tokens)
+    return sum(step.tokens for step in timed) / seconds / header.world_size
+
+
+def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:
+    known = [getattr(step.figures, name) for step in steps]
+    values = [value for value in known if isinstance(value, int | float)]
+    if not values:
+        return None
     return fmean(values) if name.startswith("coverage") else median(values)
 
 
@@ -245,43 +273,23 @@ def _common(run: RunLog, baseline: RunLog) -> list[Pair]:
 
 def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
     """Split the mean step's time; None where no step was measured whole."""
-    parts = _parts(steps)
+    parts = time_parts(steps)
     return _mean(parts[np.isfinite(parts).all(axis=1)])
 
 
-def explain(pairs: Sequence[Pair], *, same_base_budgets: bool = True) -> Explanation | None:
+def explain(pairs: Sequence[Pair]) -> Explanation | None:
     """Compare runs by steps of the same samples; None where no pair was measured whole."""
-    parts = np.stack([_parts([pair[side] for pair in pairs]) for side in (0, 1)])
+    parts = np.stack([time_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     whole = np.isfinite(parts).all(axis=(0, 2))
     before, after = (_mean(each) for each in parts[:, whole])
     if before is None or after is None:
         return None
-    known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
-    compute_ms = after.compute_ms - before.compute_ms
-    waiting_ms = after.waiting_ms - before.waiting_ms
-    between = (
-        Change(f"{_more(waiting_ms)} waiting", waiting_ms),
-        Change("optimizer, gradients", after.rest_ms - before.rest_ms),
-    )
-    changes: tuple[Change, ...] = (Change("other attention", compute_ms), *between)
-    if same_base_budgets:
-        attention_ms = fmean(
-            ((new.figures.work_ratio or 1.0) / (old.figures.work_ratio or 1.0) - 1.0)
-            * (old.figures.computing_ms_measured or 0.0)
-            for old, new in known
-        )
-        first = Change(f"{_more(attention_ms)} attention", attention_ms)
-        changes = (first, *between, Change("noise", compute_ms - attention_ms))
     return Explanation(
-        baseline=before, run=after, changes=changes, speedup_interval=_interval(known)
+        baseline=before, run=after, speedup_interval=ratio_interval(*parts[:, whole].sum(axis=2))
     )
 
 
-def _more(ms: float) -> str:
-    return "less" if ms <= 0.0 else "more"
-
-
-def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
+def time_parts(steps: Sequence[StepRecord]) -> np.ndarray:
     """ms of computing, waiting and the rest of every step; NaN where it was not measured whole."""
     known = [
         (step.iteration_ms, step.figures.computing_ms_measured, step.figures.makespan_ms_measured)
@@ -298,13 +306,14 @@ def _mean(parts: np.ndarray) -> TimeSplit | None:
     return TimeSplit(*parts.mean(axis=0).tolist()) if len(parts) else None
 
 
-def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
-    if len(pairs) < _LEAST_PAIRS_FOR_INTERVAL:
+def ratio_interval(before_ms: np.ndarray, after_ms: np.ndarray) -> tuple[float, float] | None:
+    """95 % interval of the ratio of total times, by resampling pairs of steps; None of too few."""
+    if len(before_ms) < _LEAST_PAIRS_FOR_INTERVAL:
         return None
     from scipy.stats import bootstrap
 
     found = bootstrap(
-        tuple(np.array([step.iteration_ms for step in side]) for side in zip(*pairs, strict=True)),
+        (before_ms, after_ms),
         lambda old, new, axis: old.sum(axis=axis) / new.sum(axis=axis),
         paired=True,
         vectorized=True,
@@ -317,7 +326,8 @@ def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
 
 
 def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
-    """ "NAME A in the baseline, B in the run" for every setting that differs; none without headers.
+    """ "NAME A -> B", from the baseline to the run, of every setting that differs; none without
+    headers.
 
     Raises:
         ConfigError: the runs trained other models or data.
@@ -326,8 +336,7 @@ def differences(baseline: RunLog, run: RunLog) -> tuple[str, ...]:
         return ()
     before, after = (_settings(header) for header in (baseline.header, run.header))
     differing = {
-        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} in the baseline, "
-        f"{after.get(name, 'none')} in the run"
+        name: f"{name.replace('_', ' ')} {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in before | after
         if before.get(name, "none") != after.get(name, "none")
     }

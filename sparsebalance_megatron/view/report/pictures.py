@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import Place
 from sparsebalance_megatron.text_table import shown_ms
+from sparsebalance_megatron.view.report.numbers import time_parts
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "waiting": "#f0a13c",
@@ -46,7 +50,6 @@ _STYLE: dict[Any, Any] = {
 _WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _NARROW_INCHES, _WIDE_INCHES = 5.5, 13.0
 _BARS_PER_INCH = 7.0
-_DIGIT_INCHES = 0.08
 _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
 _MOST_ROWS = 16
@@ -84,12 +87,12 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
     from matplotlib.patches import Patch
 
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
-    size, file = (width, (rows_height + 0.5) * len(views) + 0.3), io.StringIO()
+    size = width, (rows_height + 0.5) * len(views) + 0.3
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]
         for axes, (name, view), end_ms in zip(panels, timelines.items(), ends_ms, strict=True):
-            _draw_step(axes, view, shown, digit_ms=_DIGIT_INCHES * end_ms / width)
+            _draw_step(axes, view, shown)
             axes.set_xlim(0.0, end_ms)
             waiting = 1.0 - view.busy_share
             axes.set_title(
@@ -97,9 +100,38 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
             )
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
+        return Picture(svg=_svg(figure), remarks=tuple(remarks))
+
+
+def history_picture(logs: Mapping[str, RunLog]) -> str:
+    """Step time, share of waiting and loss over the steps of some runs, as an SVG element."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colours = dict(zip(logs, (COLOURS["backward"], COLOURS["waiting"]), strict=False))
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(7.5, 1.9), layout="constrained")
+        panels = figure.subplots(1, 3)
+        for name, log in logs.items():
+            parts = time_parts(log.steps)
+            step_ms = parts.sum(axis=1)
+            losses = [math.nan if step.lm_loss is None else step.lm_loss for step in log.steps]
+            iterations = [step.iteration for step in log.steps]
+            for axes, values in zip(panels, (step_ms, parts[:, 1] / step_ms, losses), strict=True):
+                axes.plot(iterations, values, ".-", ms=3, lw=1.0, color=colours[name], label=name)
+        for axes, title in zip(panels, ("step, ms", "share of waiting", "loss"), strict=True):
+            axes.set_title(title)
+            axes.grid(axis="y")
+            axes.locator_params(nbins=5)
+        panels[0].legend()
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
     text = file.getvalue()
-    return Picture(svg=text[text.index("<svg") :], remarks=tuple(remarks))
+    return text[text.index("<svg") :]
 
 
 def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
@@ -117,14 +149,13 @@ def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     return tuple(place for place in places if place[0] in chosen)
 
 
-def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: float) -> None:
-    """Bars of a step's rows; backwards show the budget of the longest sample where it fits."""
+def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place]) -> None:
+    """Bars of a step's rows."""
     first = dict(reversed(shown))
     one_stage = len({stage for _, stage in shown}) == 1
     labels = []
     for row, (rank, stage) in enumerate(shown):
         spans = view.spans.get((rank, stage), ())
-        held = [view.held((rank, stage), span) for span in spans]
         of_rank = f"rank {rank}" if one_stage else f"rank {rank}  stage {stage}"
         labels.append(of_rank if first[rank] == stage else str(stage))
         axes.barh(row, view.makespan_ms, color=COLOURS["waiting"], linewidth=0.0)
@@ -133,23 +164,9 @@ def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place], digit_ms: flo
             [span.ms for span in spans],
             left=[span.start_ms for span in spans],
             color=[COLOURS[span.direction] for span in spans],
-            edgecolor=[_INK if each and each.cp_size > 1 else "white" for each in held],
+            edgecolor="white",
             linewidth=min(0.6, _EDGES_PER_ROW / max(len(spans), 1)),
         )
-        for span, each in zip(spans, held, strict=True):
-            if span.direction == "forward" or each is None or not each.budgets_LS.size:
-                continue
-            # The mean over a stage's layers, in blocks.
-            budget = each.budgets_LS[:, int(np.argmax(each.lengths_tokens))].mean()
-            text, middle_ms = f"{budget:.0f}", (span.start_ms + span.end_ms) / 2
-            if span.ms > digit_ms * (len(text) + 1):
-                axes.text(
-                    *(middle_ms, row, text),
-                    color="white",
-                    size=7,
-                    ha="center",
-                    va="center_baseline",
-                )
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
     axes.grid(axis="x")

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of every stage of every rank in one step, with their times: predicted, and measured.
-
-Shape legend: U segments.
-"""
+"""Operations of every stage of every rank in one step, with their measured times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
+from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
 
 _LONGEST_WAIT_S = 60.0
 """For data, of one rank, while others of its step already compute."""
@@ -27,13 +20,12 @@ class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
     ``waited_ms``: of all spans together, for other ranks in their layers. ``remarks``: what is not
-    in it. ``contents``: what the ranks logged of the step.
+    in it.
     """
 
     spans: Mapping[Place, Sequence[Span]]
     waited_ms: float = 0.0
     remarks: tuple[str, ...] = ()
-    contents: Mapping[Place, RankStep] = field(default_factory=dict)
 
     @property
     def makespan_ms(self) -> float:
@@ -45,44 +37,6 @@ class Timeline:
         available_ms = self.makespan_ms * len(self.spans)
         busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
         return busy_ms / available_ms if available_ms else 1.0
-
-    def held(self, place: Place, span: Span) -> RankMicroBatch | None:
-        """The micro-batch of a span; None where its rank did not log it."""
-        step = self.contents.get(place)
-        held = step.micro_batches if step else ()
-        return next((each for each in held if each.position == span.position), None)
-
-
-def predicted_timeline(record: StepRecord, schedule: Schedule = megatron_order) -> Timeline | None:
-    """The schedule of the run simulated with the predicted times; None where it cannot be."""
-    spans: dict[Place, list[Span]] = {place: [] for place in record.places}
-    try:
-        for rank, event in _simulated(record, schedule):
-            what = event.direction, event.chunk, event.micro_batch
-            span = Span(*what, event.start_ms, event.end_ms, event.segment)
-            spans[rank, event.stage].append(span)
-    except PlanError:
-        return None
-    return Timeline(spans=spans)
-
-
-def _simulated(record: StepRecord, schedule: Schedule) -> Iterator[tuple[int, Event]]:
-    """Rank and event; raises PlanError where a time is missing or negative."""
-    segment_ms = record.predicted.segment_ms
-    if not segment_ms:
-        times = OperationTimes.of_micro_batches(
-            record.predicted.times_2RPVM, record.cp_sizes_RM, schedule
-        )
-        for rank, events in enumerate(simulate(times)):
-            yield from ((rank, event) for event in events)
-        return
-    ms_2UP = np.concatenate(segment_ms, axis=2).swapaxes(1, 2)
-    times = OperationTimes.of_segments(record.segments_RM.tolist(), ms_2UP, record.cp_sizes_RM)
-    # The micro-batches of all ranks, one after another.
-    (events,) = simulate(times)
-    for event in events:
-        rank, position = divmod(event.micro_batch, record.segments_RM.shape[1])
-        yield rank, replace(event, micro_batch=position)
 
 
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:

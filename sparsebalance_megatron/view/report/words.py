@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
-from sparsebalance_megatron.log.reader import RankLogs
-from sparsebalance_megatron.log.records import SIDES, CoverageRecord, Place, RunHeader, StepRecord
+from sparsebalance_megatron.log.reader import RankLogs, RunLog
+from sparsebalance_megatron.log.records import SIDES, Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.text_table import printable, shown_ms
-from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary
+from sparsebalance_megatron.view.report.numbers import Beside, Comparison, RunSummary, is_dense
 
 _OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
 _SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
@@ -44,25 +43,55 @@ def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
         return (
             f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
         )
-    words = f"Measured: {comparison.speedup:.2f} times as fast as {baseline}"
+    words = f"Measured: {_times_as_fast(comparison)} as {baseline}"
     why = comparison.explanation
     if why is None:
         return f"{words}."
-    if why.speedup_interval is not None:
-        low, high = why.speedup_interval
-        words += f" (95 % interval {low:.2f} to {high:.2f})"
     return (
         f"{words}: a mean step takes {shown_ms(why.run.step_ms)} ms instead of "
         f"{shown_ms(why.baseline.step_ms)} ms."
     )
 
 
-def changes(numbers: RunSummary | Comparison) -> list[str]:
+def _times_as_fast(comparison: Comparison) -> str:
+    interval = comparison.explanation and comparison.explanation.speedup_interval
+    words = f"{comparison.speedup:.2f} times as fast"
+    return f"{words} (95 % {interval[0]:.2f} - {interval[1]:.2f})" if interval else words
+
+
+def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> list[str]:
+    """Where the gain is in a step, and what it is owed to as far as other runs tell."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
-    if why is None:
-        return []
-    parts = ", ".join(f"{change.name} {change.signed}" for change in why.changes)
-    return [f"From the baseline's {shown_ms(why.baseline.step_ms)} ms: {parts} ms."]
+    sentences = []
+    if why is not None:
+        parts = {
+            "computing": why.run.compute_ms - why.baseline.compute_ms,
+            "waiting": why.run.waiting_ms - why.baseline.waiting_ms,
+            "optimizer and the rest": why.run.rest_ms - why.baseline.rest_ms,
+        }
+        signed = ", ".join(f"{name} {round(ms) or 0:+,d}" for name, ms in parts.items())
+        sentences.append(f"From the baseline's {shown_ms(why.baseline.step_ms)} ms: {signed} ms.")
+    measured = {
+        name: each
+        for name, each in beside.items()
+        if each.over_baseline.speedup and each.run_over.speedup
+    }
+    sentences += [
+        f"{name} is {_times_as_fast(each.over_baseline)} as the baseline, the run "
+        f"{_times_as_fast(each.run_over)} as {name}."
+        for name, each in measured.items()
+    ]
+    runs = {each.kind: each for each in measured.values()}
+    if placed := runs.get("placement"):
+        gains = {"placement": placed.over_baseline.speedup or 1.0}
+        rest = placed.run_over.speedup or 1.0
+        if fixed := runs.get("attention"):
+            by_budgets = fixed.run_over.speedup or 1.0
+            gains |= {"attention": rest / by_budgets, "budgets": by_budgets}
+        else:
+            gains["attention and budgets"] = rest
+        sentences.append(f"The gain: {', '.join(f'{by:.2f} by {of}' for of, by in gains.items())}.")
+    return sentences
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
@@ -77,26 +106,27 @@ def caveats(numbers: RunSummary | Comparison) -> list[str]:
 
 
 def settings_that_differ(
-    numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
+    numbers: RunSummary | Comparison, beside: Mapping[str, Beside]
 ) -> list[str]:
-    """Sentences that precede every number of a comparison; none of runs alike."""
-    compared = {"Runs": numbers} if isinstance(numbers, Comparison) else {}
-    compared |= {f"The run and {name}": other for name, other in (beside or {}).items()}
+    """A sentence for each run that the run is compared with; none of runs alike."""
+    compared = {"the baseline": numbers} if isinstance(numbers, Comparison) else {}
+    compared |= {name: each.run_over for name, each in beside.items()}
     return [
-        f"{names} differ in: {'; '.join(each.differences)}."
-        for names, each in compared.items()
+        f"From {name} to the run: {'; '.join(each.differences)}."
+        for name, each in compared.items()
         if each.differences
     ]
 
 
-def descriptions(headers: Mapping[str, RunHeader | None]) -> list[str]:
+def descriptions(logs: Mapping[str, RunLog]) -> list[str]:
     """A sentence on every run by its name: what attention reads, and how samples are placed."""
+    headers = {name: log.header for name, log in logs.items()}
     return [f"{name}: {_described(header.config)}." for name, header in headers.items() if header]
 
 
 def _described(config: Mapping[str, Any]) -> str:
     tuning, placed = config.get("tuning"), _PLACED.get(str(config.get("batching")), "")
-    if "dense:all" in str(config.get("layer_budgets")):
+    if is_dense(config):
         return f"dense attention, {placed}"
     blocks, tokens = config.get("base_budget"), config.get("block_size")
     return (
@@ -132,59 +162,67 @@ Row = dict[str, str]
 
 def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
     if isinstance(numbers, RunSummary):
-        return {"this run": numbers}
-    return {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
+        return {"run": numbers}
+    return {"baseline": numbers.baseline, "run": numbers.sparse_balance}
 
 
 def numbers_table(
-    numbers: RunSummary | Comparison, beside: Mapping[str, Comparison] | None = None
+    numbers: RunSummary | Comparison, beside: Mapping[str, Beside], *, every: bool = False
 ) -> list[Row]:
-    """The runs side by side, and where each number comes from."""
-    runs = {name: other.baseline for name, other in (beside or {}).items()} | _by_name(numbers)
+    """The runs side by side: rows that answer most questions, or every one. Dense attention has no
+    coverage."""
+    runs = _by_name(numbers)
+    last = runs.pop("run")
+    runs |= {name: each.run_over.baseline for name, each in beside.items()} | {"run": last}
+    rows = {
+        name: {of: _shown(run, path, layout) for of, run in runs.items()}
+        for name, path, layout in (_ROWS if every else _FIRST_ROWS)
+    }
+    if all(run.figures.get("coverage") in (None, 1.0) for run in runs.values()):
+        rows = {name: cells for name, cells in rows.items() if "base budgets" not in name}
+        rows.pop("coverage, mean", None)
+    if all(run.window_steps == 1 for run in runs.values()):
+        rows = {name: cells for name, cells in rows.items() if name not in _OF_WINDOWS}
     return [
-        {
-            "": name,
-            **{of: _shown(run, path, layout) for of, run in runs.items()},
-            HOW_KNOWN: kind,
-        }
-        for name, kind, path, layout in _ROWS
-        if path not in _OF_WINDOWS or any(run.window_steps > 1 for run in runs.values())
+        {"": name, **cells}
+        for name, cells in rows.items()
+        if every or {*cells.values()} != {_NOT_MEASURED}
     ]
 
 
-HOW_KNOWN = "how it is known"
-
-
-_ROWS = (
-    ("iteration, ms (median)", "measured", "iteration_ms_median", "ms"),
-    ("mean step, ms", "measured", "split.step_ms", "ms"),
-    ("  of it waiting, ms", "measured", "split.waiting_ms", "ms"),
-    ("  of it computing, ms", "measured", "split.compute_ms", "ms"),
-    ("  of it the rest, ms", "measured", "split.rest_ms", "ms"),
-    ("imbalance of ranks, max/mean", "measured", "figures.imbalance", ".3f"),
-    ("busiest rank, ms: measured", "measured", "figures.busiest_rank_ms_measured", "ms"),
-    ("busiest rank, ms: predicted", "predicted", "figures.busiest_rank_ms_predicted", "ms"),
-    ("step, ms: predicted lower bound", "predicted", "figures.lower_bound_ms", "ms"),
-    ("error of predicted rank times", "both", "figures.predicted_error", ".1%"),
-    ("work, relative to base budgets", "predicted", "figures.work_ratio", ".1%"),
-    ("score coverage (mean)", "measured", "figures.coverage", "z.4f"),
-    ("  of base budgets", "measured", "figures.coverage_base", "z.4f"),
-    ("  as planned", "predicted", "figures.coverage_predicted", "z.4f"),
-    (
-        "  gained over base budgets, by tokens",
-        *("measured", "figures.coverage_gained_by_token", "+z.4f"),
-    ),
-    ("loss, first step", "measured", "loss_first", "z.4f"),
-    ("loss, last step", "measured", "loss_last", "z.4f"),
-    ("steps", "logged", "steps", "d"),
-    ("  of them warm-up", "logged", "warm_up_steps", "d"),
-    ("  of a window", "logged", "window_steps", "d"),
-    ("tokens a step: deviation over mean", "logged", "tokens_variation", ".1%"),
-    ("  correlation with the step before", "logged", "tokens_correlation", "+.2f"),
+_NOT_MEASURED = "not measured"
+_FIRST_ROWS = (
+    ("mean step, ms", "split.step_ms", "ms"),
+    ("tokens/s a GPU", "tokens_per_second_per_gpu", ",.0f"),
+    ("model FLOP/s utilisation", "utilisation", ".1%"),
+    ("  of the step waiting, ms", "split.waiting_ms", "ms"),
+    ("  computing, ms", "split.compute_ms", "ms"),
+    ("coverage, mean", "figures.coverage", "z.3f"),
+    ("loss, last step", "loss_last", "z.4f"),
 )
-"""Rows of the table: words, where a number comes from, its place in a summary, its layout."""
-_OF_WINDOWS = ("window_steps", "tokens_variation", "tokens_correlation")
-"""Places of rows that stand only beside a run with windows."""
+_ROWS = (
+    *_FIRST_ROWS,
+    ("iteration, ms (median)", "iteration_ms_median", "ms"),
+    ("  of the step the rest, ms", "split.rest_ms", "ms"),
+    ("imbalance of ranks, max/mean", "figures.imbalance", ".3f"),
+    ("busiest rank, ms", "figures.busiest_rank_ms_measured", "ms"),
+    ("  predicted", "figures.busiest_rank_ms_predicted", "ms"),
+    ("lower bound of the step, ms", "figures.lower_bound_ms", "ms"),
+    ("error of predicted rank times", "figures.predicted_error", ".1%"),
+    ("work, relative to base budgets", "figures.work_ratio", ".1%"),
+    ("coverage of base budgets", "figures.coverage_base", "z.4f"),
+    ("loss, first step", "loss_first", "z.4f"),
+    ("steps", "steps", "d"),
+    ("  of them warm-up", "warm_up_steps", "d"),
+    ("  of a window", "window_steps", "d"),
+    ("tokens a step: deviation over mean", "tokens_variation", ".1%"),
+    ("  correlation with the step before", "tokens_correlation", "+.2f"),
+)
+"""Rows of the table: words, a number's place in a summary, its layout."""
+
+
+_OF_WINDOWS = frozenset(name for name, path, _ in _ROWS[-3:])
+"""Rows that stand only beside a run with windows."""
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:
@@ -195,49 +233,8 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
         within = run.split if part else run
         value = None if within is None else getattr(within, name)
     if value is None:
-        return "not measured"
+        return _NOT_MEASURED
     return shown_ms(value) if layout == "ms" else format(value, layout)
-
-
-def coverage_table(record: CoverageRecord | None) -> list[Row]:
-    """Coverage at budgets of powers of two, the mean of the layers and the least, by length in
-    blocks; every budget covers one block."""
-    if record is None:
-        return []
-    budgets = [budget for budget in record.grid if budget.bit_count() == 1]
-    rows = []
-    for bucket, blocks in enumerate(record.bucket_blocks):
-        curves_LK = record.curves_LUK[:, bucket]
-        curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
-        if blocks == 1 or not len(curves_LK):
-            continue
-        least = 1 << bucket
-        row = {"blocks": f"{least} to {blocks}" if least < blocks else str(blocks)}
-        for budget in budgets:
-            each_L = curves_LK[:, record.grid.index(budget)]
-            cell = f"{each_L.mean():.3f} ({each_L.min():.3f})"
-            row[str(budget)] = cell if budget < blocks else ""
-        rows.append(row)
-    return rows
-
-
-def layers_table(header: RunHeader | None) -> list[Row]:
-    """Base budgets by layer, largest first; no rows where all layers have the same."""
-    config = header.config if header else {}
-    if header is None or config.get("layer_budgets") is None:
-        return []
-    budget_L = base_budgets(config["base_budget"], config["layer_budgets"], header.job.layers)
-    layers: dict[int, list[str]] = {}
-    for layer, budget in enumerate(budget_L):
-        layers.setdefault(budget, []).append(str(layer))
-    rows = [
-        {
-            "base budget, blocks": "all: dense" if budget == DENSE else str(budget),
-            "layers": ", ".join(layers[budget]),
-        }
-        for budget in sorted(layers, reverse=True)
-    ]
-    return rows if len(rows) > 1 else []
 
 
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:

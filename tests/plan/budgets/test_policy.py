@@ -83,7 +83,7 @@ def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observe
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
     assert lost.max() <= (threshold + 1e-12 if tuning == "anchor" else 0.0)
     if tuning == "raise":
-        assert not (case.tuned.cut_S | case.tuned.clamped_S).any()
+        assert not case.tuned.cut_S.any()
         base_ms = case.makespan(case.allowed.base_LS)
         assert case.makespan(budgets_LS) <= base_ms * (1 + 1e-8)
     effective_LS = np.minimum(budgets_LS, case.costs.blocks_S)
@@ -101,9 +101,6 @@ def test_anchor_moves_nobody_away(seed, shape):
     slower_S = (before > target)[case.micro_batch_of_S]
     assert not (case.tuned.raised_S & slower_S).any()
     assert not (case.tuned.cut_S & ~slower_S).any()
-    lowest, highest = case.latencies(case.allowed.floor_LS), case.latencies(case.allowed.top_LS)
-    out_of_reach = (lowest > target * (1 + 1e-9)) | (highest < target * (1 - 1e-9))
-    assert (case.tuned.clamped_S == out_of_reach[case.micro_batch_of_S]).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,8 +110,8 @@ def test_micro_batches_end_within_a_step_of_the_anchor(seed):
     case = Case(seed, "anchor", lengths=lengths, coverage_threshold=0.999)
     target = case.latencies(case.allowed.base_LS).mean()
     after = case.latencies(case.tuned.budgets_LS)
-    clamped = np.unique(case.micro_batch_of_S[case.tuned.clamped_S])
-    free = np.setdiff1d(np.arange(len(after)), clamped)
+    lowest, highest = case.latencies(case.allowed.floor_LS), case.latencies(case.allowed.top_LS)
+    free = np.flatnonzero((lowest <= target * (1 + 1e-9)) & (highest >= target * (1 - 1e-9)))
     grid = np.asarray(case.coverage.grid)
     steps = case.costs.block_pairs(
         np.broadcast_to(grid[:, None], (len(grid), len(case.micro_batch_of_S)))

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
+from plan.pipeline.events import simulate
 from plan.plan_cases import flat, longest_through, random_cp_sizes, shared_times
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import megatron_order, schedule_name
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, simulate
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
 FORWARD, BACKWARD = Direction
 
@@ -33,6 +34,13 @@ def pipelines(draw):
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     times = generator.exponential([[[[1.0]]], [[[2.0]]]], (2, stages, chunks, micro_batches))
     return np.round(times) if draw(st.booleans()) else times
+
+
+def schedule_name(stages: int, chunks: int) -> str:
+    """The name of the schedule that Megatron-Core's ``get_forward_backward_func`` picks."""
+    if stages == 1:
+        return "no_pipeline"
+    return "interleaved" if chunks > 1 else "1f1b"
 
 
 @settings(max_examples=80)

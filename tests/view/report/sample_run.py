@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import structs
+from plan.pipeline.events import simulate
 from plan.plan_cases import flat, job_shape
 from predict.predict_cases import SHAPE
 from record_cases import header_of
@@ -25,7 +26,6 @@ from sparsebalance_megatron.log.records import (
     RankStep,
     Record,
     RunHeader,
-    coverage_record,
     encode,
     rank_header,
     rank_step,
@@ -33,7 +33,6 @@ from sparsebalance_megatron.log.records import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -89,11 +88,7 @@ class SampleRun:
 
     def write(self, directory: Path) -> Path:
         steps = [self.finished(iteration) for iteration in range(1, self.steps + 1)]
-        # Nothing was seen of documents of one block.
-        curves = self.coverage()
-        curves.observed_LU = np.arange(curves.buckets) > np.zeros((self.layers, 1))
         records: list[Record] = [self.header(), *map(step_record, steps)]
-        records.insert(3, coverage_record(2, curves))
         _write(directory / "steps.jsonl", records)
         for place in self.places():
             header = rank_header(place, self.job, f"node{place.pipeline_rank}")

@@ -3,30 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from msgspec import structs
-from plan.plan_cases import flat
-from record_cases import rank_micro_batch, rank_step, step_record
+from record_cases import rank_step, step_record
 
 from sparsebalance_megatron.learn.measurement import MeasuredTimes, Span
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.pictures import COLOURS, step_picture
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
-    predicted_timeline,
 )
 
 
@@ -50,48 +43,6 @@ def times(forward_RPVM: np.ndarray, **changes: Any) -> StepRecord:
 
 def span(direction: str, start_ms: float, end_ms: float) -> Span:
     return Span(direction, 0, 0, start_ms, end_ms)
-
-
-@given(
-    stages=st.integers(1, 3),
-    virtual_stages=st.integers(1, 2),
-    groups=st.integers(1, 2),
-    ranks=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
-def test_a_predicted_timeline_is_the_simulators(
-    stages: int, virtual_stages: int, groups: int, ranks: int, seed: int
-) -> None:
-    shape = (ranks, stages, virtual_stages, stages * groups)
-    predicted = np.random.default_rng(seed).uniform(0.1, 5.0, shape)
-    found = predicted_timeline(times(predicted))
-    ran = simulate(flat(np.stack([predicted, 2 * predicted])))
-    assert found is not None
-    assert {
-        (
-            *((rank, event.stage), event.direction, event.chunk, event.micro_batch),
-            *(event.start_ms, event.end_ms),
-        )
-        for rank, events in enumerate(ran)
-        for event in events
-    } == {(place, *span[:5]) for place, spans in found.spans.items() for span in spans}
-    assert sum(map(len, found.spans.values())) == 2 * predicted.size
-    assert len(found.spans) == ranks * stages
-    assert found.busy_share == pytest.approx(
-        3 * predicted.sum() / (found.makespan_ms * ranks * stages)
-    )
-
-
-def with_segments(record: StepRecord, segment_ms: Sequence[np.ndarray]) -> StepRecord:
-    predicted = replace(record.predicted, segment_ms=tuple(segment_ms))
-    return structs.replace(record, predicted=predicted)
-
-
-def test_nothing_is_drawn_of_times_that_are_missing() -> None:
-    broken = np.ones((1, 2, 1, 2))
-    broken[0, 1, 0, 1] = np.nan
-    assert predicted_timeline(times(broken)) is None
-    assert measured_timeline(times(np.ones((1, 2, 1, 2))), {}) is None
 
 
 CLOCKS_DISAGREE = "the wall clocks of ranks disagree: all are drawn from the step's start"
@@ -138,27 +89,6 @@ def test_waiting_within_layers_is_no_computing() -> None:
     assert found is not None
     assert found.makespan_ms == pytest.approx(30.0)
     assert found.busy_share == pytest.approx(40.0 / 60.0)
-    predicted = predicted_timeline(record)
-    assert predicted is not None
-    assert predicted.busy_share == pytest.approx(1.0)
-
-
-def test_ranks_that_shared_a_segment_begin_it_together() -> None:
-    """Rank 0 has three segments of 1 ms beside it, rank 1 one of 5 ms."""
-    forward_RM = np.array([[3.0, 2.0], [5.0, 2.0]])
-    record = partial(times, forward_RM[:, None, None, :], cp_sizes_RM=((1, 2), (1, 2)))
-    both = np.array([1.0, 2.0])[:, None, None]
-    segment_ms = [both * np.ones((2, 1, 5)), both * np.array([5.0, 1.0, 1.0])]
-    found = predicted_timeline(with_segments(record(segments_RM=((3, 2), (1, 2))), segment_ms))
-    assert found is not None
-    first, second = (
-        [span[3:5] for span in found.spans[rank, 0] if span.position == 1] for rank in (0, 1)
-    )
-    assert len(first) == 4 and first == second
-    unequal = with_segments(
-        record(segments_RM=((3, 1), (1, 2))), [segment_ms[0][..., :4], segment_ms[1]]
-    )
-    assert predicted_timeline(unequal) is None
 
 
 @pytest.fixture
@@ -181,41 +111,20 @@ def bars(axes: Axes, row: int) -> list[tuple[float, float]]:
     return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in of_row]
 
 
-def texts(axes: Axes) -> list[str]:
-    return [text.get_text().strip() for text in axes.texts]
-
-
-def view(cp_size: int) -> Timeline:
-    """Two ranks share position 1 where ``cp_size`` is 2."""
+def view() -> Timeline:
+    """Two ranks of two micro-batches, without waiting."""
     spans = [
         Span(way, 0, m, at, at + 1.0)
         for m in (0, 1)
         for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
     ]
-    contents = {
-        (rank, 0): rank_step(
-            *(
-                rank_micro_batch(
-                    position=position,
-                    lengths_tokens=(100, 400),
-                    budgets_LS=np.array([[1, 7]]),
-                    cp_size=of,
-                    rank=rank - rank % of,
-                )
-                for position, of in enumerate((1, cp_size))
-            )
-        )
-        for rank in (0, 1)
-    }
-    return Timeline(spans={(0, 0): spans, (1, 0): spans}, contents=contents)
+    return Timeline(spans={(0, 0): spans, (1, 0): spans})
 
 
-def test_a_step_shows_waiting_budgets_and_shared_packed_sequences(figures: list[Figure]) -> None:
-    step_picture({"measured": view(2)})
-    step_picture({"measured": view(1)})
-    shared, narrow = (figure.axes[0] for figure in figures)
+def test_a_step_shows_waiting(figures: list[Figure]) -> None:
+    step_picture({"measured": view()})
+    (shared,) = (figure.axes[0] for figure in figures)
     assert "4 ms, stages wait 0% of it" in shared.get_title(loc="left")
-    ink = matplotlib.colors.to_rgba("#1b1d20")
     for row in (0, 1):
         assert bars(shared, row) == [(0.0, 4.0), (0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
         of_row = shared.patches[5 * row : 5 * row + 5]
@@ -223,14 +132,11 @@ def test_a_step_shows_waiting_budgets_and_shared_packed_sequences(figures: list[
         assert [bar.get_facecolor() for bar in of_row] == [
             matplotlib.colors.to_rgba(COLOURS[kind]) for kind in kinds
         ]
-        assert [bar.get_edgecolor() == ink for bar in of_row[1:]] == [False, False, True, True]
-    assert texts(shared) == ["7"] * 4
-    assert not any(bar.get_edgecolor() == ink for bar in narrow.patches)
 
 
 def test_steps_of_very_different_times_have_axes_of_their_own(figures: list[Figure]) -> None:
     long = Timeline(spans={(0, 0): [Span("forward", 0, 0, 0.0, 90.0)]})
-    step_picture({"long": long, "short": view(1)})
+    step_picture({"long": long, "short": view()})
     assert [axes.get_xlim()[1] for axes in figures[0].axes] == [90.0, 4.0]
 
 

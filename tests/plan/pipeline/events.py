@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of a simulated pipeline, one by one: what tests compare and draw.
+
+Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of R in
+:attr:`.Members.order`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One operation on one stage, with its times in ms."""
+
+    stage: int
+    direction: Direction
+    chunk: int
+    micro_batch: int
+    segment: int = 0
+    start_ms: float
+    end_ms: float
+
+
+def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
+    """All events of every rank, by stage, in the order they run.
+
+    Where ranks share a micro-batch, each rank's operation ends when it has taken its own time.
+
+    Raises:
+        PlanError: a time is negative or not finite, or ranks do not divide into lockstep groups.
+    """
+    if not np.isfinite(times.ms_OR).all() or times.ms_OR.min(initial=0.0) < 0:
+        raise PlanError("a time of the pipeline is negative or not finite")
+    groups = times.by_lockstep_group
+    graph, members = groups.graph, groups.members
+    end_OX = graph.finish_OX(graph.durations_OX(members.in_order(groups.ms_OR)), members)
+    # Operations begin when their inputs have ended, on all ranks that share them.
+    start_OX = end_OX[np.stack([graph.before_O, *graph.inputs])].max(axis=0)
+    members.maximum(start_OX)
+    runs_as = np.argsort(graph.run_O)[graph.order.on_stage_PO.reshape(-1)]
+    starts, ends = (
+        np.repeat(members.back_in_order(each_OX[runs_as]), times.lockstep_ranks, axis=1).T.tolist()
+        for each_OX in (start_OX, end_OX)
+    )
+    running = [
+        (stage, operation)
+        for stage, operations in enumerate(graph.order.by_stage)
+        for operation in operations
+    ]
+    return tuple(
+        tuple(
+            Event(stage=stage, **operation._asdict(), start_ms=start_ms, end_ms=end_ms)
+            for (stage, operation), start_ms, end_ms in zip(running, start_O, end_O, strict=True)
+        )
+        for start_O, end_O in zip(starts, ends, strict=True)
+    )
