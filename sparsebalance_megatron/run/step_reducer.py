@@ -29,7 +29,7 @@ from sparsebalance_megatron.learn.measurement import (
     lockstep_waiting,
 )
 from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 
@@ -80,8 +80,8 @@ class ObservedCoverage:
                 torch.cat(parts).double() for parts in zip(*columns, strict=True)
             )
             known_O = base_O.isfinite().double()
-            seen = (torch.ones_like(executed_O), executed_O, base_O, known_O)
-            extra = (*seen, tokens_O * known_O, (base_O - executed_O) * tokens_O)
+            of_tokens = tokens_O * known_O, (base_O - executed_O) * tokens_O
+            extra = (torch.ones_like(executed_O), executed_O, base_O, known_O, *of_tokens)
             values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
         return cls(
             pieces=tuple(pieces),

@@ -5,7 +5,8 @@
 ``stop STEP`` stops it there, as a hang does, and lets collectives time out after 20 s. ``reader
 STEP`` lets what reads its rows raise; ``digest STEP`` lets it execute another plan; ``nan STEP``
 makes its loss NaN from there on.
-``flags 0`` gives it other flags, ``plain 0`` no ``--sparse-balance``, ``kernels 0`` kernels whose gradients of values are wrong.
+``flags 0`` gives it other flags, ``plain 0`` no ``--sparse-balance``, ``kernels 0`` kernels whose
+gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
 ``segments-stop STEP`` is ``stop`` under plans with segments drawn by lot (drawn_segments.py).
