@@ -449,21 +449,35 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 
 def check_resumed_optimizer(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism:
-    experts of an expert-parallel group have an optimizer of their own."""
-    if not args.num_experts or args.no_load_optim or not args.load:
+    """Refuse a checkpoint whose optimizer Megatron cannot read in this run: experts of an
+    expert-parallel group have an optimizer of their own, the distributed one names its state
+    otherwise, and optimizers differ in what they keep."""
+    if args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)
     if saved is None or getattr(saved, "no_save_optim", False):
         return
-    sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
-    if min(sizes) == 1 < max(sizes):
-        flag = "--expert-model-parallel-size"
+    runs = [Settings(each, SparseBalanceConfig()) for each in (saved, args)]
+    distributed, sharded = "--use-distributed-optimizer", "--use-torch-fsdp2"
+    found = None
+    was, now = (get("expert_model_parallel_size", 1) for get in runs)
+    if runs[1]("num_experts") and min(was, now) == 1 < max(was, now):
+        found = f"--expert-model-parallel-size {was}", now, "more than 1" if was > 1 else "1"
+    was, now = (get("optimizer", "adam") for get in runs)
+    if was != now:
+        found = f"--optimizer {was}", now, f"--optimizer {was}"
+    was, now = (
+        next((flag for flag in (distributed, sharded) if get(flag[2:].replace("-", "_"))), "")
+        for get in runs
+    )
+    if was != now and (was == distributed or (was, now) == (sharded, distributed)):
+        found = was, now or "no such flag", was
+    if found is not None:
         raise ConfigError(
-            f"--load {args.load}: saved with {flag} {sizes[0]}, and this run has {sizes[1]}: an "
-            "optimizer's state does not go from experts on one rank to experts on several, or "
-            f"back; use {'more than 1' if sizes[0] > 1 else '1'}, or --no-load-optim to go on with "
-            "the weights alone"
+            f"--load {args.load}: saved with {found[0]}, and this run has {found[1]}: an "
+            f"optimizer's state does not go from the one to the other; use {found[2]}, or "
+            "--no-load-optim to go on with the weights alone (Megatron then begins the learning "
+            "rate's schedule anew: give the rate that was reached as --lr)"
         )
 
 

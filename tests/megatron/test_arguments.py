@@ -207,31 +207,44 @@ def test_shards_are_saved_where_rows_divide(differs: dict[str, Any], refused: bo
     assert shards_unequally(get) == refused
 
 
+def of_experts(ranks: int) -> dict[str, Any]:
+    return {"num_experts": 4, "expert_model_parallel_size": ranks}
+
+
+DISTRIBUTED, SHARDED = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": True}
+
+
 @pytest.mark.parametrize(
-    ("saved", "now", "differs", "refused"),
+    ("saved", "now", "refused"),
     [
-        (2, 1, {}, True),
-        (1, 4, {}, True),
-        (2, 4, {}, False),
-        (1, 1, {}, False),
-        (2, 1, {"no_load_optim": True}, False),
-        (2, 1, {"num_experts": None}, False),
-        (2, 1, {"load": None}, False),
+        (of_experts(2), of_experts(1), True),
+        (of_experts(1), of_experts(4), True),
+        (of_experts(2), of_experts(4), False),
+        (of_experts(1), of_experts(1), False),
+        (of_experts(2), of_experts(1) | {"no_load_optim": True}, False),
+        (of_experts(2), of_experts(1) | {"num_experts": None}, False),
+        (of_experts(2), of_experts(1) | {"load": None}, False),
+        ({}, {"optimizer": "sgd"}, True),
+        ({"no_save_optim": True}, {"optimizer": "sgd"}, False),
+        (DISTRIBUTED, SHARDED, True),
+        (SHARDED, DISTRIBUTED, True),
+        (DISTRIBUTED, {}, True),
+        (DISTRIBUTED, DISTRIBUTED, False),
+        ({}, SHARDED, False),
+        (SHARDED, {}, False),
     ],
 )
-def test_optimizers_of_experts_on_one_rank_and_on_several_are_not_mixed(
-    saved: int, now: int, differs: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_optimizer_that_this_run_cannot_read_is_refused(
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        *(unsupported, "arguments_of_weights"),
-        lambda args, resumed: Namespace(expert_model_parallel_size=saved),
+        unsupported, "arguments_of_weights", lambda args, resumed: Namespace(**saved)
     )
-    given = {"num_experts": 4, "no_load_optim": False, "load": "checkpoints"} | differs
-    args = Namespace(**given, expert_model_parallel_size=now)
-    if refused:
-        with pytest.raises(ConfigError, match="--no-load-optim"):
-            check_resumed_optimizer(args)
-    else:
+    args = Namespace(**{"no_load_optim": False, "load": "checkpoints"} | now)
+    with pytest.raises(ConfigError, match="--no-load-optim") if refused else nullcontext():
         check_resumed_optimizer(args)
 
 
