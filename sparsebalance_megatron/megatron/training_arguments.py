@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.errors import one_line_refusals
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 from sparsebalance_megatron.megatron.compat import (
@@ -99,7 +100,8 @@ def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, R
     check_supported(args, config)
     check_resumed_optimizer(args)
     check_resumed_schedule(args)
-    return lines, config, RunSettings.from_args(args)
+    with one_line_refusals():
+        return lines, config, RunSettings.from_args(args)
 
 
 def trained_first_blocks(trained: Namespace) -> int:

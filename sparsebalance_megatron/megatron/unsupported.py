@@ -313,6 +313,38 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 }
 """Flag -> whether it is refused; every other flag is refused for any value that is true."""
 
+_AT_LEAST_1 = ("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--moe-router-topk")
+_SIZES: dict[str, tuple[str, Callable[[Settings, Any], object]]] = {
+    **dict.fromkeys(_AT_LEAST_1, ("must be at least 1", lambda get, size: size < 1)),
+    "--num-layers": ("must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
+    "--num-query-groups": (
+        "must be at least 1, and divide --num-attention-heads",
+        lambda get, groups: (
+            get("group_query_attention", True)
+            and not get("multi_latent_attention")
+            and (groups < 1 or get("num_attention_heads", groups) % groups)
+        ),
+    ),
+    "--kv-channels": (
+        "must be at least 1, and even where all of them rotate",
+        lambda get, channels: (
+            channels < 1
+            or (
+                channels % 2
+                and get("position_embedding_type") in ("rope", "yarn")
+                and get("rotary_percent", 1.0) == 1.0
+            )
+        ),
+    ),
+    "--rotary-base": ("must be above 0", lambda get, base: base <= 0),
+    "--rotary-seq-len-interpolation-factor": (
+        "must be above 0",
+        lambda get, factor: factor <= 0,
+    ),
+}
+"""Flag -> the rule for its number, and whether a number breaks it: what Megatron takes, and fails
+at while it builds the model or in the first iteration."""
+
 OF_REPLACED_ATTENTION = (
     *("fp8_dot_product_attention", "fp8_multi_head_attention", "--num-query-groups"),
     *("--attention-dropout", "--window-size", "--qk-clip", "--log-max-attention-logit"),
@@ -412,6 +444,10 @@ def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
         served = set(OF_REPLACED_ATTENTION).difference(lacking)
         refusals = {flag: refusals[flag] for flag in refusals if flag not in served}
     _refuse(get, refusals, _SOME_VALUES)
+    for flag, (rule, is_broken) in _SIZES.items():
+        size = get(flag.removeprefix("--").replace("-", "_"))
+        if size is not None and is_broken(get, size):
+            raise ConfigError(f"{flag} {size}: {rule}")
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))

@@ -154,6 +154,21 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
     assert str(caught.value).startswith(f"--sparse-balance with {given}: ")
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("--num-layers 0", "--num-layers 10000000", "--hidden-size 0", "--rotary-base 0"),
+        "--num-query-groups 3 --group-query-attention --num-attention-heads 4",
+        *("--num-query-groups 0 --group-query-attention", "--kv-channels 0"),
+        "--kv-channels 15 --position-embedding-type rope",
+        "--rotary-seq-len-interpolation-factor 0",
+    ],
+)
+def test_sizes_of_no_model_are_refused(typed: str, megatron_parser: ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match=f"^{typed.partition(' --')[0]}: must be "):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *typed.split()))
+
+
 @pytest.mark.parametrize("flag", NOT_TYPED)
 def test_what_is_refused_in_the_end(flag: str) -> None:
     config = SparseBalanceConfig(enabled=True)
@@ -335,6 +350,8 @@ LOOK_REFUSED = [
     "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
     "--sparse-balance-selection token-query-head",
     "--tensor-model-parallel-size 2",
+    "--num-query-groups 3 --num-attention-heads 4",
+    "--kv-channels 15 --position-embedding-type rope --rotary-percent 0.5",
     "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
     "--ckpt-format torch_dist --save checkpoints",
     "--ckpt-format torch",

@@ -26,6 +26,7 @@ CASES = {
     "block size 0": (("--sparse-balance-block-size", "0"), "--sparse-balance-block-size 0"),
     "index file cut short": (("--data-path", "{damaged}/train"), "train.idx"),
     "corrupt cost table": (("--sparse-balance-cost-table", "{damaged}/costs.json"), "costs.json"),
+    "Megatron's model config": (("--recompute-granularity", "full"), "recompute_method must be"),
     "global batch too small": (
         ("--global-batch-size", "2", "--micro-batch-size", "2"),
         "--global-batch-size 2 must be a multiple of --micro-batch-size 2 x data-parallel size 2",
