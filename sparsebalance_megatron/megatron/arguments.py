@@ -28,7 +28,11 @@ from sparsebalance_megatron.flags import (
 )
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.datasets import quiet_imports
-from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
+from sparsebalance_megatron.megatron.unsupported import (
+    check_batches,
+    check_supported,
+    not_installed,
+)
 from sparsebalance_megatron.text_table import one_line
 
 PLUGIN_DEFAULTS: dict[str, Any] = {
@@ -173,9 +177,9 @@ def _as_flags(
     return flags
 
 
-def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
+def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     """Refuse what is not supported with ``--sparse-balance`` before Megatron's own assertions speak
-    of something else, in a traceback."""
+    of something else, in a traceback; give a sentence for each package that training lacks here."""
     args, _ = parser.parse_known_args(argv)
     # Where Megatron's parser takes it from, too.
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -183,6 +187,7 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     check_supported(args, config)
     check_dense_length(config, args.seq_length)
     check_batches(args)
+    return not_installed(args)
 
 
 def arguments_without_ranks(
@@ -205,7 +210,8 @@ def arguments_without_ranks(
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)
         parser.error = _refuse  # type: ignore[method-assign]
-        check_typed_flags(parser, argv)
+        for lacking in check_typed_flags(parser, argv):
+            report(f"sparse balance: training: {lacking}")
         return parser
 
     args: Namespace = parse_args(add_and_check_flags)

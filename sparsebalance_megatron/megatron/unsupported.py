@@ -13,6 +13,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from sparsebalance_megatron.attention.select import selector_named
@@ -541,6 +542,21 @@ def check_resumed_schedule(args: Namespace) -> None:
                 "and weight decay, --use-checkpoint-opt-param-scheduler to follow the "
                 f"checkpoint's, or {flag} {theirs}"
             )
+
+
+def not_installed(args: Namespace) -> list[str]:
+    """A sentence for each package that flags need and this machine lacks."""
+    get = Settings(args, SparseBalanceConfig())
+    optimizer = get("optimizer", "adam")
+    needed = {
+        f"--optimizer {optimizer}": optimizer not in ("adam", "sgd") and "emerging-optimizers",
+        "--wandb-project": get("wandb_project") and "wandb",
+    }
+    return [
+        f"{flag}: the package {package} is not installed here; pip install {package}"
+        for flag, package in needed.items()
+        if package and find_spec(package.replace("-", "_")) is None
+    ]
 
 
 def check_batches(args: Namespace) -> None:

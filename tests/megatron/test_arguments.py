@@ -169,6 +169,16 @@ def test_sizes_of_no_model_are_refused(typed: str, megatron_parser: ArgumentPars
         check_typed_flags(megatron_parser, (*SUPPORTED, *typed.split()))
 
 
+def test_packages_that_flags_need_are_named(
+    megatron_parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported, "find_spec", lambda name: None)
+    flags = ("--optimizer", "lion", "--wandb-project", "own")
+    lines = check_typed_flags(megatron_parser, (*SUPPORTED, *flags))
+    assert [line.partition(": ")[0] for line in lines] == ["--optimizer lion", "--wandb-project"]
+    assert check_typed_flags(megatron_parser, SUPPORTED) == []
+
+
 @pytest.mark.parametrize("flag", NOT_TYPED)
 def test_what_is_refused_in_the_end(flag: str) -> None:
     config = SparseBalanceConfig(enabled=True)
