@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 
@@ -101,6 +101,12 @@ def base_budgets(
         )
     others = named.get(OTHERS, base_budget)
     return tuple(named.get(layer, others) for layer in range(layers))
+
+
+def budget_without_room(first_blocks: int | None, budgets: Iterable[int]) -> int | None:
+    """The first of these budgets that does not hold so many first blocks beside a query's own; a
+    budget of 1 is a query's own, and leaves out the one that selections read by default."""
+    return next((each for each in budgets if (first_blocks or 0) >= max(each, 2)), None)
 
 
 def dense_up_to_blocks(budget: int, base_budget: int, tokens: int, block_size: int) -> int:
