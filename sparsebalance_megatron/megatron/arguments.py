@@ -117,7 +117,8 @@ def add_sparse_balance_args(
             added.add_argument(FILE_FLAG, nargs="+", action="extend", metavar=values, help=text)
         else:
             added.description = None
-    given = {each.name: each.default for each in only_in_file}
+    # A length that nobody gives may be a checkpoint's (:func:`.settle_attention`).
+    given = {each.name: each.default for each in only_in_file} | {"dense_up_to": None}
     given |= defaults_given_by(sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser
@@ -235,4 +236,6 @@ def config_from_args(args: Namespace) -> SparseBalanceConfig:
             f"{flag_name(missing[0])} is not among the parsed arguments: --yaml-cfg replaces the "
             "command line; give every flag on the command line instead"
         )
-    return SparseBalanceConfig(**{name: getattr(args, destination(name)) for name in names})
+    values = {name: getattr(args, destination(name)) for name in names}
+    values["dense_up_to"] = values["dense_up_to"] or "auto"
+    return SparseBalanceConfig(**values)

@@ -149,7 +149,9 @@ def settle_attention(args: Namespace) -> list[str]:
         getattr(each, destination("layer_budgets"), None) for each in (trained, args)
     )
     alike = not are_dense and agree("block_size", "base_budget")
-    if getattr(args, name) == "auto" != length and alike:
+    is_open = getattr(args, name) is None
+    setattr(args, name, getattr(args, name) or "auto")
+    if is_open and length != "auto" and alike:
         flag, counted = flag_name("dense_up_to"), getattr(trained, DENSE_COUNTED, False)
         if counted and getattr(args, destination("cost_table"), None) is not None:
             lines.append(f"{flag} is the cost table's; the checkpoint's {length} was counted")

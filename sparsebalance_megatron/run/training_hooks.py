@@ -123,6 +123,8 @@ def make_training_hooks(
         setattr(args, destination(name), getattr(inputs.config, name))
     if not inputs.dense_by_costs:
         inputs = replace(inputs, dense_counted=getattr(args, DENSE_COUNTED, False))
+    # What the checkpoint decides is decided.
+    inputs = replace(inputs, dense_by_costs=False)
     setattr(args, DENSE_COUNTED, inputs.dense_counted)
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
