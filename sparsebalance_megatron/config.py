@@ -13,7 +13,7 @@ from sparsebalance_megatron.layer_budgets import (
     ALL_DENSE,
     MAX_BLOCKS,
     OTHERS,
-    budget_without_room,
+    check_first_blocks,
     has_dense_layers,
     layer_budgets_text,
     parse_layer_budgets,
@@ -264,16 +264,10 @@ class SparseBalanceConfig:
             text = " ".join(map(str, words))
             by_layer = parse_layer_budgets(text)
             self.layer_budgets = layer_budgets_text(by_layer)
-        budgets = by_layer if OTHERS in by_layer else {**by_layer, OTHERS: self.base_budget}
-        if (short := budget_without_room(self.first_blocks, budgets.values())) is not None:
-            given = flag_with("base_budget", self.base_budget)
-            if short in by_layer.values():
-                given = flag_with("layer_budgets", self.layer_budgets)
-            raise ConfigError(
-                f"{flag_with('first_blocks', self.first_blocks)}: a query reads them and its own "
-                f"block within its budget, which is {short} by {given}; lower the one or raise the "
-                "other"
-            )
+        budgets = dict.fromkeys(by_layer.values(), flag_with("layer_budgets", self.layer_budgets))
+        if OTHERS not in by_layer:
+            budgets[self.base_budget] = flag_with("base_budget", self.base_budget)
+        check_first_blocks(flag_name("first_blocks"), self.first_blocks, budgets)
         text = self.dense_up_to = str(self.dense_up_to)
         if text != "auto" and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
             raise ConfigError(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 
@@ -103,10 +103,18 @@ def base_budgets(
     return tuple(named.get(layer, others) for layer in range(layers))
 
 
-def budget_without_room(first_blocks: int | None, budgets: Iterable[int]) -> int | None:
-    """The first of these budgets that does not hold so many first blocks beside a query's own; a
-    budget of 1 is a query's own, and leaves out the one that selections read by default."""
-    return next((each for each in budgets if (first_blocks or 0) >= max(each, 2)), None)
+def check_first_blocks(given: str, first_blocks: int | None, budgets: Mapping[int, str]) -> None:
+    """Refuse first blocks, ``given`` so, that a budget does not hold beside a query's own. A budget
+    of 1 is a query's own, and leaves out the one that selections read by default.
+
+    ``budgets``: of all layers, and what gives each.
+    """
+    for budget, named in budgets.items():
+        if (first_blocks or 0) >= max(budget, 2):
+            raise ConfigError(
+                f"{given} {first_blocks}: a query reads them and its own block within its budget, "
+                f"{budget} by {named}; lower the one or raise the other"
+            )
 
 
 def dense_up_to_blocks(budget: int, base_budget: int, tokens: int, block_size: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
-from sparsebalance_megatron.layer_budgets import DENSE, budget_without_room, dense_up_to_blocks
+from sparsebalance_megatron.layer_budgets import DENSE, check_first_blocks, dense_up_to_blocks
 from sparsebalance_megatron.selector_registry import check_name, default_first_blocks
 
 KEY = "sparse_attention_config"
@@ -161,10 +161,6 @@ def checked_settings(values: Any, config: Any) -> SparseAttention:
             f"{KEY}: sparse_layer_topk_blocks has {len(by_layer)} entries for "
             f"{config.num_hidden_layers} layers: give one per layer"
         )
-    budgets = map(found.base_budget, range(config.num_hidden_layers))
-    if (short := budget_without_room(found.first_blocks, budgets)) is not None:
-        raise ConfigError(
-            f"{KEY}: sparse_init_block {found.first_blocks}: a query reads them and its own block "
-            f"within its blocks, which are {short} in a layer; lower the one or raise the other"
-        )
+    budgets = dict.fromkeys(map(found.base_budget, range(config.num_hidden_layers)), "topk_blocks")
+    check_first_blocks(f"{KEY}: sparse_init_block", found.first_blocks, budgets)
     return found

@@ -52,6 +52,11 @@ def _kv_heads_are_shared(get: Settings) -> bool:
     return grouped and 0 < get("num_query_groups", 0) < get("tensor_model_parallel_size", 1)
 
 
+def _rotates_all(get: Settings) -> bool:
+    scaled = get("position_embedding_type") in ("rope", "yarn")
+    return scaled and bool(get("rotary_percent", 1.0) == 1.0)
+
+
 def _has_experts(get: Settings) -> bool:
     return bool(get("num_experts") or get("num_moe_experts"))
 
@@ -315,32 +320,18 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 """Flag -> whether it is refused; every other flag is refused for any value that is true."""
 
 _AT_LEAST_1 = ("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--moe-router-topk")
+_ABOVE_0 = ("--rotary-base", "--rotary-seq-len-interpolation-factor")
 _SIZES: dict[str, tuple[str, Callable[[Settings, Any], object]]] = {
     **dict.fromkeys(_AT_LEAST_1, ("must be at least 1", lambda get, size: size < 1)),
+    **dict.fromkeys(_ABOVE_0, ("must be above 0", lambda get, number: number <= 0)),
     "--num-layers": ("must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
     "--num-query-groups": (
         "must be at least 1, and divide --num-attention-heads",
-        lambda get, groups: (
-            get("group_query_attention", True)
-            and not get("multi_latent_attention")
-            and (groups < 1 or get("num_attention_heads", groups) % groups)
-        ),
+        lambda get, groups: groups < 1 or get("num_attention_heads", groups) % groups,
     ),
     "--kv-channels": (
         "must be at least 1, and even where all of them rotate",
-        lambda get, channels: (
-            channels < 1
-            or (
-                channels % 2
-                and get("position_embedding_type") in ("rope", "yarn")
-                and get("rotary_percent", 1.0) == 1.0
-            )
-        ),
-    ),
-    "--rotary-base": ("must be above 0", lambda get, base: base <= 0),
-    "--rotary-seq-len-interpolation-factor": (
-        "must be above 0",
-        lambda get, factor: factor <= 0,
+        lambda get, channels: channels < 1 or (channels % 2 and _rotates_all(get)),
     ),
 }
 """Flag -> the rule for its number, and whether a number breaks it: what Megatron takes, and fails
