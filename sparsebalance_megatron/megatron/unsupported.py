@@ -327,7 +327,10 @@ _SIZES: dict[str, tuple[str, Callable[[Settings, Any], object]]] = {
     "--num-layers": ("must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
     "--num-query-groups": (
         "must be at least 1, and divide --num-attention-heads",
-        lambda get, groups: groups < 1 or get("num_attention_heads", groups) % groups,
+        lambda get, groups: (
+            get("group_query_attention", True)
+            and (groups < 1 or get("num_attention_heads", groups) % groups)
+        ),
     ),
     "--kv-channels": (
         "must be at least 1, and even where all of them rotate",
