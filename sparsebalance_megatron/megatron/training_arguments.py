@@ -176,8 +176,8 @@ def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
     if trained is None or not getattr(trained, destination("enabled"), False):
         return []
     pairs = {
-        name: (getattr(now, destination(name)), getattr(trained, destination(name)))
-        for name in ("block_size", "selection")
+        name: tuple(getattr(run, destination(name), None) or "absent" for run in (now, trained))
+        for name in ("block_size", "selection", "base_budget", "layer_budgets")
     } | {
         "first_blocks": (trained_first_blocks(now), trained_first_blocks(trained)),
         "dense_up_to": (trained_dense_length(now), trained_dense_length(trained)),

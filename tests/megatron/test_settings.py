@@ -221,6 +221,13 @@ def test_weights_of_another_length_are_named() -> None:
     assert changed_attention(_arguments(None), _arguments("0")) == []
     (line,) = changed_attention(_arguments(None), _arguments("4096"))
     assert line == "--sparse-balance-dense-up-to is 4096; these weights were trained with 0"
+    lines = changed_attention(
+        _arguments("0", layer_budgets="dense:all"), _arguments("0", base_budget=8)
+    )
+    assert lines == [
+        "--sparse-balance-base-budget is 8; these weights were trained with 32",
+        "--sparse-balance-layer-budgets is absent; these weights were trained with dense:all",
+    ]
 
 
 @pytest.mark.parametrize(
