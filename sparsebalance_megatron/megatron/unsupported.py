@@ -319,25 +319,34 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 }
 """Flag -> whether it is refused; every other flag is refused for any value that is true."""
 
-_AT_LEAST_1 = ("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--moe-router-topk")
-_ABOVE_0 = ("--rotary-base", "--rotary-seq-len-interpolation-factor")
-_SIZES: dict[str, tuple[str, Callable[[Settings, Any], object]]] = {
-    **dict.fromkeys(_AT_LEAST_1, ("must be at least 1", lambda get, size: size < 1)),
-    **dict.fromkeys(_ABOVE_0, ("must be above 0", lambda get, number: number <= 0)),
-    "--num-layers": ("must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
-    "--num-query-groups": (
-        "must be at least 1, and divide --num-attention-heads",
+_AT_LEAST_1 = "--hidden-size --ffn-hidden-size --num-attention-heads --moe-router-topk"
+_ABOVE_0 = "--rotary-base --rotary-seq-len-interpolation-factor --rope-scaling-factor"
+_NUMBERS: tuple[tuple[str, str, Callable[[Settings, Any], object]], ...] = (
+    (f"{_AT_LEAST_1} --log-interval", "must be at least 1", lambda get, number: number < 1),
+    (_ABOVE_0, "must be above 0", lambda get, number: number <= 0),
+    ("--init-method-std", "must be at least 0", lambda get, number: number < 0),
+    (
+        "--hidden-dropout --adam-beta1 --adam-beta2",
+        *("must be at least 0 and below 1", lambda get, number: not 0 <= number < 1),
+    ),
+    ("--num-layers", "must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
+    (
+        "--eval-interval",
+        *("must be at least 1", lambda get, steps: steps < 1 and get("eval_iters", 1)),
+    ),
+    (
+        *("--num-query-groups", "must be at least 1, and divide --num-attention-heads"),
         lambda get, groups: (
             get("group_query_attention", True)
             and (groups < 1 or get("num_attention_heads", groups) % groups)
         ),
     ),
-    "--kv-channels": (
-        "must be at least 1, and even where all of them rotate",
+    (
+        *("--kv-channels", "must be at least 1, and even where all of them rotate"),
         lambda get, channels: channels < 1 or (channels % 2 and _rotates_all(get)),
     ),
-}
-"""Flag -> the rule for its number, and whether a number breaks it: what Megatron takes, and fails
+)
+"""Flags, the rule for their numbers, and whether a number breaks it: what Megatron takes, and fails
 at while it builds the model or in the first iteration."""
 
 OF_REPLACED_ATTENTION = (
@@ -439,10 +448,11 @@ def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
         served = set(OF_REPLACED_ATTENTION).difference(lacking)
         refusals = {flag: refusals[flag] for flag in refusals if flag not in served}
     _refuse(get, refusals, _SOME_VALUES)
-    for flag, (rule, is_broken) in _SIZES.items():
-        size = get(flag.removeprefix("--").replace("-", "_"))
-        if size is not None and is_broken(get, size):
-            raise ConfigError(f"{flag} {size}: {rule}")
+    for flags, rule, is_broken in _NUMBERS:
+        for flag in flags.split():
+            number = get(flag.removeprefix("--").replace("-", "_"))
+            if number is not None and is_broken(get, number):
+                raise ConfigError(f"{flag} {number}: {rule}")
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
@@ -540,16 +550,15 @@ def check_resumed_schedule(args: Namespace) -> None:
 
 def not_installed(args: Namespace) -> list[str]:
     """A sentence for each package that flags need and this machine lacks."""
-    get = Settings(args, SparseBalanceConfig())
-    optimizer = get("optimizer", "adam")
-    needed = {
-        f"--optimizer {optimizer}": optimizer not in ("adam", "sgd") and "emerging-optimizers",
-        "--wandb-project": get("wandb_project") and "wandb",
-    }
+    needed = {}
+    if args.optimizer not in ("adam", "sgd"):
+        needed[f"--optimizer {args.optimizer}"] = "emerging-optimizers"
+    if args.wandb_project:
+        needed["--wandb-project"] = "wandb"
     return [
         f"{flag}: the package {package} is not installed here; pip install {package}"
         for flag, package in needed.items()
-        if package and find_spec(package.replace("-", "_")) is None
+        if find_spec(package.replace("-", "_")) is None
     ]
 
 

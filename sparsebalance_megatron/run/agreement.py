@@ -114,22 +114,15 @@ def announce_rank() -> None:
 
 
 def check_neighbor_announced() -> None:
-    """Refuse to wait in the plugin's collectives for a rank that never enters them.
-
-    Every rank looks at the one before it, so that some rank raises wherever one lacks the plugin.
-    Megatron has a barrier between their announcement, where models are built, and this check.
-
-    Raises:
-        RankDisagreementError: on the rank behind one that has not.
-    """
-    ranks = torch.distributed.get_world_size()
-    before = (torch.distributed.get_rank() - 1) % ranks
+    """Raise a :class:`RankDisagreementError` where the rank before this one has the plugin off, and
+    would never enter its collectives. Some rank raises wherever one has; Megatron has a barrier
+    between their announcement, where models are built, and this check."""
+    before = (torch.distributed.get_rank() - 1) % torch.distributed.get_world_size()
     try:
         _get_default_store().wait([_ANNOUNCED.format(before)], _LONGEST_LAG)
     except DistStoreError:
         raise RankDisagreementError(
-            f"--sparse-balance: rank {before} was started without it; give every rank the same "
-            "flags"
+            f"--sparse-balance: rank {before} was started without it; give all ranks the same flags"
         ) from None
 
 

@@ -160,7 +160,13 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
     [
         *("--num-layers 0", "--num-layers 10000000", "--hidden-size 0", "--rotary-base 0"),
         "--num-query-groups 3 --group-query-attention --num-attention-heads 4",
-        *("--num-query-groups 0 --group-query-attention", "--kv-channels 0"),
+        *("--num-query-groups 0 --group-query-attention", "--kv-channels 0", "--adam-beta2 2"),
+        *(
+            "--hidden-dropout 1.5",
+            "--eval-interval 0",
+            "--log-interval 0",
+            "--init-method-std -1.0",
+        ),
         "--kv-channels 15 --position-embedding-type rope",
         "--rotary-seq-len-interpolation-factor 0",
     ],
