@@ -172,7 +172,7 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
     ],
 )
 def test_sizes_of_no_model_are_refused(typed: str, megatron_parser: ArgumentParser) -> None:
-    with pytest.raises(ConfigError, match=f"^{typed.partition(' --')[0]}: must be "):
+    with pytest.raises(ConfigError, match=f"^{typed.split()[0]} .*: must be "):
         check_typed_flags(megatron_parser, (*SUPPORTED, *typed.split()))
 
 
