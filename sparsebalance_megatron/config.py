@@ -4,7 +4,7 @@
 Annotations stay evaluated here: Megatron's flag generator reads them as types.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,6 +12,8 @@ from sparsebalance_megatron.errors import ConfigError as ConfigError
 from sparsebalance_megatron.layer_budgets import (
     ALL_DENSE,
     MAX_BLOCKS,
+    OTHERS,
+    check_first_blocks,
     has_dense_layers,
     layer_budgets_text,
     parse_layer_budgets,
@@ -269,23 +271,23 @@ class SparseBalanceConfig:
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_with(each.name, value))
         check_name(self.selection)
-        if self.first_blocks and self.first_blocks >= self.base_budget:
-            raise ConfigError(
-                f"{flag_name('first_blocks')} {self.first_blocks}: a query reads them and its own "
-                f"block within its budget, and {flag_name('base_budget')} is {self.base_budget}; "
-                "lower the one or raise the other"
-            )
         if self.sensitivity is not None and self.layer_budgets is not None:
             raise ConfigError(
                 f"{flag_name('sensitivity')} with {flag_name('layer_budgets')}: both give budgets "
                 "by layer; drop one"
             )
+        by_layer: Mapping[int, int] = {}
         if self.layer_budgets is not None:
             # A command line gives words; equal budgets have one text.
             given: object = self.layer_budgets
             words = given if isinstance(given, list | tuple) else [given]
             text = " ".join(map(str, words))
-            self.layer_budgets = layer_budgets_text(parse_layer_budgets(text))
+            by_layer = parse_layer_budgets(text)
+            self.layer_budgets = layer_budgets_text(by_layer)
+        budgets = dict.fromkeys(by_layer.values(), flag_with("layer_budgets", self.layer_budgets))
+        if OTHERS not in by_layer:
+            budgets[self.base_budget] = flag_with("base_budget", self.base_budget)
+        check_first_blocks(flag_name("first_blocks"), self.first_blocks, budgets)
         text = self.dense_up_to = str(self.dense_up_to)
         if text != "auto" and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
             raise ConfigError(
@@ -294,8 +296,8 @@ class SparseBalanceConfig:
             )
         if self.attention == "tokens" and has_dense_layers(self.layer_budgets):
             raise ConfigError(
-                f"{flag_with('attention', 'tokens')}: serves no dense layers, which "
-                f"{flag_name('layer_budgets')} {self.layer_budgets} asks for; use auto"
+                f"{flag_with('attention', 'tokens')}: serves no dense layers, as of mode exact or "
+                f"{flag_with('layer_budgets', self.layer_budgets)}; use auto"
             )
         if self.dense_attention == "model" and self.recompute_attention == "keep":
             raise ConfigError(

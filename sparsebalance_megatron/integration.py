@@ -118,7 +118,8 @@ def arguments_provider(
         parser = own(parser if other is None else other(parser))
         if enabled:
             with one_line_errors():
-                check_typed_flags(parser, sys.argv[1:])
+                for lacking in check_typed_flags(parser, sys.argv[1:]):
+                    raise ConfigError(lacking)
         return parser
 
     return provide

@@ -103,6 +103,20 @@ def base_budgets(
     return tuple(named.get(layer, others) for layer in range(layers))
 
 
+def check_first_blocks(given: str, first_blocks: int | None, budgets: Mapping[int, str]) -> None:
+    """Refuse first blocks, ``given`` so, that a budget does not hold beside a query's own. A budget
+    of 1 is a query's own, and leaves out the one that selections read by default.
+
+    ``budgets``: of all layers, and what gives each.
+    """
+    for budget, named in budgets.items():
+        if (first_blocks or 0) >= max(budget, 2):
+            raise ConfigError(
+                f"{given} {first_blocks}: a query reads them and its own block within its budget, "
+                f"{budget} by {named}; lower the one or raise the other"
+            )
+
+
 def dense_up_to_blocks(budget: int, base_budget: int, tokens: int, block_size: int) -> int:
     """The longest document that a layer attends to densely: one that its budget covers, or of up
     to so many tokens where its budget is the base budget, else in proportion to it."""

@@ -55,7 +55,9 @@ def step_measurement(
     return StepMeasurement(
         times_2RPVM=times_2RPVM,
         schedule_ms=np.ones(times_2RPVM.shape[1:3]) if schedule_ms is None else schedule_ms,
-        coverage=CoverageTotals(**totals | coverage),
+        coverage=CoverageTotals(
+            **{"base_count": float(np.sum(coverage.get("counts_L", 0))), **totals, **coverage}
+        ),
         lm_loss=2.0,
         tokens=sum(LENGTHS_TOKENS),
         differing_ranks=(),

@@ -40,7 +40,7 @@ _UNUSABLE = {
     "documents": "write them into a turn",
 }
 """Keys of records and turns that say what a template writes; what to do instead."""
-_MAY_MATTER = re.compile(r"system|train|loss|mask|weight|learn|ignore")
+_MAY_MATTER = re.compile(r"system|train|loss|mask|weight|learn|ignore|skip|exclude|supervis")
 """Names of other keys that could say what is learnt."""
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20

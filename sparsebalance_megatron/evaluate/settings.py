@@ -14,7 +14,7 @@ import msgspec
 from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
-from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks
+from sparsebalance_megatron.layer_budgets import DENSE, check_first_blocks, dense_up_to_blocks
 from sparsebalance_megatron.selector_registry import check_name, default_first_blocks
 
 KEY = "sparse_attention_config"
@@ -161,4 +161,6 @@ def checked_settings(values: Any, config: Any) -> SparseAttention:
             f"{KEY}: sparse_layer_topk_blocks has {len(by_layer)} entries for "
             f"{config.num_hidden_layers} layers: give one per layer"
         )
+    budgets = dict.fromkeys(map(found.base_budget, range(config.num_hidden_layers)), "topk_blocks")
+    check_first_blocks(f"{KEY}: sparse_init_block", found.first_blocks, budgets)
     return found

@@ -115,7 +115,8 @@ class CoverageTotals:
         sums_LUK, counts_LU: coverage at the budgets of the grid, for the coverage curves, without
             samples that were not routed since their budgets cover them.
         counts_L, executed_L: pairs, and executed coverage, by layer.
-        base_sum: coverage of base budgets.
+        base_sum, base_count: coverage of base budgets, and pairs of which it is known: of documents
+            that were raised to everything only steps that route all documents know it.
         minimum: the least executed coverage.
         unobserved: pairs whose coverage was not finite; no other figure holds anything of them.
     """
@@ -125,6 +126,7 @@ class CoverageTotals:
     counts_L: np.ndarray
     executed_L: np.ndarray
     base_sum: float = 0.0
+    base_count: float = 0.0
     minimum: float = math.inf
     unobserved: int = 0
 
@@ -292,7 +294,7 @@ class StepFigures:
             budget_blocks_max=float(budgets_LS.max()),
             coverage=float(totals.executed_L.sum() / pairs),
             coverage_predicted=expected.coverage_mean,
-            coverage_base=float(totals.base_sum / pairs),
+            coverage_base=float(totals.base_sum / (totals.base_count or math.nan)),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
             unobserved=totals.unobserved,
             kept_attention=measured.recompute.kept,

@@ -83,12 +83,14 @@ def kept_dense_length(
     state: Mapping[str, Any], settings: PlanSettings, cost: CostModel
 ) -> int | None:
     """The length of a saved state up to which documents are dense; None where it has none, was
-    saved with other base budgets, to which that length says nothing, or follows from counted
-    operations and these costs were measured."""
+    saved with another selection or other base budgets, to which that length says nothing, or
+    follows from counted operations and these costs were measured."""
     if state.get("dense_up_to_counted") and cost.efficiency is None:
         return None
-    now = _budgets_of(settings.config)
-    return state.get("dense_up_to_tokens") if state.get("dense_up_to_of", now) == now else None
+    config = settings.config
+    now = _budgets_of(config), config.selection
+    was = state.get("dense_up_to_of", now[0]), state.get("selection", now[1]).partition(",")[0]
+    return state.get("dense_up_to_tokens") if was == now else None
 
 
 def _budgets_of(config: SparseBalanceConfig) -> str:

@@ -30,7 +30,11 @@ from sparsebalance_megatron.flags import (
 )
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.datasets import quiet_imports
-from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
+from sparsebalance_megatron.megatron.unsupported import (
+    check_batches,
+    check_supported,
+    not_installed,
+)
 from sparsebalance_megatron.text_table import one_line
 
 PLUGIN_DEFAULTS: dict[str, Any] = {
@@ -115,7 +119,8 @@ def add_sparse_balance_args(
             added.add_argument(FILE_FLAG, nargs="+", action="extend", metavar=values, help=text)
         else:
             added.description = None
-    given = {each.name: each.default for each in only_in_file}
+    # A length that nobody gives may be a checkpoint's (:func:`.settle_attention`).
+    given = {each.name: each.default for each in only_in_file} | {"dense_up_to": None}
     given |= defaults_given_by(sys.argv[1:] if argv is None else argv)
     parser.set_defaults(**{destination(name): value for name, value in given.items()})
     return parser
@@ -185,9 +190,9 @@ def _as_flags(
     return flags
 
 
-def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
+def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     """Refuse what is not supported with ``--sparse-balance`` before Megatron's own assertions speak
-    of something else, in a traceback."""
+    of something else, in a traceback; give a sentence for each package that training lacks here."""
     args, _ = parser.parse_known_args(argv)
     # Where Megatron's parser takes it from, too.
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -195,6 +200,7 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     check_supported(args, config)
     check_dense_length(config, args.seq_length)
     check_batches(args)
+    return not_installed(args)
 
 
 def arguments_without_ranks(
@@ -217,7 +223,8 @@ def arguments_without_ranks(
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)
         parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
-        check_typed_flags(parser, argv)
+        for lacking in check_typed_flags(parser, argv):
+            report(f"sparse balance: training: {lacking}")
         return parser
 
     args: Namespace = parse_args(add_and_check_flags)
@@ -241,4 +248,6 @@ def config_from_args(args: Namespace) -> SparseBalanceConfig:
             f"{flag_name(missing[0])} is not among the parsed arguments: --yaml-cfg replaces the "
             "command line; give every flag on the command line instead"
         )
-    return SparseBalanceConfig(**{name: getattr(args, destination(name)) for name in names})
+    values = {name: getattr(args, destination(name)) for name in names}
+    values["dense_up_to"] = values["dense_up_to"] or "auto"
+    return SparseBalanceConfig(**values)

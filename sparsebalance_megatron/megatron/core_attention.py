@@ -419,8 +419,9 @@ class BudgetedCoreAttention(MegatronModule):
             return
         one_S = torch.ones(layout.documents, dtype=torch.float32, device=qkv[0].device)
         # A dense layer covers everything at any budget.
-        unseen, base_S = 1.0 if self._base_budget == DENSE else torch.nan, one_S
-        grid_SK = (one_S * unseen)[:, None].expand(-1, len(self._options.grid))
+        unseen = 1.0 if self._base_budget == DENSE else torch.nan
+        base_S = one_S * unseen
+        grid_SK = base_S[:, None].expand(-1, len(self._options.grid))
         if context.observes_all and context.sequence is None and self._base_budget != DENSE:
             with undisturbed(one_S.device):
                 ranking = rank_sequence(
@@ -431,12 +432,8 @@ class BudgetedCoreAttention(MegatronModule):
                 )
             curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
             seen_SK = coverage_at(curves_SK, self._grid_and_base_on(curves_SK))
-            grid_SK = seen_SK[:, :-1]
-            is_raised_S = layout.grid.blocks_S > self._dense_blocks
-            if is_raised_S.any():
-                # Their base budget covers less.
-                on_device_S = copied_to(torch.from_numpy(is_raised_S), one_S.device)
-                base_S = torch.where(on_device_S, seen_SK[:, -1], one_S)
+            grid_SK, base_S = seen_SK[:, :-1], seen_SK[:, -1]
+        base_S = self._base_coverage(base_S, layout)
         seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=base_S)
         if others is not context:
             seen = seen.followed_by(others.observations[self._layer_index])
@@ -488,16 +485,18 @@ class BudgetedCoreAttention(MegatronModule):
         seen_SK = coverage_at(
             curves_SK, torch.cat((self._grid_and_base_on(curves_SK), budgets_S[:, None]), dim=1)
         )
-        base_S = seen_SK[:, -2]
-        is_short_S = context.layout.grid.blocks_S <= self._dense_blocks
-        if is_short_S.any():
-            # At the base budget they are attended to densely.
-            base_S = base_S.masked_fill(copied_to(torch.from_numpy(is_short_S), base_S.device), 1.0)
         context.observations[self._layer_index] = CoverageObservation(
             grid_SK=seen_SK[:, :-2],
             executed_S=seen_SK[:, -1],
-            base_S=base_S,
+            base_S=self._base_coverage(seen_SK[:, -2], context.layout),
         )
+
+    def _base_coverage(self, base_S: Tensor, layout: PackedLayout) -> Tensor:
+        """1 of documents that are attended to densely at the base budget, as given of others."""
+        is_short_S = layout.grid.blocks_S <= self._dense_blocks
+        if not is_short_S.any():
+            return base_S
+        return base_S.masked_fill(copied_to(torch.from_numpy(is_short_S), base_S.device), 1.0)
 
     def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
         """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""

@@ -34,7 +34,8 @@ class CoverageObservation:
     """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
 
     ``grid_SK``: at the budgets of the grid, NaN of documents that were not routed since they are
-    attended to densely. ``executed_S``, ``base_S``: at the executed and at the base budget.
+    attended to densely. ``executed_S``, ``base_S``: at the executed and at the base budget; NaN
+    where the base budget does not cover a document that was not routed.
     """
 
     grid_SK: Tensor

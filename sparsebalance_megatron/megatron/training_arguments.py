@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
+from sparsebalance_megatron.errors import one_line_refusals
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 from sparsebalance_megatron.megatron.compat import (
@@ -99,7 +100,8 @@ def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, R
     check_supported(args, config)
     check_resumed_optimizer(args)
     check_resumed_schedule(args)
-    return lines, config, RunSettings.from_args(args)
+    with one_line_refusals():
+        return lines, config, RunSettings.from_args(args)
 
 
 def trained_first_blocks(trained: Namespace) -> int:
@@ -147,7 +149,9 @@ def settle_attention(args: Namespace) -> list[str]:
         getattr(each, destination("layer_budgets"), None) for each in (trained, args)
     )
     alike = not are_dense and agree("block_size", "base_budget")
-    if getattr(args, name) == "auto" != length and alike:
+    is_open = getattr(args, name) is None
+    setattr(args, name, getattr(args, name) or "auto")
+    if is_open and length != "auto" and alike:
         flag, counted = flag_name("dense_up_to"), getattr(trained, DENSE_COUNTED, False)
         if counted and getattr(args, destination("cost_table"), None) is not None:
             lines.append(f"{flag} is the cost table's; the checkpoint's {length} was counted")
@@ -172,8 +176,8 @@ def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
     if trained is None or not getattr(trained, destination("enabled"), False):
         return []
     pairs = {
-        name: (getattr(now, destination(name)), getattr(trained, destination(name)))
-        for name in ("block_size", "selection")
+        name: tuple(getattr(run, destination(name), None) or "absent" for run in (now, trained))
+        for name in ("block_size", "selection", "base_budget", "layer_budgets")
     } | {
         "first_blocks": (trained_first_blocks(now), trained_first_blocks(trained)),
         "dense_up_to": (trained_dense_length(now), trained_dense_length(trained)),

@@ -13,6 +13,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from sparsebalance_megatron.attention.select import selector_named
@@ -49,6 +50,11 @@ def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether tensor-parallel ranks hold query heads of the same KV head."""
     grouped = get("group_query_attention", True)
     return grouped and 0 < get("num_query_groups", 0) < get("tensor_model_parallel_size", 1)
+
+
+def _rotates_all(get: Settings) -> bool:
+    scaled = get("position_embedding_type") in ("rope", "yarn")
+    return scaled and bool(get("rotary_percent", 1.0) == 1.0)
 
 
 def _has_experts(get: Settings) -> bool:
@@ -313,6 +319,36 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 }
 """Flag -> whether it is refused; every other flag is refused for any value that is true."""
 
+_AT_LEAST_1 = "--hidden-size --ffn-hidden-size --num-attention-heads --moe-router-topk"
+_ABOVE_0 = "--rotary-base --rotary-seq-len-interpolation-factor --rope-scaling-factor"
+_NUMBERS: tuple[tuple[str, str, Callable[[Settings, Any], object]], ...] = (
+    (f"{_AT_LEAST_1} --log-interval", "must be at least 1", lambda get, number: number < 1),
+    (_ABOVE_0, "must be above 0", lambda get, number: number <= 0),
+    ("--init-method-std", "must be at least 0", lambda get, number: number < 0),
+    (
+        "--hidden-dropout --adam-beta1 --adam-beta2",
+        *("must be at least 0 and below 1", lambda get, number: not 0 <= number < 1),
+    ),
+    ("--num-layers", "must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
+    (
+        "--eval-interval",
+        *("must be at least 1", lambda get, steps: steps < 1 and get("eval_iters", 1)),
+    ),
+    (
+        *("--num-query-groups", "must be at least 1, and divide --num-attention-heads"),
+        lambda get, groups: (
+            get("group_query_attention", True)
+            and (groups < 1 or get("num_attention_heads", groups) % groups)
+        ),
+    ),
+    (
+        *("--kv-channels", "must be at least 1, and even where all of them rotate"),
+        lambda get, channels: channels < 1 or (channels % 2 and _rotates_all(get)),
+    ),
+)
+"""Flags, the rule for their numbers, and whether a number breaks it: what Megatron takes, and fails
+at while it builds the model or in the first iteration."""
+
 OF_REPLACED_ATTENTION = (
     *("fp8_dot_product_attention", "fp8_multi_head_attention", "--num-query-groups"),
     *("--attention-dropout", "--window-size", "--qk-clip", "--log-max-attention-logit"),
@@ -412,6 +448,11 @@ def _check(get: Settings, refusals: Mapping[str, str], longest: int) -> None:
         served = set(OF_REPLACED_ATTENTION).difference(lacking)
         refusals = {flag: refusals[flag] for flag in refusals if flag not in served}
     _refuse(get, refusals, _SOME_VALUES)
+    for flags, rule, is_broken in _NUMBERS:
+        for flag in flags.split():
+            number = get(flag.removeprefix("--").replace("-", "_"))
+            if number is not None and is_broken(get, number):
+                raise ConfigError(f"{flag} {number}: {rule}")
     if get("num_layers"):
         # Layers with budgets of their own are layers of the model.
         base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
@@ -449,21 +490,35 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 
 def check_resumed_optimizer(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer Megatron cannot read with this expert parallelism:
-    experts of an expert-parallel group have an optimizer of their own."""
-    if not args.num_experts or args.no_load_optim or not args.load:
+    """Refuse a checkpoint whose optimizer Megatron cannot read in this run: experts of an
+    expert-parallel group have an optimizer of their own, the distributed one names its state
+    otherwise, and optimizers differ in what they keep."""
+    if args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)
     if saved is None or getattr(saved, "no_save_optim", False):
         return
-    sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
-    if min(sizes) == 1 < max(sizes):
-        flag = "--expert-model-parallel-size"
+    runs = [Settings(each, SparseBalanceConfig()) for each in (saved, args)]
+    distributed, sharded = "--use-distributed-optimizer", "--use-torch-fsdp2"
+    found = None
+    was, now = (get("expert_model_parallel_size", 1) for get in runs)
+    if runs[1]("num_experts") and min(was, now) == 1 < max(was, now):
+        found = f"--expert-model-parallel-size {was}", now, "more than 1" if was > 1 else "1"
+    was, now = (get("optimizer", "adam") for get in runs)
+    if was != now:
+        found = f"--optimizer {was}", now, f"--optimizer {was}"
+    was, now = (
+        next((flag for flag in (distributed, sharded) if get(flag[2:].replace("-", "_"))), "")
+        for get in runs
+    )
+    if was != now and (was == distributed or (was, now) == (sharded, distributed)):
+        found = was, now or "no such flag", was
+    if found is not None:
         raise ConfigError(
-            f"--load {args.load}: saved with {flag} {sizes[0]}, and this run has {sizes[1]}: an "
-            "optimizer's state does not go from experts on one rank to experts on several, or "
-            f"back; use {'more than 1' if sizes[0] > 1 else '1'}, or --no-load-optim to go on with "
-            "the weights alone"
+            f"--load {args.load}: saved with {found[0]}, and this run has {found[1]}: an "
+            f"optimizer's state does not go from the one to the other; use {found[2]}, or "
+            "--no-load-optim to go on with the weights alone (Megatron then begins the learning "
+            "rate's schedule anew: give the rate that was reached as --lr)"
         )
 
 
@@ -491,6 +546,20 @@ def check_resumed_schedule(args: Namespace) -> None:
                 "and weight decay, --use-checkpoint-opt-param-scheduler to follow the "
                 f"checkpoint's, or {flag} {theirs}"
             )
+
+
+def not_installed(args: Namespace) -> list[str]:
+    """A sentence for each package that flags need and this machine lacks."""
+    needed = {}
+    if args.optimizer not in ("adam", "sgd"):
+        needed[f"--optimizer {args.optimizer}"] = "emerging-optimizers"
+    if args.wandb_project:
+        needed["--wandb-project"] = "wandb"
+    return [
+        f"{flag}: the package {package} is not installed here; pip install {package}"
+        for flag, package in needed.items()
+        if find_spec(package.replace("-", "_")) is None
+    ]
 
 
 def check_batches(args: Namespace) -> None:

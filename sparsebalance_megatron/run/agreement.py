@@ -10,11 +10,13 @@ member that never comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import DistStoreError, ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
 
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
@@ -27,6 +29,8 @@ _WHAT_SAMPLES_FOLLOW = (
 )
 _SHOWN_CHARACTERS = 80
 """Longest text of an error."""
+_LONGEST_LAG = timedelta(seconds=10)
+_ANNOUNCED = "sparse_balance/announced/{}"
 
 
 class RankDisagreementError(ValueError):
@@ -102,6 +106,24 @@ def _gathered_objects(own: Any) -> list[Any]:
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     return everyone
+
+
+def announce_rank() -> None:
+    """Let other ranks know, in the store of the process groups, that this one has the plugin on."""
+    _get_default_store().set(_ANNOUNCED.format(torch.distributed.get_rank()), "")
+
+
+def check_neighbor_announced() -> None:
+    """Raise a :class:`RankDisagreementError` where the rank before this one has the plugin off, and
+    would never enter its collectives. Some rank raises wherever one has; Megatron has a barrier
+    between their announcement, where models are built, and this check."""
+    before = (torch.distributed.get_rank() - 1) % torch.distributed.get_world_size()
+    try:
+        _get_default_store().wait([_ANNOUNCED.format(before)], _LONGEST_LAG)
+    except DistStoreError:
+        raise RankDisagreementError(
+            f"--sparse-balance: rank {before} was started without it; give all ranks the same flags"
+        ) from None
 
 
 def check_ranks_agree(fingerprint: Mapping[str, str]) -> None:

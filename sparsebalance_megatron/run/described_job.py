@@ -120,8 +120,7 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
             raise
         notes += [line for line in output.getvalue().splitlines() if line.startswith("WARNING")]
         unchecked = _unchecked(args)
-        with one_line_refusals():
-            lines, config, settings = checked_settings(args)
+        lines, config, settings = checked_settings(args)
         notes += lines
     return DescribedJob(
         args=args,

@@ -45,11 +45,16 @@ _CONNECTION_S = 5.0
 _COUNT, _REPORTED = "count", "reported"
 _WAITED = re.compile(r"gloo|nccl|timed out waiting|connection (closed|reset)", re.IGNORECASE)
 """What errors of collectives say, whichever line of Python waited for them."""
-_NO_INTERFACE = {
-    "GLOO_SOCKET_IFNAME": re.compile(r"gloo/transport/tcp/device|hostname to a \(local\) address"),
-    "NCCL_SOCKET_IFNAME": re.compile(r"no socket interface found"),
+_SET_TO = "to an interface of this node (`ip -brief address` lists them)"
+_REMEDIES = {
+    f"set GLOO_SOCKET_IFNAME {_SET_TO}": r"gloo/transport/tcp/device|hostname to a \(local\) addr",
+    f"set NCCL_SOCKET_IFNAME {_SET_TO}": r"no socket interface found",
+    "raise the limit of this process (ulimit -n)": "too many open files",
+    "free some of that disk": "no space left on device|disk quota exceeded",
 }
-"""Environment variable -> what is said where the interface that it names, or none, can be used."""
+"""What to do -> what is said where that helps; such an error does not come of another rank."""
+_FULL_SHARE, _FULL_BYTES = 0.01, 1e9
+"""A disk with less free than both is called full: writers of checkpoints hide the error."""
 
 
 class Terminated(BaseException):
@@ -82,8 +87,8 @@ def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
         reason = ""  # its source line would say where the signal is handled
     if isinstance(error, AssertionError) and place:
         name = f"{name} ({place})"
-    if variable := _of_no_interface(error):
-        reason += f"; set {variable} to an interface of this node (`ip -brief address` lists them)"
+    if remedy := _remedy_of(error):
+        reason += f"; {remedy}"
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -239,14 +244,14 @@ def _open_store() -> Store:
     return PrefixStore(f"sparse_balance/failures/{attempt}", store)
 
 
-def _of_no_interface(error: BaseException) -> str | None:
-    """The variable to set where a rank found no interface to reach others by."""
+def _remedy_of(error: BaseException) -> str | None:
+    """What helps against an error, where its text tells."""
     said = str(error)
-    return next((name for name, text in _NO_INTERFACE.items() if text.search(said)), None)
+    return next((do for do, text in _REMEDIES.items() if re.search(text, said, re.I)), None)
 
 
 def _waited_for_others(error: BaseException) -> bool:
-    if _of_no_interface(error):
+    if _remedy_of(error):
         return False
     if isinstance(error, DistError | Terminated):
         return True
@@ -269,7 +274,10 @@ def resume_advice(save: Path) -> str:
     iteration = last_saved_iteration(str(save))
     if iteration is None and not save.exists():
         return f"there is no complete checkpoint in {save}"
-    free = f"with {shutil.disk_usage(save).free / 1e9:.1f} GB free there"
+    disk = shutil.disk_usage(save)
+    free = f"with {disk.free / 1e9:.1f} GB free there"
+    if disk.free < min(_FULL_SHARE * disk.total, _FULL_BYTES):
+        free += " (that disk is full: free some of it, or name another by --save)"
     if iteration is None:
         return f"there is no complete checkpoint in {save}, {free}"
     return (

@@ -101,8 +101,7 @@ def measure_sensitivities(
         setattr(args, destination(name), value)
     # What is not finite is told below, with the weights as the cause.
     args.check_for_nan_in_loss_and_grad = False
-    with one_line_refusals():
-        hooks = make_training_hooks(args, device_type, lambda line: None)
+    hooks = make_training_hooks(args, device_type, lambda line: None)
     run, repetitions = hooks.run, hooks.watching_repetitions()
     run.all_stages_read = True
     if samples > len(run.inputs.train):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reduction per step: what every rank measured, known to all ranks alike.
 
-Shape legend: U length buckets, C = K + 5 columns, O rows of observations (one per micro-batch and
+Shape legend: U length buckets, C = K + 6 columns, O rows of observations (one per micro-batch and
 chunk, layer, sample); of times inside collectives X collectives of a chunk, Y segments, Z passes.
 """
 
@@ -29,13 +29,14 @@ from sparsebalance_megatron.learn.measurement import (
     lockstep_waiting,
 )
 from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 
-ONE, EXECUTED, BASE = range(-3, 0)
-"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets."""
-_EXTRA_COLUMNS = 3
+ONE, EXECUTED, BASE, BASE_ONE = range(-4, 0)
+"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, and 1 where the
+last is known."""
+_EXTRA_COLUMNS = 4
 DIGEST_BYTES = 6
 """Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
 
@@ -70,24 +71,22 @@ class ObservedCoverage:
             for layer, observation in context.observations.items():
                 pieces.append(Piece(context.position, layer, samples))
                 groups.append(layer * buckets + bucket_S)
-                columns.append(_columns(observation, samples))
+                seen_S = observation.executed_S, observation.base_S
+                columns.append([each[:samples] for each in (observation.grid_SK, *seen_S)])
         values_OC = None
         if columns:
             # The same few operations on the device, however many observations.
-            grid_OK, *extra = (torch.cat(parts).double() for parts in zip(*columns, strict=True))
+            grid_OK, executed_O, base_O = (
+                torch.cat(parts).double() for parts in zip(*columns, strict=True)
+            )
+            known_O = base_O.isfinite().double()
+            extra = torch.ones_like(executed_O), executed_O, base_O, known_O
             values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
         return cls(
             pieces=tuple(pieces),
             group_O=np.concatenate(groups) if groups else np.empty(0, dtype=np.int64),
             values_OC=values_OC,
         )
-
-
-def _columns(observation: CoverageObservation, samples: int) -> tuple[torch.Tensor, ...]:
-    """Grid and extra columns of the first samples."""
-    executed_S, base_S = observation.executed_S, observation.base_S
-    every = (observation.grid_SK, torch.ones_like(executed_S), executed_S, base_S)
-    return tuple(column[:samples] for column in every)
 
 
 @dataclass(eq=False)
@@ -191,7 +190,7 @@ class StepReducer:
         else:
             values_OC = observed.values_OC
             # One bad number of a document must not become the whole step's.
-            broken_O = ~values_OC[:, -_EXTRA_COLUMNS:].isfinite().all(1)
+            broken_O = ~values_OC[:, EXECUTED].isfinite()
             # A document that was not routed has no curve, and all else.
             routed_O = values_OC.isfinite().all(1)
             values_OC = values_OC.masked_fill(broken_O[:, None] | ~values_OC.isfinite(), 0.0)
@@ -230,6 +229,7 @@ class StepReducer:
                 counts_LU=counts_LU,
                 executed_L=extra_LC[:, EXECUTED],
                 base_sum=float(extra_LC[:, BASE].sum()),
+                base_count=float(extra_LC[:, BASE_ONE].sum()),
                 counts_L=extra_LC[:, ONE],
                 minimum=float(part["minima"].min()),
                 unobserved=int(part["unobserved"][0]),

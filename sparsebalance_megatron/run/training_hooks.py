@@ -23,7 +23,11 @@ from sparsebalance_megatron.megatron.training_arguments import (
     TrainingArguments,
     checked_settings,
 )
-from sparsebalance_megatron.run.agreement import print_rank_0
+from sparsebalance_megatron.run.agreement import (
+    announce_rank,
+    check_neighbor_announced,
+    print_rank_0,
+)
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
 from sparsebalance_megatron.run.trainer import TrainerRun
@@ -72,7 +76,12 @@ class TrainingHooks:
 
     def configure_model(self, model_config: Any) -> None:
         """Put the layer spec into a ``GPTModelConfig``."""
-        self._arguments.configure_model(model_config, self.layer_spec)
+
+        def layer_spec(*given: Any) -> Any:
+            announce_rank()
+            return self.layer_spec(*given)
+
+        self._arguments.configure_model(model_config, layer_spec)
 
     def dataset_provider(
         self, sample_counts: Any, vp_stage: int | None = None
@@ -80,6 +89,7 @@ class TrainingHooks:
         """Megatron's dataset provider: iterators for ``external`` loading, once checkpoints are
         read."""
         arguments, run = self._arguments, self.run
+        check_neighbor_announced()
         print_rank_0(*arguments.other_attention())
         if (state := arguments.take_saved_state()) is not None:
             run.load_state_dict(state)
@@ -113,6 +123,8 @@ def make_training_hooks(
         setattr(args, destination(name), getattr(inputs.config, name))
     if not inputs.dense_by_costs:
         inputs = replace(inputs, dense_counted=getattr(args, DENSE_COUNTED, False))
+    # What the checkpoint decides is decided.
+    inputs = replace(inputs, dense_by_costs=False)
     setattr(args, DENSE_COUNTED, inputs.dense_counted)
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")

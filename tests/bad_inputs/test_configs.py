@@ -43,6 +43,29 @@ def test_every_range_has_values_beyond_it() -> None:
     assert len(CHOICES) > 10
 
 
+@pytest.mark.parametrize(
+    ("first_blocks", "budgets", "named"),
+    [
+        (4, {}, "--sparse-balance-base-budget 4"),
+        (3, {"layer_budgets": "1:0-1"}, "--sparse-balance-layer-budgets 1:0-1"),
+        (2, {"layer_budgets": "2:all"}, "--sparse-balance-layer-budgets 2:all"),
+        (3, {"layer_budgets": "dense:all"}, None),
+        (1, {"base_budget": 1}, None),
+        (3, {"base_budget": 1, "layer_budgets": "8:all"}, None),
+    ],
+)
+def test_first_blocks_have_room_in_every_layer(
+    first_blocks: int, budgets: dict[str, Any], named: str | None
+) -> None:
+    def config() -> SparseBalanceConfig:
+        return SparseBalanceConfig(**{"base_budget": 4, "first_blocks": first_blocks} | budgets)
+
+    if named is None:
+        config()
+    else:
+        check_refused(config, ConfigError, f"--sparse-balance-first-blocks {first_blocks}", named)
+
+
 @pytest.mark.parametrize(("field", "value"), REFUSED)
 def test_values(field: str, value: Any) -> None:
     check_refused(

@@ -227,6 +227,7 @@ def test_windows_are_refused():
         ({"sparse_block_size": "16"}, "sparse_block_size"),
         ({"sparse_selection": "best"}, "best"),
         ({"sparse_layer_topk_blocks": (1,)}, "2 layers"),
+        ({"sparse_layer_topk_blocks": (None, 3), "sparse_init_block": 3}, "sparse_init_block 3"),
         ({"topk": 3}, "topk"),
         ({"sparse_init_block": 17}, "sparse_init_block"),
         ({"sparse_local_block": 2}, "sparse_local_block 2"),

@@ -356,5 +356,8 @@ def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
     assert again.state_dict()["dense_up_to_counted"], "a counted length that is kept"
     for other in ({"base_budget": 3}, {"layer_budgets": "dense:all"}):
         assert planner(dense_up_to="auto", **other).load_state_dict(kept) == ()
+    other = planner(dense_up_to="auto", selection="token-kv-head")
+    (line,) = other.load_state_dict(kept)
+    assert line.startswith("coverage starts afresh: ")
     with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):
         planner(dense_up_to="999999")

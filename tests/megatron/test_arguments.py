@@ -42,7 +42,8 @@ def parse(*flags: str) -> Namespace:
 def test_every_field_has_its_flag_and_default() -> None:
     args = parse()
     for field in fields(SparseBalanceConfig):
-        assert getattr(args, destination(field.name)) == field.default
+        is_open = field.name == "dense_up_to"
+        assert getattr(args, destination(field.name)) == (None if is_open else field.default)
         assert flag_name(field.name).startswith("--sparse-balance")
     assert config_from_args(args) == SparseBalanceConfig()
 
@@ -154,6 +155,37 @@ def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) ->
     assert str(caught.value).startswith(f"--sparse-balance with {given}: ")
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("--num-layers 0", "--num-layers 10000000", "--hidden-size 0", "--rotary-base 0"),
+        "--num-query-groups 3 --group-query-attention --num-attention-heads 4",
+        *("--num-query-groups 0 --group-query-attention", "--kv-channels 0", "--adam-beta2 2"),
+        *(
+            "--hidden-dropout 1.5",
+            "--eval-interval 0",
+            "--log-interval 0",
+            "--init-method-std -1.0",
+        ),
+        "--kv-channels 15 --position-embedding-type rope",
+        "--rotary-seq-len-interpolation-factor 0",
+    ],
+)
+def test_sizes_of_no_model_are_refused(typed: str, megatron_parser: ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match=f"^{typed.split()[0]} .*: must be "):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *typed.split()))
+
+
+def test_packages_that_flags_need_are_named(
+    megatron_parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported, "find_spec", lambda name: None)
+    flags = ("--optimizer", "lion", "--wandb-project", "own")
+    lines = check_typed_flags(megatron_parser, (*SUPPORTED, *flags))
+    assert [line.partition(": ")[0] for line in lines] == ["--optimizer lion", "--wandb-project"]
+    assert check_typed_flags(megatron_parser, SUPPORTED) == []
+
+
 @pytest.mark.parametrize("flag", NOT_TYPED)
 def test_what_is_refused_in_the_end(flag: str) -> None:
     config = SparseBalanceConfig(enabled=True)
@@ -207,31 +239,44 @@ def test_shards_are_saved_where_rows_divide(differs: dict[str, Any], refused: bo
     assert shards_unequally(get) == refused
 
 
+def of_experts(ranks: int) -> dict[str, Any]:
+    return {"num_experts": 4, "expert_model_parallel_size": ranks}
+
+
+DISTRIBUTED, SHARDED = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": True}
+
+
 @pytest.mark.parametrize(
-    ("saved", "now", "differs", "refused"),
+    ("saved", "now", "refused"),
     [
-        (2, 1, {}, True),
-        (1, 4, {}, True),
-        (2, 4, {}, False),
-        (1, 1, {}, False),
-        (2, 1, {"no_load_optim": True}, False),
-        (2, 1, {"num_experts": None}, False),
-        (2, 1, {"load": None}, False),
+        (of_experts(2), of_experts(1), True),
+        (of_experts(1), of_experts(4), True),
+        (of_experts(2), of_experts(4), False),
+        (of_experts(1), of_experts(1), False),
+        (of_experts(2), of_experts(1) | {"no_load_optim": True}, False),
+        (of_experts(2), of_experts(1) | {"num_experts": None}, False),
+        (of_experts(2), of_experts(1) | {"load": None}, False),
+        ({}, {"optimizer": "sgd"}, True),
+        ({"no_save_optim": True}, {"optimizer": "sgd"}, False),
+        (DISTRIBUTED, SHARDED, True),
+        (SHARDED, DISTRIBUTED, True),
+        (DISTRIBUTED, {}, True),
+        (DISTRIBUTED, DISTRIBUTED, False),
+        ({}, SHARDED, False),
+        (SHARDED, {}, False),
     ],
 )
-def test_optimizers_of_experts_on_one_rank_and_on_several_are_not_mixed(
-    saved: int, now: int, differs: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_optimizer_that_this_run_cannot_read_is_refused(
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        *(unsupported, "arguments_of_weights"),
-        lambda args, resumed: Namespace(expert_model_parallel_size=saved),
+        unsupported, "arguments_of_weights", lambda args, resumed: Namespace(**saved)
     )
-    given = {"num_experts": 4, "no_load_optim": False, "load": "checkpoints"} | differs
-    args = Namespace(**given, expert_model_parallel_size=now)
-    if refused:
-        with pytest.raises(ConfigError, match="--no-load-optim"):
-            check_resumed_optimizer(args)
-    else:
+    args = Namespace(**{"no_load_optim": False, "load": "checkpoints"} | now)
+    with pytest.raises(ConfigError, match="--no-load-optim") if refused else nullcontext():
         check_resumed_optimizer(args)
 
 
@@ -322,6 +367,8 @@ LOOK_REFUSED = [
     "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
     "--sparse-balance-selection token-query-head",
     "--tensor-model-parallel-size 2",
+    "--num-query-groups 3 --num-attention-heads 4",
+    "--kv-channels 15 --position-embedding-type rope --rotary-percent 0.5",
     "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
     "--ckpt-format torch_dist --save checkpoints",
     "--ckpt-format torch",

@@ -282,6 +282,13 @@ def test_dense_documents_need_no_lists(step: int) -> None:
         torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
     assert seen.executed_S.tolist()[:2] == seen.base_S.tolist()[:2] == [1.0, 1.0]
     torch.testing.assert_close(seen.executed_S[2], all_seen.executed_S[2])
+    raised = params_with(COVERED_FIRST, np.full((2, 3), 8, dtype=np.int32), step=step, dense=(3, 3))
+    _output_and_gradients(raised)
+    base_S = raised.micro_batch.observations[0].base_S
+    expected_S = all_seen.base_S.clone()
+    if step != STEPS_PER_FULL_OBSERVATION:
+        expected_S[2] = torch.nan
+    torch.testing.assert_close(base_S, expected_S, equal_nan=True)
 
 
 @pytest.mark.parametrize("carried", [True, False])

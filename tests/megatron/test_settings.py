@@ -151,33 +151,36 @@ def _arguments(dense_up_to: str | None, **others: Any) -> Namespace:
     return Namespace(sparse_balance=True, finetune=False, **names)
 
 
+def _open(**others: Any) -> Namespace:
+    """Of a run that is not given the length."""
+    return Namespace(**vars(_arguments(None, **others)), sparse_balance_dense_up_to=None)
+
+
 @pytest.mark.parametrize(
     ("now", "trained", "found"),
     [
-        pytest.param(_arguments("auto"), _arguments("4096"), "4096", id="kept"),
+        pytest.param(_open(), _arguments("4096"), "4096", id="kept"),
+        pytest.param(_arguments("auto"), _arguments("4096"), "auto", id="auto-is-given"),
+        pytest.param(
+            _open(selection="token-kv-head"), _arguments("4096"), "auto", id="another-selection"
+        ),
         pytest.param(_arguments("0"), _arguments("4096"), "0", id="the-flag-wins"),
-        pytest.param(
-            _arguments("auto"), _arguments("4096", dense_up_to_counted=True), "4096", id="counted"
-        ),
-        pytest.param(_arguments("auto"), None, "auto", id="no-checkpoint"),
-        pytest.param(_arguments("auto"), Namespace(), "auto", id="without-the-plugin"),
-        pytest.param(_arguments("auto"), _arguments(None), "0", id="before-there-was-a-flag"),
-        pytest.param(
-            _arguments("auto", base_budget=8), _arguments("4096"), "auto", id="another-budget"
-        ),
-        pytest.param(
-            _arguments("auto"), _arguments("4096", layer_budgets="dense:all"), "auto", id="exact"
-        ),
+        pytest.param(_open(), _arguments("4096", dense_up_to_counted=True), "4096", id="counted"),
+        pytest.param(_open(), None, "auto", id="no-checkpoint"),
+        pytest.param(_open(), Namespace(), "auto", id="without-the-plugin"),
+        pytest.param(_open(), _arguments(None), "0", id="before-there-was-a-flag"),
+        pytest.param(_open(base_budget=8), _arguments("4096"), "auto", id="another-budget"),
+        pytest.param(_open(), _arguments("4096", layer_budgets="dense:all"), "auto", id="exact"),
     ],
 )
 def test_a_checkpoint_keeps_the_length_up_to_which_documents_are_dense(
     now: Namespace, trained: Namespace | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda args: trained)
-    now, now_given = Namespace(**vars(now)), now.sparse_balance_dense_up_to
+    now, is_open = Namespace(**vars(now)), now.sparse_balance_dense_up_to is None
     lines = settle_attention(now)
     assert now.sparse_balance_dense_up_to == found
-    assert len(lines) == (found != now_given and trained is not None)
+    assert len(lines) == (is_open and found != "auto")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_a_counted_length_of_a_checkpoint_gives_way_to_a_cost_table(
     for counted, found in ((True, "auto"), (False, "4096")):
         trained = _arguments("4096", dense_up_to_counted=counted)
         monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda _, was=trained: was)
-        now = _arguments("auto", cost_table="table.json")
+        now = _open(cost_table="table.json")
         (line,) = settle_attention(now)
         assert now.sparse_balance_dense_up_to == found
         assert ("4096 was counted" in line) == counted
@@ -219,6 +222,13 @@ def test_weights_of_another_length_are_named() -> None:
     assert changed_attention(_arguments(None), _arguments("0")) == []
     (line,) = changed_attention(_arguments(None), _arguments("4096"))
     assert line == "--sparse-balance-dense-up-to is 4096; these weights were trained with 0"
+    lines = changed_attention(
+        _arguments("0", layer_budgets="dense:all"), _arguments("0", base_budget=8)
+    )
+    assert lines == [
+        "--sparse-balance-base-budget is 8; these weights were trained with 32",
+        "--sparse-balance-layer-budgets is absent; these weights were trained with dense:all",
+    ]
 
 
 @pytest.mark.parametrize(

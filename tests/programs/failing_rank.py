@@ -5,7 +5,8 @@
 ``stop STEP`` stops it there, as a hang does, and lets collectives time out after 20 s. ``reader
 STEP`` lets what reads its rows raise; ``digest STEP`` lets it execute another plan; ``nan STEP``
 makes its loss NaN from there on.
-``flags 0`` gives it other flags, ``kernels 0`` kernels whose gradients of values are wrong.
+``flags 0`` gives it other flags, ``plain 0`` no ``--sparse-balance``, ``kernels 0`` kernels whose
+gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
 ``segments-stop STEP`` is ``stop`` under plans with segments drawn by lot (drawn_segments.py).
@@ -110,6 +111,11 @@ def change_flags(_: int) -> None:
         sys.argv += ["--sparse-balance-config", "log-megabytes=7"]
 
 
+def leave_the_plugin_off(_: int) -> None:
+    if FAULTY:
+        sys.argv.remove("--sparse-balance")
+
+
 def change_kernels(_: int) -> None:
     if FAULTY:
         right = tokens.backward
@@ -155,6 +161,7 @@ FAULTS = {
     "nan": lose_numbers_from,
     "clock": set_clock_from,
     "flags": change_flags,
+    "plain": leave_the_plugin_off,
     "kernels": change_kernels,
     "file-size": limit_files,
 }

@@ -91,7 +91,7 @@ def test_sensitivities_are_those_of_the_weights_and_become_budgets(tmp_path: Pat
         (("--load", "nowhere"), "8", "no checkpoint in --load nowhere"),
         ((), "8", "no checkpoint in --load None"),
         (("--load", "empty"), "61", "--samples 61: the training data has 60"),
-        (("--num-attention-heads", "3"), "8", "Megatron refuses the flags"),
+        (("--num-attention-heads", "6"), "8", "Megatron refuses the flags"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(

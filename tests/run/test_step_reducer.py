@@ -175,9 +175,11 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
         CoverageObservation(
             grid_SK=torch.tensor([curve]),
             executed_S=torch.tensor([executed]),
-            base_S=torch.tensor([executed]),
+            base_S=torch.tensor([base]),
         )
-        for curve, executed in (([0.25, 0.5, 0.75, 1.0], 0.5), ([torch.nan] * 4, 1.0))
+        for curve, executed, base in (
+            *(([0.25, 0.5, 0.75, 1.0], 0.5, 0.25), ([torch.nan] * 4, 1.0, torch.nan)),
+        )
     )
     context = SimpleNamespace(
         observations={0: whole.followed_by(routed)},
@@ -190,3 +192,4 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
     assert coverage.counts_L.sum() == 2
     assert coverage.executed_L.sum() == 0.75 * coverage.counts_L.sum()
     assert (coverage.minimum, coverage.unobserved) == (0.5, 0)
+    assert (coverage.base_sum, coverage.base_count) == (0.25, 1)

@@ -61,6 +61,7 @@ def with_layer_budgets(
             config.base_budget,
             ms_K,
             dense_time=dense_ms,
+            least_budget=max(OWN_AND_FIRST, 1 + (config.first_blocks or 0)),
             own_lists=entries >= 1.0,
         )
     text = layer_budgets_text({layer: int(budget) for layer, budget in enumerate(base_L)})
@@ -110,12 +111,13 @@ def budgets_by_sensitivity(
     *,
     dense_time: float = np.inf,
     least_share: float = LEAST_SHARE,
+    least_budget: int = OWN_AND_FIRST,
     own_lists: bool = False,
 ) -> np.ndarray:
     """Base budget of every layer, int64 [L], :data:`.DENSE` where lists would take as long.
 
-    1. All layers get the least budget: a share of the base budget, rounded up, and at least the
-       own and the first block.
+    1. All layers get the least budget: a share of the base budget, rounded up, and at least
+       ``least_budget``, the own and the first blocks.
     2. The most sensitive layer gets blocks until it reads everything, then the next one, as long
        as all layers together take no more time than at the base budget. What a shared list misses
        falls in proportion to its length, so that whole layers pay best (research/pretrained.md).
@@ -129,7 +131,7 @@ def budgets_by_sensitivity(
         own_lists: whether single tokens have lists.
     """
     base = min(base_budget, len(time_K) - 1)
-    least = min(max(int(np.ceil(least_share * base)), OWN_AND_FIRST), base)
+    least = min(max(int(np.ceil(least_share * base)), least_budget), base)
     left = len(sensitivity_L) * time_K[base] * (1.0 + 1e-9)
     # More documents are dense at a larger budget, which may take a little less.
     time_K = np.maximum.accumulate(time_K[least:])
