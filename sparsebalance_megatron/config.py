@@ -27,7 +27,6 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
-ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
@@ -37,7 +36,7 @@ CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 FILE_FLAG = "--sparse-balance-config"
 ONLY_IN_FILE = frozenset(
-    {"attention", "router", "recompute_attention", "positions", "plan_ms", "planning", "exchange"}
+    {"attention", "router", "recompute_attention", "positions", "plan_ms", "planning"}
     | {"context_parallel", "segment_tokens", "counted_device", "gigabytes_per_second"}
     | {"missing_loss_mask", "calibration", "log_megabytes"}
 )
@@ -191,10 +190,6 @@ class SparseBalanceConfig:
     segment_tokens: int = 4096
     """Least tokens of a segment. Lower it where samples are short and short segments lose
     little."""
-
-    exchange: ExchangeName = "all-gather"
-    """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in
-    rings within and between nodes. Choose rings where memory is short; they wait at every hop."""
 
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`. Give one to train: without it, costs are

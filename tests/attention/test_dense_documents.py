@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, assert_exact, make_case
+from attention.cases import SCALE, assert_exact, make_case, saved
+from attention.sequence.slices import slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import dense_attention
 from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.pieces import DensePieces
 
 
 def _forward(
@@ -23,8 +27,8 @@ def _forward(
     """``aten::_flash_attention_forward``."""
     _check((query, key, value), given)
     out, lse_HT = torch.full_like(query, torch.nan), query.new_full(query.shape[1::-1], torch.nan)
-    for tokens in _documents(given):
-        s, _, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
+    for tokens, keys in _documents(given):
+        s, _, v = _scores(query[tokens], key[keys], value[keys], given)
         out[tokens], lse_HT[:, tokens] = (s.softmax(-1) @ v).transpose(0, 1), s.logsumexp(-1)
     nothing = torch.empty(0)
     return out, lse_HT, torch.empty(2, dtype=torch.uint64), nothing, nothing
@@ -47,36 +51,42 @@ def _backward(
     assert logsumexp.is_contiguous() and logsumexp.shape == (query.shape[1], len(query))
     gradients = [torch.full_like(x, torch.nan) for x in (query, key, value)]
     dq, dk, dv = gradients
-    for tokens in _documents(given):
-        s, k, v = _scores(query[tokens], key[tokens], value[tokens], given["scale"])
+    for tokens, keys in _documents(given):
+        s, k, v = _scores(query[tokens], key[keys], value[keys], given)
         q, dout, o = (x[tokens].double().transpose(0, 1) for x in (query, grad_out, out))
         p = (s - logsumexp[:, tokens, None].double()).exp()
         ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True)) * given["scale"]
         dq[tokens] = (ds @ k).transpose(0, 1).to(dq.dtype)
         for whole, dx in ((dk, ds.mT @ q), (dv, p.mT @ dout)):
             by_kv_head = dx.unflatten(0, (key.shape[1], -1)).sum(1)
-            whole[tokens] = by_kv_head.transpose(0, 1).to(whole.dtype)
+            whole[keys] = by_kv_head.transpose(0, 1).to(whole.dtype)
     return tuple(gradients)
 
 
-def _documents(given: dict[str, Any]) -> Iterator[slice]:
-    return (slice(*each) for each in pairwise(given["cum_seq_q"].tolist()))
+def _documents(given: dict[str, Any]) -> Iterator[tuple[slice, slice]]:
+    """Tokens of queries and of keys."""
+    bounds = (pairwise(given[name].tolist()) for name in ("cum_seq_q", "cum_seq_k"))
+    return ((slice(*queries), slice(*keys)) for queries, keys in zip(*bounds, strict=True))
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled causal scores [H, T, T], and keys and values [H, T, D] of every query head."""
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled scores [H, T, T], and keys and values [H, T, D] of every query head."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-    s = q.double().transpose(0, 1) @ k.mT * scale
-    later = torch.ones(s.shape[1:], dtype=torch.bool).triu(1)
+    s = q.double().transpose(0, 1) @ k.mT * given["scale"]
+    later = torch.full(s.shape[1:], given["is_causal"]).triu(1)
     return s.masked_fill(later, -torch.inf), k, v
 
 
 def _check(xs: tuple[Tensor, ...], given: dict[str, Any]) -> None:
-    assert given["is_causal"] and given["dropout_p"] == 0.0
-    assert given["cum_seq_q"] is given["cum_seq_k"] and given["max_q"] == given["max_k"]
-    assert given["cum_seq_q"].dtype == torch.int32 and given["cum_seq_q"].is_contiguous()
-    assert int(given["cum_seq_q"].diff().max()) <= given["max_q"]
+    # Kernels differ in where a causal diagonal of unequal lengths begins.
+    assert given["is_causal"] == (given["cum_seq_q"] is given["cum_seq_k"])
+    assert given["dropout_p"] == 0.0
+    for bounds, longest in (("cum_seq_q", "max_q"), ("cum_seq_k", "max_k")):
+        assert given[bounds].dtype == torch.int32 and given[bounds].is_contiguous()
+        assert int(given[bounds].diff().max()) <= given[longest]
     assert len({x.shape[2] for x in xs}) == 1 and xs[0].shape[2] % 8 == 0
     for x in xs:
         size = x.element_size()
@@ -118,6 +128,24 @@ def test_documents_by_torchs_kernels_are_those_of_the_reference(
     layout = case.selection.query_layout
     ours = case.run(lambda q, k, v: _attended(layout, q, k, v), torch.float64)
     assert_exact(ours, case.ours("reference", torch.float64))
+
+
+def test_pieces_of_a_slice_are_alike_on_cuda(request: pytest.FixtureRequest) -> None:
+    case = make_case([0, 60, 90], [9, 9], block=10, head_dim=8, value_dim=12)
+    held = slices_of((0, 60, 90), np.array([0, 1, 1, 0, 0, 1, 1, 1, 0]), 2, block=10)[0]
+    pieces = DensePieces(sequence=held, documents=2)
+    lists = Selection.of_documents(held.local_layout, held.whole_layout)
+    q, k, v, dout = (x.double() for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF))
+    q, dout = q[held.tokens_T], dout[held.tokens_T]
+    found = []
+    for fixture in (None, "stand_ins"):
+        if fixture:
+            request.getfixturevalue(fixture)
+        results = pieces.forward(q, k, v, lists, softmax_scale=SCALE)
+        gradients = pieces.backward(dout, saved(q, k, v, *results, lists))
+        found.append((*results, *gradients))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("stand_ins")
