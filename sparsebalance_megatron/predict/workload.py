@@ -21,6 +21,7 @@ from sparsebalance_megatron.json_file import parse_json, read_text
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -28,6 +29,9 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 STEPS = 20
 """Global batches that predictions plan by default."""
 _COVERAGE_EXPONENT = 0.35
+
+Placer = Callable[[Sequence[int], Job, int], Arrangement | Placement]
+"""Places samples of so many tokens on the ranks of a job, of which each may hold so many."""
 
 _LONGEST_TOKENS = 2**30
 """A thousand times what models are trained on."""
@@ -62,7 +66,7 @@ class Workload:
     """Global batches in order, on a job with its costs, its memory and the coverage to expect.
 
     ``batches``: lengths in tokens of every step's samples, alike in number. ``job``: with as many
-    micro-batches a step as it may have.
+    micro-batches a step as it may have. ``placed_by``: who places samples; None is the plan.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -71,6 +75,7 @@ class Workload:
     cost: CostModel
     coverage: CoverageCurves
     memory: MemoryModel
+    placed_by: Placer | None = None
 
     @classmethod
     def of(
@@ -155,7 +160,11 @@ class Workload:
         planner = self.planner(clock)
         known = planner.knowledge()
         for step, batch in enumerate(self.batches):
-            yield planner.plan(step, batch, self.job, known)
+            placement = None
+            if self.placed_by is not None:
+                rank_tokens = self.plan_settings.max_tokens_per_micro_batch
+                placement = self.placed_by(batch, self.job, rank_tokens)
+            yield planner.plan(step, batch, self.job, known, placement=placement)
 
 
 def read_lengths(path: Path) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
-    DENSE,
+    ROWS,
     Comparison,
     TableRow,
     compare_ways,
@@ -50,7 +50,10 @@ def predicted(workload: Workload, order: str, columns: int) -> tuple[Comparison,
         verdict.append(text)
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
-    meanings = {name: way.meaning for name, way in ways.items()}
+    meanings = {
+        name: f"{way.meaning}; by {way.attention(row.workload)}"
+        for (name, way), row in zip(ways.items(), rows, strict=True)
+    }
     return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
 
 
@@ -100,7 +103,8 @@ def over_dense(comparison: Comparison, dense_name: str) -> str:
     text = f"{over:.2f} times as fast as {dense_name}"
     if over >= 1.0:
         return text
-    mode = "without the plugin" if comparison.dense.names[-1] == DENSE else "in mode exact"
+    row = ROWS.get(comparison.dense.names[-1])
+    mode = "without the plugin" if row is not None and row.of_megatron else "in mode exact"
     return f"{text}: train {mode}"
 
 
