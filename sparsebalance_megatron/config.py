@@ -180,8 +180,8 @@ class SparseBalanceConfig:
 
     max_context_parallel: int | None = None
     """Most ranks that share a micro-batch where context parallelism is dynamic, a power of two.
-    Default: 1 without --context-parallel-size, else 8 or a node's ranks; raise it where one sample
-    holds up steps."""
+    Default: 1 without --context-parallel-size; else in mode exact as many as divide the heads, in
+    others 8 or a node's ranks. Raise it where one sample holds up steps."""
 
     max_segments: int = 1
     """Most segments in which a micro-batch passes the pipeline; the plan chooses how many. Raise it

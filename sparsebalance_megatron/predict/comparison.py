@@ -72,7 +72,13 @@ class Row(NamedTuple):
             policy=self.policy,
         )
         planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
-        if self.of_megatron or _leaves_attention(planned):
+        if cost.exchange.heads_within > 1:
+            # Beyond a node, too, where the model's own attention stays for that.
+            ranks = workload.job.data_parallel_size
+            beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
+            if _leaves_attention(replace(planned, cost=beyond)):
+                cost = beyond
+        if self.of_megatron or _leaves_attention(replace(planned, cost=cost)):
             cost = cost.with_model_attention
         if self.of_megatron:
             # Its ring is taken to hide behind attention, and to divide work evenly.
