@@ -20,7 +20,7 @@ _HEAD = """\
 
 `--help` of training shows the same (made by `python scripts/generate_flags.py`).
 When to change which: [TUNING.md](TUNING.md). Flags win over options on the command line
-(`--sparse-balance-config exchange=ring`), these over its file, and that over
+(`--sparse-balance-config plan-ms=100`), these over its file, and that over
 `--sparse-balance-mode`.
 """
 _TABLE = """

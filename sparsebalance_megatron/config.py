@@ -29,7 +29,6 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
-ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
@@ -41,9 +40,8 @@ CountedDevice = Literal["a100", "h100", "h200", "b200"]
 FILE_FLAG = "--sparse-balance-config"
 ONLY_IN_FILE = frozenset(
     {"attention", "dense_attention", "router", "recompute_attention", "positions", "plan_ms"}
-    | {"planning", "exchange", "context_parallel", "segment_tokens", "counted_device"}
+    | {"planning", "context_parallel", "segment_tokens", "counted_device", "window_share"}
     | {"gigabytes_per_second", "missing_loss_mask", "calibration", "log_megabytes"}
-    | {"window_share"}
 )
 """Fields without a flag of their own: ``--sparse-balance-config`` sets them."""
 DEFAULT_SELECTION = "token-query-head"
@@ -196,8 +194,8 @@ class SparseBalanceConfig:
 
     max_context_parallel: int | None = None
     """Most ranks that share a micro-batch where context parallelism is dynamic, a power of two.
-    Default: 1 without --context-parallel-size, else 8 or a node's ranks; raise it where one sample
-    holds up steps."""
+    Default: 1 without --context-parallel-size; else in mode exact as many as divide the heads, in
+    others 8 or a node's ranks. Raise it where one sample holds up steps."""
 
     max_segments: int = 1
     """Most segments in which a micro-batch passes the pipeline; the plan chooses how many. Raise it
@@ -213,10 +211,6 @@ class SparseBalanceConfig:
     segment_tokens: int = 4096
     """Least tokens of a segment. Lower it where samples are short and short segments lose
     little."""
-
-    exchange: ExchangeName = "all-gather"
-    """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in
-    rings within and between nodes. Choose rings where memory is short; they wait at every hop."""
 
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`. Give one to train: without it, costs are

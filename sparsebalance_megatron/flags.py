@@ -63,7 +63,7 @@ OTHER_FLAGS: Mapping[str, tuple[str, str]] = {
     FILE_FLAG: (
         "`FILE`, `OPTION=VALUE` ...",
         "A TOML file of options by their names without --sparse-balance-, for instance "
-        "base-budget = 16, or options themselves, for instance exchange=ring. Flags win over them.",
+        "base-budget = 16, or options themselves, for instance plan-ms=100. Flags win over them.",
     ),
 }
 """Flags that set others: their values, and what they mean."""

@@ -121,20 +121,20 @@ def test_a_wrong_file_is_named_with_the_option(tmp_path: Path, text: str, messag
 
 def test_options_on_the_command_line(tmp_path: Path) -> None:
     """They win over the file, a later one over an earlier one, and flags over all."""
-    path = written(tmp_path / "options.toml", 'exchange = "ring"\nbase-budget = 16\n')
+    path = written(tmp_path / "options.toml", 'router = "torch"\nbase-budget = 16\n')
     words = ["--sparse-balance-config", path, "segment-tokens=32", "base-budget=8"]
     words += ["--sparse-balance-config=calibration=off", "--sparse-balance-block-size", "64"]
     config = config_of(*words, "--sparse-balance-config", "calibration=stages")
-    assert (config.exchange, config.segment_tokens, config.base_budget) == ("ring", 32, 8)
+    assert (config.router, config.segment_tokens, config.base_budget) == ("torch", 32, 8)
     assert (config.calibration, config.block_size) == ("stages", 64)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["exchanges=ring"], "exchanges is no option"),
+        (["exchange=ring"], "exchange is no option"),
         (["plan-ms=1\nbase-budget=9"], "has several options"),
-        (["exchange=rings"], "^--sparse-balance-config exchange=rings: must be one of"),
+        (["router=best"], "^--sparse-balance-config router=best: must be one of"),
         (["segment-tokens=0"], "^--sparse-balance-config segment-tokens=0: must be 1 to"),
         (["segment-tokens=many"], "^--sparse-balance-config segment-tokens=many: Expected `int`"),
         (["attention=tokens", "layer-budgets=dense:all"], "-config attention=tokens: serves no"),

@@ -50,9 +50,10 @@ class Exchange:
             larger one's factor, one beyond all the last; without any, all cp_sizes are alike.
         loss: by which share the work of a rank exceeds an even split of the whole. Dealt blocks of
             256 tokens lose 1 to 3 % where most tokens are in long documents, up to 7 % elsewhere.
+        repeated: whether backward repeats what forward exchanges, as recomputation does.
         query_heads, kv_heads: of a tensor-parallel rank.
         heads_within: most ranks between which the heads of documents travel that are attended to
-            densely (:mod:`..attention.sequence.heads`); more read lists of all blocks.
+            densely (:mod:`..attention.sequence.heads`); more gather keys and values.
     """
 
     bytes_per_token: float = 0.0
@@ -60,6 +61,7 @@ class Exchange:
     ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
     cp_size_slowness: tuple[tuple[int, float], ...] = ()
     loss: float = 0.02
+    repeated: bool = False
     query_heads: int = 1
     kv_heads: int = 1
     heads_within: int = 1
@@ -76,9 +78,14 @@ class Exchange:
 
     def ms_per_token(self, direction: Direction) -> float:
         """Ms per token and layer if a rank received all tokens; see :meth:`received_share`."""
-        backward = direction is Direction.BACKWARD
-        received = self.bytes_per_token + backward * self.gradient_bytes_per_token
+        received = self.times(direction) * self.bytes_per_token
+        if direction is Direction.BACKWARD:
+            received += self.gradient_bytes_per_token
         return received * self.ms_per_byte
+
+    def times(self, direction: Direction) -> int:
+        """How often a direction exchanges what forward does."""
+        return 2 if self.repeated and direction is Direction.BACKWARD else 1
 
     def received_share(self, cp_size: int) -> float:
         """Part of ``ms_per_token`` that a micro-batch takes: (c - 1) / c, times its slowness."""
@@ -114,7 +121,7 @@ class Exchange:
         return all(self.heads_obstacle(size) is None for size in sizes)
 
     def heads_ms_per_token(self, cp_size: int) -> float:
-        """Ms per token, layer and direction in which heads travel there and outputs back."""
+        """Ms per token and layer in which heads travel there and outputs back, once."""
         heads = (self.query_heads + max(self.kv_heads, cp_size)) / self.kv_heads
         received = heads * self.bytes_per_token / cp_size
         return received * self.ms_per_byte * self.received_share(cp_size)

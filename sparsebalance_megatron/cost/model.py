@@ -143,7 +143,8 @@ class CostModel:
     def with_recompute(
         self, *, full: bool, attention_only: bool, attention_kept: bool = False
     ) -> CostModel:
-        """A model whose backward contains the forward that activation recomputation repeats.
+        """A model whose backward contains the forward, and what it exchanges, that activation
+        recomputation repeats.
 
         Args:
             full: ``--recompute-granularity full``: whole layers.
@@ -157,7 +158,8 @@ class CostModel:
         for part in repeated & backward_ms.keys():
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
-        return replace(self, backward_ms=backward_ms)
+        exchange = replace(self.exchange, repeated=repeated >= _ATTENTION_RECOMPUTE)
+        return replace(self, backward_ms=backward_ms, exchange=exchange)
 
     def with_frozen_weights(self) -> CostModel:
         """A model whose weights take no gradients, as under low-rank adapters (LoRA).

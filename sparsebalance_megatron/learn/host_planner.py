@@ -13,7 +13,7 @@ import numpy as np
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
 from sparsebalance_megatron.cost.fit import configured_cost_model, without_warnings
-from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel
+from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel, exchange_of
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -86,10 +86,10 @@ class HostJob:
         exchange = cost.exchange
         if not exchange.cp_size_slowness:  # none was measured
             exchange = exchange.in_nodes(self.neighbours_per_node)
+        within, most_ranks = self._sharing(config)
         if config.heads_may_travel:
-            exchange = replace(exchange, heads_within=self.neighbours_per_node)
+            exchange = replace(exchange, heads_within=within)
         cost = replace(cost, exchange=exchange)
-        most_ranks = max_cp_size(self.layout, config, self.neighbours_per_node)
         # Documents that are cut, or shared beyond heads, run on kernels of this package.
         in_one_piece = exchange.heads_serve(most_ranks) and config.max_segments == 1
         counted = cost.efficiency
@@ -108,10 +108,23 @@ class HostJob:
         cap_tokens = config.max_tokens_per_micro_batch or -(
             -micro_batch_tokens // self.layout.context_parallel_size
         )
-        largest = max_cp_size(self.layout, config, self.neighbours_per_node)
+        _, largest = self._sharing(config)
         return PlanSettings(
             config=config, max_tokens_per_micro_batch=cap_tokens, max_cp_size=largest
         )
+
+    def _sharing(self, config: SparseBalanceConfig) -> tuple[int, int]:
+        """Most ranks between which heads travel, and that share a micro-batch.
+
+        Heads travel within a node, and beyond where the model's own attention stays for that.
+        """
+        given = self.layout, config, self.neighbours_per_node
+        if config.leaves_attention:
+            ranks = self.layout.data_parallel_size
+            served = replace(exchange_of(self.shape), heads_within=ranks)
+            if served.heads_serve(largest := max_cp_size(*given, served)):
+                return ranks, largest
+        return self.neighbours_per_node, max_cp_size(*given)
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""

@@ -21,7 +21,7 @@ from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.arrangement import Placement
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
@@ -137,7 +137,7 @@ class StepPlanner:
         known: Knowledge,
         *,
         samples: np.ndarray | None = None,
-        placement: Placement | None = None,
+        placement: Placement | Arrangement | None = None,
         pinned_LS: np.ndarray | None = None,
         plan_settings: PlanSettings | None = None,
     ) -> PlannedStep:

@@ -18,9 +18,9 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
-from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
-from sparsebalance_megatron.config import ConfigError, ExchangeName
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import RankPlace
@@ -91,43 +91,30 @@ class SequenceGroups:
 def make_sequence_groups(
     largest: int,
     *,
-    exchange: ExchangeName,
-    ranks_per_node: int,
     heads: Exchange | None = None,
     timeout_minutes: float = 10.0,
 ) -> SequenceGroups | None:
     """Make the groups; collective over all ranks, once. None where no two ranks share a sequence.
 
     ``largest``: ranks of the largest group, a power of two that divides the data-parallel times
-    context-parallel size. ``ranks_per_node``: the inner rings of a hierarchical one. ``heads``:
-    says between how many ranks heads travel; None for none. A rank that
-    waits in vain for another member fails after ``timeout_minutes``.
+    context-parallel size. ``heads``: says between how many ranks heads travel; None for none. A
+    rank that waits in vain for another member fails after ``timeout_minutes``.
     """
     if largest == 1:
         return None
     maker = _Maker(timedelta(minutes=timeout_minutes))
     groups = {1 << power: maker.neighbours(1 << power) for power in range(largest.bit_length())}
-    inner = max(size for size in groups if size <= ranks_per_node)
-    made: dict[int, SequenceGroup] = {}
-    for size, group in groups.items():
-        if size == 1:
-            travel: SequenceExchange | None = None
-        elif exchange == "all-gather":
-            travel = AllGatherExchange(group)
-        elif exchange == "ring" or size <= inner:
-            travel = RingExchange(group)
-        else:
-            travel = RingExchange(
-                group, inner=groups[inner], outer=maker.neighbours(size, every=inner)
-            )
-        made[size] = SequenceGroup(
+    made = {
+        size: SequenceGroup(
             member=torch.distributed.get_rank(group),
             members=size,
-            exchange=travel,
+            exchange=AllGatherExchange(group) if size > 1 else None,
             process_group=group,
             alone=groups[1],
             shares_heads=heads is not None and heads.heads_obstacle(size) is None,
         )
+        for size, group in groups.items()
+    }
     return SequenceGroups(
         rank=maker.rank, by_size=made, agreement=maker.neighbours(largest, backend="gloo")
     )
@@ -145,19 +132,17 @@ class _Maker:
         self._timeout = timeout
         self.rank = own.index(torch.distributed.get_rank())
 
-    def neighbours(self, size: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
-        """This rank's group of ``size`` neighbours, or of each of them that is ``every`` places
-        further."""
+    def neighbours(self, size: int, *, backend: str | None = None) -> ProcessGroup:
+        """This rank's group of ``size`` neighbours."""
         wanted: ProcessGroup | None = None
         for replica in self._replicas:
             for first in range(0, len(replica), size):
-                for offset in range(every):
-                    members = list(replica[first + offset : first + size : every])
-                    group: Any = torch.distributed.new_group(
-                        members, timeout=self._timeout, backend=backend
-                    )
-                    if torch.distributed.get_rank() in members:
-                        wanted = group
+                members = list(replica[first : first + size])
+                group: Any = torch.distributed.new_group(
+                    members, timeout=self._timeout, backend=backend
+                )
+                if torch.distributed.get_rank() in members:
+                    wanted = group
         if wanted is None:
             raise PlanError(f"rank {self.rank} is in no group of {size} data-parallel ranks")
         return wanted

@@ -140,9 +140,7 @@ MODEL = {
     "--thd-tail-padding-policy": _PADS_SEQUENCES,
     "--cp-partition-mode": "plans say which rank holds which blocks; drop it",
     "--enable-mhc-connections": "layers with several residual streams are not planned; drop it",
-    "--hierarchical-context-parallel-sizes": (
-        "both exchange keys and values; use --sparse-balance-config exchange=hierarchical-ring"
-    ),
+    "--hierarchical-context-parallel-sizes": "both exchange keys and values; drop it",
     "--overlap-moe-expert-parallel-comm": "its combined schedule hides micro-batch times; drop it",
     "--tp-comm-overlap": "its buffers need a fixed sequence length; drop it",
     "--tensor-parallel-num-weight-shards": _NO_SHARDED_WEIGHTS,

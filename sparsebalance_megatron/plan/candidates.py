@@ -116,8 +116,11 @@ def best_candidate(problem: StepProblem) -> Candidate:
     Raises:
         PlanError: no placement exists, or the one given is not of this job.
     """
-    if problem.inputs.placement is not None:
-        return _as_placed(problem.of_groups, problem.inputs.placement)
+    placed = problem.inputs.placement
+    if isinstance(placed, Arrangement):
+        return Candidate.of(problem.with_positions(placed.cp_sizes_RM.shape[1]), placed, "arrival")
+    if placed is not None:
+        return _as_placed(problem.of_groups, placed)
     try:
         equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
     except PlanError:

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
@@ -184,8 +185,12 @@ def check_cp_sizes(ranks: int, cp_size: int, max_cp_size: int) -> None:
         )
 
 
-def max_cp_size(job: Job, config: SparseBalanceConfig, neighbours_per_node: int) -> int:
+def max_cp_size(
+    job: Job, config: SparseBalanceConfig, neighbours_per_node: int, served: Exchange | None = None
+) -> int:
     """Most ranks that may share a micro-batch; the neighbours are those that may share.
+
+    ``served``: by default all between which heads travel by it may, and no others.
 
     Raises:
         ConfigError: as :func:`check_cp_sizes`.
@@ -193,8 +198,14 @@ def max_cp_size(job: Job, config: SparseBalanceConfig, neighbours_per_node: int)
     ranks, size = job.data_parallel_size, job.context_parallel_size
     largest = config.max_context_parallel
     if largest is None:
-        dynamic = config.context_parallel == "dynamic"
-        largest = default_max_cp_size(ranks, size, neighbours_per_node) if dynamic else size
+        largest = size
+        if config.context_parallel == "dynamic" and served is None:
+            largest = default_max_cp_size(ranks, size, neighbours_per_node)
+        elif config.context_parallel == "dynamic" and served is not None:
+            while 1 < size <= largest and not ranks % (2 * largest):
+                if served.heads_obstacle(2 * largest) is not None:
+                    break
+                largest *= 2
     check_cp_sizes(ranks, size, largest)
     return largest
 

@@ -51,7 +51,9 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
     order_I = _in_order(problem, where, tuned.dense_LS)
-    tuned = replace(tuned, dense_LS=_side_by_side(problem, where, tuned.dense_LS, order_I))
+    # Layers find dense documents side by side, first in their micro-batch.
+    leading = leading_LS(tuned.dense_LS, order_I, where.micro_batch_of_S)
+    tuned = replace(tuned, dense_LS=leading)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
@@ -82,24 +84,6 @@ def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarr
         return sample_I
     dense_layers_I, place_I = dense_LS.sum(axis=0)[sample_I], arrangement.micro_batch_of_S[sample_I]
     return sample_I[np.lexsort((-dense_layers_I, place_I))]
-
-
-def _side_by_side(
-    problem: StepProblem, where: Arrangement, dense_LS: np.ndarray, order_I: np.ndarray
-) -> np.ndarray:
-    """The part of a mask of dense documents that layers find side by side, first in their
-    micro-batch. Where ranks share it, each of them needs a block of the others, if there are any.
-    """
-    dense_LS = leading_LS(dense_LS, order_I, where.micro_batch_of_S)
-    place_I, cp_size_J = where.micro_batch_of_S[order_I], where.cp_sizes_RM.reshape(-1)
-    for place in np.unique(place_I[cp_size_J[place_I] > 1]).tolist():
-        samples = order_I[place_I == place]
-        blocks = problem.costs.blocks_S[samples]
-        others = blocks.sum() - np.cumsum(blocks)
-        last = samples[others < cp_size_J[place]]
-        all_dense_L1 = dense_LS[:, samples].all(axis=1, keepdims=True)
-        dense_LS[:, last] &= all_dense_L1
-    return dense_LS
 
 
 def _micro_batches(

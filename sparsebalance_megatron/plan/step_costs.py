@@ -256,7 +256,8 @@ class StepCosts:
         more_2W = np.zeros((2, self.job.data_parallel_size + 1))
         for cp_size in range(2, self.job.data_parallel_size + 1):
             if self.exchange.heads_obstacle(cp_size) is None:
-                heads = self.exchange.heads_ms_per_token(cp_size)
+                once = self.exchange.heads_ms_per_token(cp_size)
+                heads = once * np.array([self.exchange.times(each) for each in Direction])
                 more_2W[:, cp_size] = heads - self.exchange_2 * self.received_W[cp_size]
         return more_2W
 

@@ -28,9 +28,9 @@ class PlanInputs:
     """Everything that a plan depends on.
 
     ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales``: what
-    has been learnt. ``placement``: where a host has placed the samples, [rank][position]; None lets
-    the plan place them. ``pinned_LS``: budgets that are given, in whole columns; 0 lets the plan
-    choose.
+    has been learnt. ``placement``: where a host has placed the samples, [rank][position], or with
+    cp_sizes; None lets the plan place them. ``pinned_LS``: budgets that are given, in whole
+    columns; 0 lets the plan choose.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class PlanInputs:
     cost: CostModel
     scales: StageScales
     coverage: CoverageCurves
-    placement: Placement | None = None
+    placement: Placement | Arrangement | None = None
     pinned_LS: np.ndarray | None = None
 
 

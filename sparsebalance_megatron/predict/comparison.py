@@ -18,17 +18,18 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name, flag_with
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.model import counted_rates
+from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, counted_rates
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.flags import MODES
 from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
+from sparsebalance_megatron.predict.others import dynamic_context_parallel, sorted_batches
 from sparsebalance_megatron.predict.outcome import (
     Outcome,
     memory_at_most,
     predict,
     unhideable_steps,
 )
-from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.predict.workload import Placer, Workload
 from sparsebalance_megatron.text_table import progress_bar
 
 LEAST_SPEEDUP = 1.01
@@ -51,13 +52,14 @@ _CHOSEN = ("batching", "tuning")
 
 class Row(NamedTuple):
     """A way to plan: changes of the configuration with the default batching and tuning, in
-    words, and whether the attention is Megatron's: dense where ranks share a micro-batch, too, with
-    an exchange that takes no time. ``policy``: see :class:`.PlanSettings`."""
+    words, and whether the attention is Megatron's, with an exchange that takes no time.
+    ``policy``: see :class:`.PlanSettings`. ``placed_by``: see :class:`.Workload`."""
 
     changes: Mapping[str, Any]
     meaning: str
     of_megatron: bool = False
     policy: BudgetPolicy | None = None
+    placed_by: Placer | None = None
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way on the same ranks."""
@@ -68,6 +70,9 @@ class Row(NamedTuple):
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = None
             max_cp_size = workload.job.context_parallel_size
+        if self.placed_by is dynamic_context_parallel:
+            ranks = workload.job.data_parallel_size
+            max_cp_size = ranks & -ranks
         if changes["tuning"] == "anchor":
             # It plans no segments.
             changes["max_segments"] = 1
@@ -77,14 +82,14 @@ class Row(NamedTuple):
             max_cp_size=max_cp_size or given.max_cp_size,
             policy=self.policy,
         )
-        # Mode exact leaves attention to the model where heads travel and nothing is cut or kept.
-        is_left = (
-            changes.get("layer_budgets") == MODES["exact"]["layer_budgets"]
-            and settings.config.max_segments == 1
-            and cost.exchange.heads_serve(settings.max_cp_size)
-            and not workload.memory.attention_kept
-        )
-        if self.of_megatron or is_left:
+        planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
+        if cost.exchange.heads_within > 1:
+            # Beyond a node, too, where the model's own attention stays for that.
+            ranks = workload.job.data_parallel_size
+            beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
+            if _leaves_attention(replace(planned, cost=beyond)):
+                cost = beyond
+        if self.of_megatron or _leaves_attention(replace(planned, cost=cost)):
             cost = cost.with_model_attention
         if self.of_megatron:
             # Its ring is taken to hide behind attention, and to divide work evenly.
@@ -92,15 +97,53 @@ class Row(NamedTuple):
                 cost.exchange, bytes_per_token=0.0, gradient_bytes_per_token=0.0, loss=0.0
             )
             cost = replace(cost, exchange=hidden)
-        return replace(workload, cost=cost, plan_settings=settings)
+        return replace(planned, cost=cost)
+
+    def attention(self, planned: Workload) -> str:
+        """What the documents of the workload that :meth:`of` gave are attended to by."""
+        settings, exchange = planned.plan_settings, planned.cost.exchange
+        heads = exchange.heads_serve(settings.max_cp_size)
+        if self.of_megatron or _leaves_attention(planned):
+            shares = not self.of_megatron and settings.max_cp_size > 1
+            return "the model's own attention" + ", heads divided where ranks share" * shares
+        gathers = settings.config.max_segments > 1 or not heads
+        counted = planned.cost.efficiency
+        dense = "this package's dense attention" + ", over gathered keys" * gathers
+        if counted is not None and counted.dense == OF_MODEL_ATTENTION and not gathers:
+            dense = "the model's own attention"
+        return dense if planned.is_dense else f"lists, and dense documents by {dense}"
 
 
-MEGATRON, EXACT, DEFAULT, GIVEN = "Megatron", "exact", "default", "as given"
+def _leaves_attention(planned: Workload) -> bool:
+    """Whether mode exact leaves attention to the model: heads travel, nothing is cut or kept."""
+    settings = planned.plan_settings
+    return (
+        settings.config.layer_budgets == MODES["exact"]["layer_budgets"]
+        and settings.config.max_segments == 1
+        and planned.cost.exchange.heads_serve(settings.max_cp_size)
+        and not planned.memory.attention_kept
+    )
+
+
+MEGATRON, DYNAMIC, SORTED = "Megatron", "dynamic cp", "sorted"
+EXACT, DEFAULT, GIVEN = "exact", "default", "as given"
 ROWS: Mapping[str, Row] = {
     MEGATRON: Row(
         {**MODES["exact"], **AS_MEGATRON},
         "dense attention in order of arrival, without the plugin",
         of_megatron=True,
+    ),
+    DYNAMIC: Row(
+        {**MODES["exact"], "max_segments": 1},
+        "Megatron's dynamic context parallelism",
+        of_megatron=True,
+        placed_by=dynamic_context_parallel,
+    ),
+    SORTED: Row(
+        {**MODES["exact"], **AS_MEGATRON},
+        "samples divided evenly by tokens squared (Karmarkar-Karp), as a sampler could",
+        of_megatron=True,
+        placed_by=sorted_batches,
     ),
     EXACT: Row(MODES["exact"], "dense attention, placed by the plan (--sparse-balance-mode exact)"),
     "fixed budgets": Row({"tuning": "off"}, "base budgets for all, placed by the plan"),
@@ -114,10 +157,14 @@ EXACT_WINDOW = f"{EXACT}, window {_TRIED_WINDOW}"
 def rows_of(workload: Workload) -> dict[str, Row]:
     """The rows of a workload, those of dense attention first, no others if all layers are dense;
     then one with windows, if the workload has none. One that is planned like none of them comes
-    last, as it is given."""
-    settings, rows = workload.plan_settings, dict(ROWS)
+    last, as it is given. Megatron has dynamic context parallelism without a pipeline alone."""
+    settings, job, rows = workload.plan_settings, workload.job, dict(ROWS)
+    if job.context_parallel_size == 1 or job.pipeline_stages > 1:
+        del rows[DYNAMIC]
+    if job.groups.places == 1:
+        del rows[SORTED]
     if workload.is_dense:
-        rows = {name: rows[name] for name in (MEGATRON, EXACT)}
+        rows = {name: row for name, row in rows.items() if row.of_megatron or name == EXACT}
     if settings.config.window == 1 and len(workload.batches) >= _TRIED_WINDOW:
         given = flag_with("window", _TRIED_WINDOW)
         meaning = f"{EXACT}, where samples change places between steps ({given})"
@@ -134,7 +181,9 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
     if workload.is_dense:
         all_dense = MODES["exact"]["layer_budgets"]
         settings = replace(settings, config=replace(settings.config, layer_budgets=all_dense))
-    planned = {name: row.of(workload).plan_settings for name, row in rows.items()}
+    planned = {
+        name: row.of(workload).plan_settings for name, row in rows.items() if row.placed_by is None
+    }
     return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
 
 
@@ -187,7 +236,9 @@ class Comparison:
     @property
     def without_plugin(self) -> TableRow:
         """The fastest of Megatron's own rows, else the first row."""
-        own = [row for row in self.rows if row.names[-1] == MEGATRON and row.outcome]
+        own = [
+            row for row in self.rows if row.names[-1] in (MEGATRON, DYNAMIC, SORTED) and row.outcome
+        ]
         return min(own, key=lambda row: row.ms, default=self.rows[0])
 
 

@@ -20,6 +20,7 @@ from sparsebalance_megatron.json_file import parse_json, read_text
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -28,6 +29,9 @@ from sparsebalance_megatron.plan.windows import Windows
 STEPS = 20
 """Global batches that predictions plan by default."""
 _COVERAGE_EXPONENT = 0.35
+
+Placer = Callable[[Sequence[int], Job, int], Arrangement | Placement]
+"""Places samples of so many tokens on the ranks of a job, of which each may hold so many."""
 
 _LONGEST_TOKENS = 2**30
 """A thousand times what models are trained on."""
@@ -55,6 +59,7 @@ class Workload:
 
     ``batches``: lengths in tokens of every step's samples in order of arrival, alike in number.
     ``job``: with as many micro-batches a step as it may have. ``seed``: of the order of samples.
+    ``placed_by``: who places samples; None is the plan.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -64,6 +69,7 @@ class Workload:
     coverage: CoverageCurves
     memory: MemoryModel
     seed: int = 1234
+    placed_by: Placer | None = None
 
     @classmethod
     def of(
@@ -156,7 +162,11 @@ class Workload:
         planner = self.planner(clock)
         known = planner.knowledge()
         for step, batch in enumerate(self.dealt_batches):
-            yield planner.plan(step, batch, self.job, known)
+            placement = None
+            if self.placed_by is not None:
+                rank_tokens = self.plan_settings.max_tokens_per_micro_batch
+                placement = self.placed_by(batch, self.job, rank_tokens)
+            yield planner.plan(step, batch, self.job, known, placement=placement)
 
 
 def read_lengths(path: Path) -> np.ndarray:

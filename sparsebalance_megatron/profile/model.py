@@ -46,7 +46,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     local_micro_batches,
 )
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
-from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE, head_dims
+from sparsebalance_megatron.megatron.settings import head_dims
 from sparsebalance_megatron.megatron.single_process import (
     data_parallel_world,
     start_single_process,
@@ -382,8 +382,6 @@ def measured_exchanges(
     with data_parallel_world(device):
         groups = make_sequence_groups(
             ranks & -ranks,
-            exchange=choices.exchange,
-            ranks_per_node=RANKS_PER_NODE if device.type == "cpu" else torch.cuda.device_count(),
             timeout_minutes=_TIMEOUT_MINUTES,
         )
         config = transformer_config(args)

@@ -72,8 +72,6 @@ class HostRun:
             pad_to_multiple_of=token_multiple(transformer_config),
             groups=make_sequence_groups(
                 self.planner.max_cp_size,
-                exchange=config.exchange,
-                ranks_per_node=job.neighbours_per_node,
                 heads=self.planner.cost.exchange,
             ),
         )

@@ -218,8 +218,6 @@ class TrainerRun:
             pad_to_multiple_of=settings.pad_to_multiple_of,
             groups=make_sequence_groups(
                 inputs.plan_settings.max_cp_size,
-                exchange=inputs.config.exchange,
-                ranks_per_node=settings.host_job.neighbours_per_node,
                 heads=inputs.cost.exchange,
                 timeout_minutes=settings.distributed_timeout_minutes,
             ),

@@ -11,7 +11,7 @@ import numpy as np
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
-    MEGATRON,
+    ROWS,
     Comparison,
     TableRow,
     compare_ways,
@@ -59,7 +59,11 @@ def predicted(
     verdict += [f"{line}." for line in window_lines(workload)]
     if (window := workload.plan_settings.config.window) > 1:
         order += f", exchanged within {window} steps but in the first row"
-    meanings = {name: way.meaning for name, way in ways.items()} if explain else {}
+    meanings = {
+        name: f"{way.meaning}; by {way.attention(row.workload)}"
+        for (name, way), row in zip(ways.items(), rows, strict=True)
+        if explain
+    }
     return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
 
 
@@ -111,7 +115,9 @@ def over(before: TableRow, after: TableRow, name: str) -> str:
     spread = ratio_spread(before, after)
     text = f"{before.ms / after.ms:.2f} times as fast{_brackets(spread)} as {name}"
     if after.ms > before.ms:
-        way = "without the plugin" if before.names[-1] == MEGATRON else "in mode exact"
+        row = ROWS.get(before.names[-1])
+        of_megatron = row is not None and row.of_megatron
+        way = "without the plugin" if of_megatron else "in mode exact"
         text += f": train {way}"
     return text + (", which is not sure: plan more --steps" if is_unsure(spread) else "")
 

@@ -6,15 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, assert_exact, make_case
+from attention.cases import SCALE, assert_exact, make_case, saved
+from attention.sequence.slices import slices_of
 from oracles import flash_attention_4
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import dense_attention
 from sparsebalance_megatron.attention.kernels import dense
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.pieces import DensePieces
 
 
 def _forward(
@@ -94,6 +98,24 @@ def test_documents_by_torchs_kernels_are_those_of_the_reference(
     layout = case.selection.query_layout
     ours = case.run(lambda q, k, v: _attended(layout, q, k, v), torch.float64)
     assert_exact(ours, case.ours("reference", torch.float64))
+
+
+def test_pieces_of_a_slice_are_alike_on_cuda(request: pytest.FixtureRequest) -> None:
+    case = make_case([0, 60, 90], [9, 9], block=10, head_dim=8, value_dim=12)
+    held = slices_of((0, 60, 90), np.array([0, 1, 1, 0, 0, 1, 1, 1, 0]), 2, block=10)[0]
+    pieces = DensePieces(sequence=held, documents=2)
+    lists = Selection.of_documents(held.local_layout, held.whole_layout)
+    q, k, v, dout = (x.double() for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF))
+    q, dout = q[held.tokens_T], dout[held.tokens_T]
+    found = []
+    for fixture in (None, "stand_ins"):
+        if fixture:
+            request.getfixturevalue(fixture)
+        results = pieces.forward(q, k, v, lists, softmax_scale=SCALE)
+        gradients = pieces.backward(dout, saved(q, k, v, *results, lists))
+        found.append((*results, *gradients))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("stand_ins")

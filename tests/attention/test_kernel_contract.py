@@ -30,7 +30,7 @@ from attention.cases import (
     with_columns,
     with_lists,
 )
-from attention.sequence.slices import in_parts, local_selection, random_owners, slices_of
+from attention.sequence.slices import local_selection, of_members, random_owners, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
@@ -113,12 +113,12 @@ OWNERS = {
 def test_parts_of_members_add_up_to_the_whole(
     granularity: str, implementation: str, owners: list[int]
 ) -> None:
-    """Queries of one member, and keys and values of one after the other, in rows of their own;
-    past a list's end no block's number."""
+    """Queries of one member, and keys and values of all, head by head; past a list's end no block's
+    number."""
     case, members = _spoilt_past_ends(_case(granularity, implementation)), 1 + max(owners)
     slices = slices_of(CU_SEQLENS, np.array(owners), members, block=16)
     assert slices[0].whole_layout.blocks == BLOCKS
-    found = in_parts(case, implementation, _dtype(implementation), slices, 0)
+    found = of_members(case, implementation, _dtype(implementation), slices)
     _assert_right(case, implementation, found)
 
 
@@ -128,7 +128,7 @@ def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
     how = {"block": 16, "head_dim": 8, "granularity": "token-kv-head", "dtype": dtype}
     case = make_case(CU_SEQLENS, BUDGETS, **how)
     slices = slices_of(CU_SEQLENS, np.array(OWNERS["five"]), 5, block=16)
-    found = in_parts(case, "tokens", dtype, slices, 1)
+    found = of_members(case, "tokens", dtype, slices)
     assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
 
 
@@ -185,10 +185,10 @@ def test_bad_numbers_of_a_document_stay_in_it(
 def test_a_document_of_nan_stays_alone_in_parts(granularity: str, implementation: str) -> None:
     case = _case(granularity, implementation)
     slices = slices_of(CU_SEQLENS, np.array(OWNERS["two in turn"]), 2, block=16)
-    clean = in_parts(case, implementation, torch.float32, slices, 0)
+    clean = of_members(case, implementation, torch.float32, slices)
     for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF):
         x[CU_SEQLENS[2] : CU_SEQLENS[3]] = torch.nan
-    dirty = in_parts(case, implementation, torch.float32, slices, 0)
+    dirty = of_members(case, implementation, torch.float32, slices)
     for a, b in zip(dirty, clean, strict=True):
         assert a[: CU_SEQLENS[2]].equal(b[: CU_SEQLENS[2]])
         assert a[CU_SEQLENS[3] :].equal(b[CU_SEQLENS[3] :])
@@ -228,7 +228,7 @@ def test_large_scores_stay_finite(granularity: str, implementation: str) -> None
     case = dataclasses.replace(case, q_THD=case.q_THD * 100)
     ours = case.ours(implementation, torch.float32)
     slices = slices_of([0, 50], np.array([0, 1, 0, 1]), 2, block=16)
-    parts = in_parts(case, implementation, torch.float32, slices, 0)
+    parts = of_members(case, implementation, torch.float32, slices)
     for found in (ours, parts):
         assert all(x.isfinite().all() for x in found)
         assert_as_good_as_plain(case, found, torch.float32, case.plain(torch.float64))

@@ -22,6 +22,7 @@ from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.model import DEFAULT_EFFICIENCY
 from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn import planned_step
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner, plan_lengths
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -361,3 +362,24 @@ def test_a_state_keeps_the_length_up_to_which_documents_are_dense() -> None:
     assert line.startswith("coverage starts afresh: ")
     with pytest.raises(ConfigError, match="-dense-up-to 999999: the longest sample has"):
         planner(dense_up_to="999999")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp_size", "heads", "most"),
+    [
+        *((32, 2, (32, 8), 32), (32, 2, (12, 4), 4), (24, 2, (32, 8), 8), (32, 1, (32, 8), 1)),
+        (32, 8, (12, 4), 8),
+    ],
+)
+def test_in_mode_exact_heads_say_how_many_may_share(
+    ranks: int, cp_size: int, heads: tuple[int, int], most: int
+) -> None:
+    """Beyond a node of 8 ranks, too; where they do not serve what is asked for, as elsewhere."""
+    shape = replace(SHAPE, num_attention_heads=heads[0], num_query_groups=heads[1])
+    job = host_job(ranks, layout={"context_parallel_size": cp_size}, shape=shape)
+    exact = SparseBalanceConfig(layer_budgets=ALL_DENSE, tuning="off")
+    assert job.plan_settings(exact, 512).max_cp_size == most
+    default = job.plan_settings(SparseBalanceConfig(), 512).max_cp_size
+    assert default == (1 if cp_size == 1 else 8)
+    exchange = job.cost_model(exact, {}).exchange
+    assert exchange.heads_within == (8 if heads[0] % cp_size else ranks)

@@ -17,10 +17,12 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import (
     DEFAULT,
+    DYNAMIC,
     EXACT,
     EXACT_WINDOW,
     GIVEN,
     MEGATRON,
+    SORTED,
     TableRow,
     compare_ways,
     even_stages,
@@ -31,7 +33,7 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 
-MAIN_ROWS = [MEGATRON, EXACT, "fixed budgets", "paper", DEFAULT]
+MAIN_ROWS = [MEGATRON, SORTED, EXACT, "fixed budgets", "paper", DEFAULT]
 EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
 
 
@@ -53,7 +55,7 @@ def outcomes() -> dict[str, Outcome]:
 
 
 def test_dense_attention_in_order_of_arrival_is_the_first(outcomes: dict[str, Outcome]) -> None:
-    assert list(outcomes)[:5] == MAIN_ROWS
+    assert list(outcomes)[:6] == MAIN_ROWS
     assert outcomes[MEGATRON].coverage_mean == outcomes[EXACT].coverage_mean == 1.0
     assert outcomes[EXACT].makespan_ms < outcomes[MEGATRON].makespan_ms
 
@@ -90,6 +92,25 @@ def test_no_row_ignores_that_ranks_share_micro_batches() -> None:
     assert {each.cp_size for each in step.plan.micro_batches} == {2}
 
 
+def test_dynamic_context_parallelism_is_compared_without_a_pipeline() -> None:
+    given = workload(ranks=8, stages=1, cp_size=2, micro_batches=2)
+    rows = rows_of(given)
+    assert list(rows) == [MEGATRON, DYNAMIC, *MAIN_ROWS[1:]]
+    found = {name: predict(rows[name].of(given)) for name in (MEGATRON, DYNAMIC, SORTED, EXACT)}
+    assert all(each.bound_ratio >= 1.0 - 1e-9 for each in found.values())
+    assert found[EXACT].makespan_ms < found[MEGATRON].makespan_ms
+    (step,) = rows[DYNAMIC].of(given).planned_steps()
+    assert len({each.cp_size for each in step.plan.micro_batches}) > 1
+    by = {name: row.attention(row.of(given)) for name, row in rows.items()}
+    assert by[DYNAMIC] == "the model's own attention"
+    # 14 heads do not divide by 8.
+    assert by[EXACT] == "this package's dense attention, over gathered keys"
+    narrow = workload(ranks=2, stages=1, cp_size=2, micro_batches=8)
+    by_heads = rows[EXACT].attention(rows[EXACT].of(narrow))
+    assert by_heads == "the model's own attention, heads divided where ranks share"
+    assert by[DEFAULT].startswith("lists, and dense documents by this package's")
+
+
 def test_rows_of_segments() -> None:
     given = workload(config={"max_segments": 4, "segment_tokens": 256})
     rows = rows_of(given)
@@ -115,7 +136,8 @@ def test_the_row_of_the_flags_plans_as_they_do(config: dict[str, str], row: str)
     rows = rows_of(given)
     assert given_row(given, rows) == row
     is_dense = "layer_budgets" in config
-    assert list(rows)[:5] == (MAIN_ROWS[:2] + [GIVEN] * (row == GIVEN) if is_dense else MAIN_ROWS)
+    main = MAIN_ROWS[:3] if is_dense else MAIN_ROWS
+    assert list(rows) == [*main, *[GIVEN] * (row == GIVEN)]
     planned, own = (
         next(each.planned_steps()).plan.digest() for each in (rows[row].of(given), given)
     )

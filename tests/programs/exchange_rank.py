@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One member of a context group runs every exchange on every case, and reports how it went.
+"""One member of a context group runs the exchange on every case, and reports how it went.
 
     exchange_rank.py DIRECTORY
 
@@ -31,7 +31,7 @@ from attention.sequence import segmented
 from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange, RingExchange
+from sparsebalance_megatron.attention.sequence.between_ranks import AllGatherExchange
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.slice import (
     SequenceExchange,
@@ -40,7 +40,6 @@ from sparsebalance_megatron.attention.sequence.slice import (
 )
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
 HEAD_DIMS = {"head_dim": 8, "value_dim": 12}
 BROKEN = slice(2, 30)
@@ -55,8 +54,14 @@ CASES = {
     "reference": ("token-kv-head", "reference", 2),
     "columns": ("vertical-slash", "blocks", 4),
     "broken": ("previous-block", "blocks", 3),
+    "dense": ("previous-block", "blocks", 6),
+    "dense-first": ("token-kv-head", "tokens", 7),
+    "dense-first-columns": ("vertical-slash", "blocks", 8),
+    "dense-broken": ("previous-block", "blocks", 9),
 }
 """Granularity, implementation, and the seed of random owners."""
+DENSE = {"dense": 5, "dense-broken": 5, "dense-first": 3, "dense-first-columns": 4}
+"""So many first documents are attended to densely."""
 
 
 class Traffic:
@@ -87,9 +92,7 @@ class Traffic:
         def counted(*arguments: Any, **keywords: Any) -> Any:
             self.calls[name] += 1
             first = arguments[0]
-            if name == "batch_isend_irecv":
-                self.bytes += sum(op.tensor.nbytes for op in first if op.op is dist.irecv)
-            elif name == "all_gather_into_tensor":
+            if name == "all_gather_into_tensor":
                 self.bytes += first.nbytes * (MEMBERS - 1) // MEMBERS
             else:
                 # A reduce-scatter by rings: every other member's part passes once.
@@ -97,24 +100,6 @@ class Traffic:
             return function(*arguments, **keywords)
 
         return counted
-
-
-def exchanges() -> dict[str, SequenceExchange]:
-    """All of them, on groups of their own; every rank makes all groups in the same order."""
-    everyone = dist.new_group()
-    inner = [
-        dist.new_group(range(first, first + INNER_MEMBERS))
-        for first in range(0, MEMBERS, INNER_MEMBERS)
-    ]
-    outer = [dist.new_group(range(place, MEMBERS, INNER_MEMBERS)) for place in range(INNER_MEMBERS)]
-    hierarchical = RingExchange(
-        everyone, inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
-    )
-    return {
-        "all-gather": AllGatherExchange(everyone),
-        "ring": RingExchange(everyone),
-        "hierarchical-ring": hierarchical,
-    }
 
 
 def slice_of(seed: int | None) -> SequenceSlice:
@@ -125,7 +110,11 @@ def slice_of(seed: int | None) -> SequenceSlice:
 
 
 def on_members(
-    case: Case, implementation: str, held: SequenceSlice, exchange: SequenceExchange
+    case: Case,
+    implementation: str,
+    held: SequenceSlice,
+    exchange: SequenceExchange,
+    dense_documents: int,
 ) -> tuple[list[Tensor], list[Traffic]]:
     """out, lse, dq, dk, dv of this member's tokens, and the traffic forward and backward."""
     forward, backward = Traffic(), Traffic()
@@ -140,6 +129,7 @@ def on_members(
             exchange=exchange,
             softmax_scale=SCALE,
             implementation=implementation,
+            dense_documents=dense_documents,
         )
     assert not lse.requires_grad
     with backward.watched():
@@ -156,17 +146,18 @@ def broken(case: Case) -> Case:
 
 
 def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
-    granularity, implementation, seed = CASES[name]
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, **HEAD_DIMS, granularity=granularity)
+    (granularity, implementation, seed), dense = CASES[name], DENSE.get(name, 0)
+    budgets = [99] * dense + BUDGETS[dense:]
+    case = make_case(CU_SEQLENS, budgets, block=BLOCK, **HEAD_DIMS, granularity=granularity)
     held = slice_of(seed)
     token_T = torch.from_numpy(held.tokens_T)
     expected = [x[token_T] for x in case.ours("reference", torch.float64)]
     kept = torch.ones(len(token_T), dtype=torch.bool)
-    if name == "broken":
+    if name.endswith("broken"):
         case = broken(case)
         kept = (token_T < BROKEN.start) | (token_T >= BROKEN.stop)
-    found, traffic = on_members(case, implementation, held, exchange)
-    again, _ = on_members(case, implementation, held, exchange)
+    found, traffic = on_members(case, implementation, held, exchange, dense)
+    again, _ = on_members(case, implementation, held, exchange, dense)
     return {
         "errors": {
             result: float((a - b)[kept].abs().max()) if kept.any() else 0.0
@@ -210,7 +201,7 @@ def segments_report(exchange: SequenceExchange, name: str) -> dict[str, Any]:
 
 
 def summaries_report() -> dict[str, Any]:
-    held, exchange = slice_of(5), RingExchange(dist.new_group())
+    held, exchange = slice_of(5), AllGatherExchange(dist.new_group())
     generator = torch.Generator().manual_seed(1)
     shapes = {(2, 7): torch.bfloat16, (4, 8): torch.float32, (): torch.float64}
     whole = [
@@ -236,16 +227,10 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all(), "uninitialised memory is to be NaN"
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    existing = exchanges()
+    exchange = AllGatherExchange(dist.new_group())
     report = {
-        "exchanges": {
-            exchange: {name: report_of(name, existing[exchange]) for name in CASES}
-            for exchange in existing
-        },
-        "segments": {
-            exchange: {name: segments_report(existing[exchange], name) for name in segmented.CAUSAL}
-            for exchange in existing
-        },
+        "cases": {name: report_of(name, exchange) for name in CASES},
+        "segments": {name: segments_report(exchange, name) for name in segmented.CAUSAL},
         "summaries": summaries_report(),
     }
     (directory / f"rank{RANK}.json").write_text(json.dumps(report))

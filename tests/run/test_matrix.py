@@ -210,15 +210,7 @@ SHARED_ROWS = {
         "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
     ),
     "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "wide-data4-ring": Layout(
-        "llama", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
-    ),
-    "wide-hierarchical": Layout(
-        *("llama", 4),
-        f"{WIDER} {ON_CPU} --sparse-balance-config exchange=hierarchical-ring "
-        "--use-distributed-optimizer",
-        DRAWN_WIDTHS,
-    ),
+    "wide-data4": Layout("llama", 4, f"{WIDER} {ON_CPU} --use-distributed-optimizer", DRAWN_WIDTHS),
     "wide-pipeline": Layout("llama", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
     "wide-interleaved": Layout(
         "llama", 4, f"{INTERLEAVED} {WIDE} {ON_CPU} {SELECTIVE}", DRAWN_WIDTHS
@@ -237,9 +229,7 @@ SHARED_ROWS = {
     "context-experts": Layout(
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
     ),
-    "context-layers-ring": Layout(
-        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring"
-    ),
+    "context-layers": Layout("layers", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {RECOMPUTE} uniform"),
     "own-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
@@ -265,14 +255,8 @@ SHARED_ROWS = {
     "lengths-wide4": Layout("lengths", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "wide-latent-ring": Layout(
-        "latent", 4, f"{WIDER} --sparse-balance-config exchange=ring {ON_CPU}", DRAWN_WIDTHS
-    ),
+    "wide-latent": Layout("latent", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2),
-        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-config exchange=ring {CAPPED}",
-    ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 
@@ -290,12 +274,8 @@ CUTS = {
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-layers": ("layers", 2, ""),
     "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
-    "segments-wide-ring": ("vertical-slash", 4, f"{WIDE} --sparse-balance-config exchange=ring"),
+    "segments-wide-vertical-slash": ("vertical-slash", 4, WIDE),
     "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
-    "segments-wide-hierarchical": (
-        *("llama", 8),
-        f"{WIDER} --sparse-balance-config exchange=hierarchical-ring --use-distributed-optimizer",
-    ),
     "segments-wide-experts": (
         *("experts unbalanced", 8),
         f"{WIDER} --expert-model-parallel-size 2",

@@ -111,10 +111,6 @@ class EarlierSegments:
         self._masses: list[list[Tensor]] = []
         self._sent_TGE: Tensor | None = None
 
-    @property
-    def gives_whole_heads(self) -> bool:
-        return self._exchange is None or self._exchange.gives_whole_heads
-
     def parts(
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:

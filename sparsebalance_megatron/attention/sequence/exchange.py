@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a slice's queries over the packed sequence that the slice is part of.
 
-Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), X
-columns of a table.
+Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives it).
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from sparsebalance_megatron.attention.kernels.contract import (
     Attention,
     Kernel,
     Saved,
-    merge_partials,
     wide_dtype,
 )
 from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
-from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.pieces import DensePieces
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation, DenseAttention
@@ -105,11 +103,7 @@ def sequence_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangingKernel:
-    """A :class:`..kernels.contract.Kernel` over the parts that an exchange gives to another one.
-
-    Parts are merged, and gradients added, in the order of the parts and in float32 (float64 for
-    float64 inputs).
-    """
+    """A :class:`..kernels.contract.Kernel` over the parts that an exchange gives to another one."""
 
     exchange: SequenceExchange
     sequence: SequenceSlice
@@ -124,27 +118,19 @@ class ExchangingKernel:
         *,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
-        shape, dtype = (*q_THD.shape[:2], v_TGF.shape[2]), wide if merges else q_THD.dtype
-        out_THF = torch.empty(shape, dtype=dtype, device=q_THD.device)
-        lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
-        for number, part in enumerate(self.exchange.parts(k_TGD, v_TGF, selection, self.sequence)):
+        out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
+        for part in self.exchange.parts(k_TGD, v_TGF, selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
-            results = self.kernel.forward(
+            out_THF[:, heads], lse_TH[:, heads] = self.kernel.forward(
                 *(q_THD[:, heads], part.k_TGD, part.v_TGF, part.selection),
                 softmax_scale=softmax_scale,
             )
-            if merges and number:
-                results = merge_partials(out_THF, lse_TH, *results)
-            out_THF[:, heads], lse_TH[:, heads] = results
-        return out_THF.to(q_THD.dtype), lse_TH
+        return out_THF, lse_TH
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         q_THD, k_TGD = saved.q_THD, saved.k_TGD
-        merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
-        dq_THD = torch.zeros_like(q_THD, dtype=wide if merges else q_THD.dtype)
-        # The LSE carries no gradient: with the merged output and LSE, the gradients of the parts
-        # add up to those of the whole.
+        dq_THD = torch.empty_like(q_THD)
         gradients = self.exchange.gradients(k_TGD.dtype, self.sequence)
         for part in self.exchange.parts(k_TGD, saved.v_TGF, saved.selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
@@ -157,12 +143,11 @@ class ExchangingKernel:
                 lse_TH=saved.lse_TH[:, heads],
                 selection=part.selection,
             )
-            dq_part_THD, *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
-            dq_THD[:, heads] += dq_part_THD
-            gradients.add(torch.cat(dkv, 2).to(wide))
+            dq_THD[:, heads], *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
+            gradients.add(torch.cat(dkv, 2).to(wide_dtype(q_THD.dtype)))
         head_dims = k_TGD.shape[2], saved.v_TGF.shape[2]
         dk_TGD, dv_TGF = gradients.result().to(k_TGD.dtype).split(head_dims, 2)
-        return dq_THD.to(q_THD.dtype), dk_TGD, dv_TGF
+        return dq_THD, dk_TGD, dv_TGF
 
     def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         return self.kernel.obstacle(q_THD, v_TGF, selection)
@@ -173,48 +158,6 @@ def _query_heads(part: Part, q_THD: Tensor, k_TGD: Tensor) -> slice:
         return slice(None)
     group = q_THD.shape[1] // k_TGD.shape[1]
     return slice(part.kv_head * group, (part.kv_head + 1) * group)
-
-
-def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selection:
-    """Cut out of a selection what a member holds; what the lists name keeps its order."""
-    layout = sequence.layout_of(member)
-    indices_QCK, counts_QC = _held(
-        *(selection.indices_QCK.int(), selection.counts_QC, sequence.local_block_WX[member]),
-        most=layout.max_blocks,
-    )
-    columns = selection.columns
-    if columns is not None:
-        tokens_NGK, counts_NG = _held(
-            *(columns.tokens_NGK, columns.counts_NG, sequence.local_token_WX[member]),
-            most=layout.tokens,
-        )
-        columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
-    return replace(
-        selection,
-        indices_QCK=indices_QCK,
-        counts_QC=counts_QC,
-        columns=columns,
-        kv_layout=layout,
-        own_block_N=sequence.local_block_WX[member][selection.own_block_N].long(),
-    )
-
-
-def _held(
-    lists_QCK: Tensor, counts_QC: Tensor, table_X: Tensor, *, most: int
-) -> tuple[Tensor, Tensor]:
-    """Entries of lists that a member holds, at most ``most`` of a list, by its own numbers; and how
-    many. ``table_X`` has these numbers, -1 where it holds none and in the last place."""
-    places = lists_QCK.shape[2]
-    width = min(places, most)
-    past_end_QCK = torch.arange(places, device=table_X.device) >= counts_QC[..., None]
-    listed_QCK = lists_QCK.masked_fill(past_end_QCK, table_X.shape[0] - 1)
-    local_QCK = table_X.index_select(0, listed_QCK.flatten()).view(listed_QCK.shape)
-    held_QCK = local_QCK >= 0
-    # What the member does not hold goes to a place of its own, which is cut off.
-    place_QCK = held_QCK.cumsum(2, dtype=torch.int32).sub_(1).masked_fill_(~held_QCK, width)
-    held_lists_QCK = local_QCK.new_full((*listed_QCK.shape[:2], width + 1), -1)
-    held_lists_QCK.scatter_(2, place_QCK.long(), local_QCK)
-    return held_lists_QCK[:, :, :width].contiguous(), held_QCK.sum(2, dtype=torch.int32)
 
 
 @torch.no_grad()

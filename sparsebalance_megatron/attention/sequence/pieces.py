@@ -12,7 +12,7 @@ Of a document a slice holds runs of neighbouring tokens, in any number and at an
 The first rectangles of all documents are one call of the kernel, so are the second ones, and so on.
 Whoever holds which tokens, values are the same to rounding; the work of a member follows from it.
 
-Shape legend: T tokens of the slice, or those whose keys are here.
+Shape legend: T tokens of the slice, or of the sequence (keys and values).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sparsebalance_megatron.attention.kernels.contract import (
     merge_partials,
     wide_dtype,
 )
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """Documents of queries and of keys: the numbers of their tokens, among the slice's and among
-    those whose keys are here, and how dense attention reads them."""
+    """Documents of queries and of keys: the numbers of their tokens, in the slice and in the
+    sequence, and how dense attention reads them."""
 
     query_T: Tensor
     key_T: Tensor
@@ -75,7 +75,7 @@ class DensePieces:
             inputs = q_THD, k_TGD, v_TGF, selection
             out_THF, lse_TH = self.lists.forward(*inputs, softmax_scale=softmax_scale)
             out_THF = out_THF.to(wide)
-        for piece in self.pieces(selection.kv_layout):
+        for piece in self.pieces():
             q, found = q_THD[piece.query_T], (out_THF[piece.query_T], lse_TH[piece.query_T])
             keys = k_TGD[piece.key_T], v_TGF[piece.key_T]
             out, lse = self.dense.forward(q, *keys, piece.selection, softmax_scale=softmax_scale)
@@ -89,7 +89,7 @@ class DensePieces:
         sums = [x.new_zeros(x.shape, dtype=wide_dtype(dtype)) for x in inputs]
         if self.lists is not None:
             sums = [x.to(wide_dtype(dtype)) for x in self.lists.backward(dout_THF, saved)]
-        for piece in self.pieces(saved.selection.kv_layout):
+        for piece in self.pieces():
             of_piece = replace(
                 saved,
                 q_THD=saved.q_THD[piece.query_T],
@@ -109,44 +109,28 @@ class DensePieces:
     def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         return self.dense.obstacle(q_THD, v_TGF, selection.query_layout)
 
-    def pieces(self, keys: PackedLayout) -> Sequence[Piece]:
-        """The pieces where these keys are here, of the sequence or of a member; made once."""
-        made = self.sequence.pieces
-        if (self.documents, keys) not in made:
-            made[self.documents, keys] = self._pieces(self._tokens_of(keys))
-        found: Sequence[Piece] = made[self.documents, keys]
+    def pieces(self) -> Sequence[Piece]:
+        """The square and the rectangles; made once for a slice."""
+        if self.documents not in self.sequence.pieces:
+            self.sequence.pieces[self.documents] = self._pieces()
+        found: Sequence[Piece] = self.sequence.pieces[self.documents]
         return found
 
-    def _tokens_of(self, keys: PackedLayout) -> np.ndarray:
-        """The numbers in the sequence of the tokens of a layout."""
-        sequence = self.sequence
-        if keys is sequence.whole_layout:
-            return np.arange(keys.tokens)
-        members = sequence if sequence.ranks is None else sequence.by_rank
-        numbers = range(members.group.members)
-        return members.tokens_W[next(m for m in numbers if members.layout_of(m) is keys)]
-
-    def _pieces(self, key_T: np.ndarray) -> list[Piece]:
-        """``key_T``: the numbers in the sequence of tokens whose keys are here, rising."""
+    def _pieces(self) -> list[Piece]:
         held_T, boundaries = self.sequence.tokens_T, self.sequence.cu_seqlens
         squares: list[tuple[np.ndarray, np.ndarray]] = []
         rectangles: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for first, end in pairwise(boundaries[: self.documents + 1]):
             a, b = np.searchsorted(held_T, (first, end))
+            own_T, level = held_T[a:b], 0
             if a == b:
                 continue
-            own_T, level = held_T[a:b], 0
-            place_T = np.searchsorted(key_T, own_T)
-            if place_T[-1] < len(key_T) and key_T[place_T[-1]] == own_T[-1]:
-                squares.append((np.arange(a, b), place_T))
+            squares.append((np.arange(a, b), own_T))
             runs = np.flatnonzero(np.diff(own_T, prepend=own_T[0] - 2) != 1)
-            ends = (first, *(own_T[runs[1:] - 1] + 1))
-            for run, end_before in zip(runs, ends, strict=True):
-                gap = np.searchsorted(key_T, (end_before, own_T[run]))
-                if gap[0] < gap[1]:
-                    if level == len(rectangles):
-                        rectangles.append([])
-                    rectangles[level].append((np.arange(a + run, b), np.arange(*gap)))
+            for run, before in zip(runs, (first, *(own_T[runs[1:] - 1] + 1)), strict=True):
+                if before < own_T[run]:
+                    rectangles.extend([] for _ in range(level + 1 - len(rectangles)))
+                    rectangles[level].append((np.arange(a + run, b), np.arange(before, own_T[run])))
                     level += 1
         pieces = [self._piece(squares, causal=True)] if squares else []
         return pieces + [self._piece(each, causal=False) for each in rectangles]

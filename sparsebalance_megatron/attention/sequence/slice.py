@@ -2,7 +2,7 @@
 """The part of a packed sequence that one rank holds, and the group that holds the whole.
 
 Shape legend: T tokens (of the packed sequence or of a slice), E head dims of keys and values side
-by side, W members of the group, X columns of a table (one more than there are blocks, or tokens).
+by side, W members of the group.
 """
 
 from __future__ import annotations
@@ -227,27 +227,22 @@ class SequenceSlice:
         """The blocks of the packed sequence."""
         return packed_layout(self.cu_seqlens, self.block_size, self.device)
 
-    @property
+    @cached_property
     def local_layout(self) -> PackedLayout:
         """The blocks of this rank, as a packed sequence of their own."""
-        return self.layout_of(self.group.member)
+        if self.group.members == 1:
+            return self.whole_layout
+        held = self.blocks_W[self.group.member]
+        tokens_S = np.zeros(len(self.cu_seqlens) - 1, dtype=np.int64)
+        np.add.at(tokens_S, self._grid.document_N[held], self._grid.length_N[held])
+        boundaries = (0, *np.cumsum(tokens_S[tokens_S > 0]).tolist())
+        return packed_layout(boundaries, self.block_size, self.device)
 
     @cached_property
     def layouts(self) -> LayoutPair:
         """The blocks of this rank's queries, and those of the sequence, which they read."""
         own_blocks = self.blocks_W[self.group.member].tolist()
         return LayoutPair.of_blocks(self.local_layout, self.whole_layout, own_blocks)
-
-    @cached_property
-    def local_block_WX(self) -> Tensor:
-        """int32: for every member and block of the sequence, the block's number among the member's;
-        -1 where the member does not hold it, and in the extra column."""
-        return self._local_numbers(self.blocks_W)
-
-    @cached_property
-    def local_token_WX(self) -> Tensor:
-        """Tokens' numbers, as :attr:`local_block_WX`."""
-        return self._local_numbers(self.tokens_W)
 
     @cached_property
     def gathered_T(self) -> Tensor:
@@ -263,28 +258,6 @@ class SequenceSlice:
     @cached_property
     def _grid(self) -> BlockGrid:
         return block_grid(self.cu_seqlens, self.block_size)
-
-    def layout_of(self, member: int) -> PackedLayout:
-        """The blocks of a member, as a packed sequence of their own; made once."""
-        if self.group.members == 1:
-            return self.whole_layout
-        if member not in self._layouts:
-            held = self.blocks_W[member]
-            tokens_S = np.zeros(len(self.cu_seqlens) - 1, dtype=np.int64)
-            np.add.at(tokens_S, self._grid.document_N[held], self._grid.length_N[held])
-            boundaries = (0, *np.cumsum(tokens_S[tokens_S > 0]).tolist())
-            self._layouts[member] = packed_layout(boundaries, self.block_size, self.device)
-        return self._layouts[member]
-
-    @cached_property
-    def _layouts(self) -> dict[int, PackedLayout]:
-        return {}
-
-    def _local_numbers(self, held_W: Sequence[np.ndarray]) -> Tensor:
-        table_WX = np.full((len(held_W), sum(map(len, held_W)) + 1), -1, dtype=np.int32)
-        for numbers_X, held in zip(table_WX, held_W, strict=True):
-            numbers_X[held] = np.arange(len(held))
-        return self.on_device(table_WX)
 
     def _gathered_places(self, held_W: Sequence[np.ndarray]) -> Tensor:
         longest = max(map(len, held_W))
@@ -363,15 +336,12 @@ class SequenceExchange(Protocol):
     them.
     """
 
-    @property
-    def gives_whole_heads(self) -> bool:
-        """Whether a part holds all that its query heads read; else results of parts are merged."""
-
     def parts(
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
-        """Give the parts that the slice's queries may read, each key once, in the same order each
-        time. ``selection`` is over the blocks of the sequence."""
+        """Give all that the slice's queries may read, in parts of which each holds all that its
+        query heads read, in the same order each time. ``selection`` is over the blocks of the
+        sequence."""
 
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> GradientSum:
         """Begin to sum the gradients of what :meth:`parts` gives, in ``dtype`` at least."""

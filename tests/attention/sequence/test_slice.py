@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.attention import tokens_of_members
 
-from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.exchange import held_by, sequence_attention
-from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.attention.layout import block_grid
+from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
+from sparsebalance_megatron.attention.sequence.slice import (
+    SequenceGroup,
+    SequenceSlice,
+    dealt_owners,
+)
 
 
 def dealt(
@@ -34,6 +39,27 @@ def test_blocks_are_dealt_on_over_documents() -> None:
     assert first.tokens_T.tolist() == [*range(5), *range(25, 30)]
     assert first.local_layout.cu_seqlens == (0, 5, 10)
     assert last.local_layout.cu_seqlens == (0, 10)
+
+
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.sampled_from([1, 16, 64]),
+)
+def test_halves_are_even(lengths: list[int], members: int, block: int) -> None:
+    """Everyone has a block, and two runs of a document at most, or blocks in turn; tokens differ by
+    what one document can."""
+    grid = block_grid(np.cumsum([0, *lengths]), block)
+    members = min(members, len(grid.start_N))
+    owner_N = dealt_owners(grid, slice(None), members, in_halves=True)
+    tokens_W = np.bincount(owner_N, grid.length_N, members)
+    assert tokens_W.all()
+    if (owner_N == np.arange(len(owner_N)) % members).all():
+        return
+    for first, blocks in zip(grid.first_block_S, grid.blocks_S, strict=True):
+        runs = itertools.groupby(owner_N[first : first + blocks])
+        assert max(Counter(member for member, _ in runs).values()) <= 2
+    assert np.ptp(tokens_W) <= 2 * block + max(lengths) / members
 
 
 @given(sliced_sequences(), st.integers(1, 4))
@@ -54,10 +80,7 @@ def test_members_hold_the_sequence_token_by_token(
         in_whole = [block for _, _, block in tokens]
         assert held.whole_layout.block_T[held.tokens_T].tolist() == in_whole
         assert held.layouts.own_block_N[held.local_layout.block_T].tolist() == in_whole
-        assert held.layout_of(member) is held.local_layout
-        assert [layout.tokens for layout in map(held.layout_of, range(len(whole)))] == [
-            len(x) for x in whole
-        ]
+        assert list(held.tokens_per_member) == [len(x) for x in whole]
         assert held.gathered_T[numbers].tolist() == [
             member * longest + i for i in range(len(numbers))
         ]
@@ -92,23 +115,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     for member in (-1, 2):
         with pytest.raises(ValueError, match=f"member {member}: the group has 0 to 1"):
             SequenceGroup(member=member, members=2)
-
-
-def test_parts_are_cut_without_reading_the_device() -> None:
-    """Tensors of the meta device have no values that the host could read."""
-    held = slices_of([0, 3, 40], np.array([0, 1, 0, 1, 0, 1]), 2, device="meta")[0]
-    lists = torch.empty(len(held.layouts.own_block_N), 2, 5, dtype=torch.int32, device="meta")
-    selection = Selection(
-        indices_QCK=lists,
-        counts_QC=lists[:, :, 0],
-        by_token=False,
-        query_layout=held.local_layout,
-        kv_layout=held.whole_layout,
-        own_block_N=held.layouts.own_block_N,
-    )
-    # The second document has 5 blocks, of which the members hold 2 and 3.
-    widths = [held_by(member, selection, held).indices_QCK.shape[2] for member in range(2)]
-    assert widths == [2, 3]
 
 
 def test_a_group_of_one_member_is_the_plain_path() -> None:
