@@ -138,7 +138,8 @@ class OwnAttention(MegatronModule):
 
 def take_own_attention() -> None:
     """Megatron's layers have an attention that takes packed sequences, as Transformer Engine's
-    does. How often it ran is printed at the end."""
+    does. How often it ran is printed at the end. Norms are marked."""
+    mark_norms()
 
     def own_layer_spec(*given: Any) -> Any:
         spec = default_layer_spec(*given)

@@ -234,6 +234,12 @@ SHARED_ROWS = {
     "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {RECOMPUTE} uniform"),
     "own-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
     "own-context-pipeline": Layout("exact", 4, f"{CONTEXT} {PIPELINE}", OWN_ATTENTION),
+    "own-context-tensor-sequence": Layout(
+        "exact", 4, f"{CONTEXT} {TENSOR} {SEQUENCE}", OWN_ATTENTION
+    ),
+    "own-context-interleaved": Layout("exact", 4, f"{CONTEXT} {INTERLEAVED}", OWN_ATTENTION),
+    "own-context-sharded": Layout("exact", 2, f"{SHARDED} {CONTEXT}", OWN_ATTENTION),
+    "exact-wide-sharded": Layout("exact", 2, f"{SHARDED} {WIDE} {CAPPED}"),
     "own-context4": Layout("exact", 4, f"{WIDER} --context-parallel-size 4", OWN_ATTENTION),
     "own-context-experts": Layout(
         "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2", OWN_ATTENTION
