@@ -104,11 +104,8 @@ def base_budgets(
 
 
 def check_first_blocks(given: str, first_blocks: int | None, budgets: Mapping[int, str]) -> None:
-    """Refuse first blocks, ``given`` so, that a budget does not hold beside a query's own. A budget
-    of 1 is a query's own, and leaves out the one that selections read by default.
-
-    ``budgets``: of all layers, and what gives each.
-    """
+    """Refuse first blocks, ``given`` so, that one of the budgets, with what gives it, does not hold
+    beside a query's own. A budget of 1 leaves out the one that selections read by default."""
     for budget, named in budgets.items():
         if (first_blocks or 0) >= max(budget, 2):
             raise ConfigError(

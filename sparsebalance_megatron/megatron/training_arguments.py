@@ -22,11 +22,7 @@ from sparsebalance_megatron.megatron.compat import (
     saved_state,
 )
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import (
-    check_resumed_optimizer,
-    check_resumed_schedule,
-    check_supported,
-)
+from sparsebalance_megatron.megatron.unsupported import check_resumed, check_supported
 from sparsebalance_megatron.selector_registry import default_first_blocks
 
 DENSE_COUNTED = destination("dense_up_to_counted")
@@ -98,8 +94,7 @@ def checked_settings(args: Namespace) -> tuple[list[str], SparseBalanceConfig, R
     lines = settle_attention(args)
     config = config_from_args(args)
     check_supported(args, config)
-    check_resumed_optimizer(args)
-    check_resumed_schedule(args)
+    check_resumed(args)
     with one_line_refusals():
         return lines, config, RunSettings.from_args(args)
 

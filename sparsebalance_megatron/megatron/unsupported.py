@@ -319,29 +319,23 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 
 _AT_LEAST_1 = "--hidden-size --ffn-hidden-size --num-attention-heads --moe-router-topk"
 _ABOVE_0 = "--rotary-base --rotary-seq-len-interpolation-factor --rope-scaling-factor"
+_SHARES = "--hidden-dropout --adam-beta1 --adam-beta2"
 _NUMBERS: tuple[tuple[str, str, Callable[[Settings, Any], object]], ...] = (
-    (f"{_AT_LEAST_1} --log-interval", "must be at least 1", lambda get, number: number < 1),
-    (_ABOVE_0, "must be above 0", lambda get, number: number <= 0),
-    ("--init-method-std", "must be at least 0", lambda get, number: number < 0),
-    (
-        "--hidden-dropout --adam-beta1 --adam-beta2",
-        *("must be at least 0 and below 1", lambda get, number: not 0 <= number < 1),
-    ),
-    ("--num-layers", "must be 1 to 4096", lambda get, layers: not 1 <= layers <= 4096),
-    (
-        "--eval-interval",
-        *("must be at least 1", lambda get, steps: steps < 1 and get("eval_iters", 1)),
-    ),
+    (f"{_AT_LEAST_1} --log-interval", "must be at least 1", lambda get, n: n < 1),
+    ("--eval-interval", "must be at least 1", lambda get, n: n < 1 and get("eval_iters", 1)),
+    (_ABOVE_0, "must be above 0", lambda get, n: n <= 0),
+    ("--init-method-std", "must be at least 0", lambda get, n: n < 0),
+    (_SHARES, "must be at least 0 and below 1", lambda get, n: not 0 <= n < 1),
+    ("--num-layers", "must be 1 to 4096", lambda get, n: not 1 <= n <= 4096),
     (
         *("--num-query-groups", "must be at least 1, and divide --num-attention-heads"),
-        lambda get, groups: (
-            get("group_query_attention", True)
-            and (groups < 1 or get("num_attention_heads", groups) % groups)
+        lambda get, n: (
+            get("group_query_attention", True) and (n < 1 or get("num_attention_heads", n) % n)
         ),
     ),
     (
         *("--kv-channels", "must be at least 1, and even where all of them rotate"),
-        lambda get, channels: channels < 1 or (channels % 2 and _rotates_all(get)),
+        lambda get, n: n < 1 or (n % 2 and _rotates_all(get)),
     ),
 )
 """Flags, the rule for their numbers, and whether a number breaks it: what Megatron takes, and fails
@@ -487,15 +481,21 @@ def _check_sharing(get: Settings, longest: int) -> None:
     check_whole_documents(config.selection, parts)
 
 
-def check_resumed_optimizer(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer Megatron cannot read in this run: experts of an
-    expert-parallel group have an optimizer of their own, the distributed one names its state
-    otherwise, and optimizers differ in what they keep."""
+def check_resumed(args: Namespace) -> None:
+    """Refuse a checkpoint whose optimizer, or schedule of the learning rate, Megatron does not take
+    up in this run, before it fails at it or asserts as much."""
     if args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)
-    if saved is None or getattr(saved, "no_save_optim", False):
-        return
+    if saved is not None and not getattr(saved, "no_save_optim", False):
+        check_optimizer(saved, args)
+        check_schedule(saved, args)
+
+
+def check_optimizer(saved: Namespace, args: Namespace) -> None:
+    """Refuse an optimizer that Megatron cannot read: experts of an expert-parallel group have one
+    of their own, the distributed one names its state otherwise, and optimizers differ in what they
+    keep."""
     runs = [Settings(each, SparseBalanceConfig()) for each in (saved, args)]
     distributed, sharded = "--use-distributed-optimizer", "--use-torch-fsdp2"
     found = None
@@ -520,14 +520,10 @@ def check_resumed_optimizer(args: Namespace) -> None:
         )
 
 
-def check_resumed_schedule(args: Namespace) -> None:
-    """Refuse a schedule of the learning rate that is not the checkpoint's, before Megatron asserts
-    as much."""
+def check_schedule(saved: Namespace, args: Namespace) -> None:
+    """Refuse a schedule of the learning rate that is not the checkpoint's."""
     follows_one = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if not args.load or args.no_load_optim or args.skip_train or follows_one:
-        return
-    saved = arguments_of_weights(args, resumed=True)
-    if saved is None or saved.no_save_optim or saved.lr is None:
+    if args.skip_train or follows_one or saved.lr is None:
         return
     names = ["lr", "min_lr", "lr_decay_style"]
     if saved.train_iters and args.train_iters:

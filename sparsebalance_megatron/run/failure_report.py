@@ -53,8 +53,6 @@ _REMEDIES = {
     "free some of that disk": "no space left on device|disk quota exceeded",
 }
 """What to do -> what is said where that helps; such an error does not come of another rank."""
-_FULL_SHARE, _FULL_BYTES = 0.01, 1e9
-"""A disk with less free than both is called full: writers of checkpoints hide the error."""
 
 
 class Terminated(BaseException):
@@ -276,7 +274,7 @@ def resume_advice(save: Path) -> str:
         return f"there is no complete checkpoint in {save}"
     disk = shutil.disk_usage(save)
     free = f"with {disk.free / 1e9:.1f} GB free there"
-    if disk.free < min(_FULL_SHARE * disk.total, _FULL_BYTES):
+    if disk.free < min(disk.total / 100, 1e9):  # writers of checkpoints hide the error
         free += " (that disk is full: free some of it, or name another by --save)"
     if iteration is None:
         return f"there is no complete checkpoint in {save}, {free}"

@@ -27,8 +27,9 @@ from sparsebalance_megatron.megatron.unsupported import (
     TRAINING,
     Settings,
     check_model,
-    check_resumed_optimizer,
-    check_resumed_schedule,
+    check_optimizer,
+    check_resumed,
+    check_schedule,
     check_segments,
     check_supported,
     shards_unequally,
@@ -253,11 +254,8 @@ DISTRIBUTED, SHARDED = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": 
         (of_experts(1), of_experts(4), True),
         (of_experts(2), of_experts(4), False),
         (of_experts(1), of_experts(1), False),
-        (of_experts(2), of_experts(1) | {"no_load_optim": True}, False),
         (of_experts(2), of_experts(1) | {"num_experts": None}, False),
-        (of_experts(2), of_experts(1) | {"load": None}, False),
         ({}, {"optimizer": "sgd"}, True),
-        ({"no_save_optim": True}, {"optimizer": "sgd"}, False),
         (DISTRIBUTED, SHARDED, True),
         (SHARDED, DISTRIBUTED, True),
         (DISTRIBUTED, {}, True),
@@ -267,17 +265,30 @@ DISTRIBUTED, SHARDED = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": 
     ],
 )
 def test_an_optimizer_that_this_run_cannot_read_is_refused(
-    saved: dict[str, Any],
-    now: dict[str, Any],
-    refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    saved: dict[str, Any], now: dict[str, Any], refused: bool
+) -> None:
+    with pytest.raises(ConfigError, match="--no-load-optim") if refused else nullcontext():
+        check_optimizer(Namespace(**saved), Namespace(load="checkpoints", **now))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "refused"),
+    [
+        ({}, {}, True),
+        ({}, {"no_load_optim": True}, False),
+        ({}, {"load": None}, False),
+        ({"no_save_optim": True}, {}, False),
+    ],
+)
+def test_an_optimizer_that_is_not_loaded_is_not_asked(
+    saved: dict[str, Any], now: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         unsupported, "arguments_of_weights", lambda args, resumed: Namespace(**saved)
     )
-    args = Namespace(**{"no_load_optim": False, "load": "checkpoints"} | now)
-    with pytest.raises(ConfigError, match="--no-load-optim") if refused else nullcontext():
-        check_resumed_optimizer(args)
+    args = {"no_load_optim": False, "load": "checkpoints", "optimizer": "sgd"} | now
+    with pytest.raises(ConfigError) if refused else nullcontext():
+        check_resumed(Namespace(**args))
 
 
 SEGMENTS_REFUSED = {
@@ -301,18 +312,14 @@ SEGMENTS_REFUSED = {
     ],
 )
 def test_a_resume_with_another_schedule_names_the_flag(
-    differs: dict[str, Any], told: str | None, monkeypatch: pytest.MonkeyPatch
+    differs: dict[str, Any], told: str | None
 ) -> None:
-    saved = {"lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "constant", "no_save_optim": False}
-    saved |= {"train_iters": 4, "global_batch_size": 4}
-    monkeypatch.setattr(
-        *(unsupported, "arguments_of_weights"), lambda args, resumed: Namespace(**saved)
-    )
-    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-    other += ("no_load_optim", "skip_train")
-    args = Namespace(**saved | {"load": "checkpoints"} | dict.fromkeys(other) | differs)
+    saved = {"lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "constant"}
+    saved |= {"train_iters": 4, "global_batch_size": 4, "load": "checkpoints"}
+    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "skip_train")
+    args = Namespace(**saved | dict.fromkeys(other) | differs)
     with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-        check_resumed_schedule(args)
+        check_schedule(Namespace(**saved), args)
 
 
 @pytest.mark.parametrize("flag", SEGMENTS)
