@@ -140,8 +140,8 @@ class SparseBalanceConfig:
 
     dense_attention: DenseAttention = "auto"
     """Who attends to dense documents: on CUDA FlashAttention-4 (extra fa4), the model's own
-    attention (Transformer Engine's, in one piece, with nothing kept), torch's, or what the cost
-    table found fastest, else the first of these that serves (auto)."""
+    attention (Transformer Engine's, in one piece, with nothing kept), torch's; or (auto) whom the
+    cost table found fastest, else the first of these that serves."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
