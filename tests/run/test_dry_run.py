@@ -53,7 +53,8 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "not checked:\n  whether memory suffices: it is counted, not tried" in result.stdout
     assert "32 GPUs, 20 steps of 8 samples, order of training with seed 1234." in result.stdout
     assert "Times are those of the H200, counted, and of no other device" in result.stdout
-    assert table_rows(result.stdout) == ["dense", "exact", "fixed budgets", "paper", "ours"]
+    names = ["dense", "sorted", "exact", "fixed budgets", "paper", "ours"]
+    assert table_rows(result.stdout) == names
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = micro_batches(result.stdout)
     assert [row[:2] for row in rows] == [[str(d), str(m)] for d in range(4) for m in range(2)]
@@ -117,7 +118,7 @@ def test_plan_predicts_what_a_dry_run_does(
         [line.split()[:-1] for line in output.splitlines() if table_rows(line)]
         for output in (dry.stdout, planned.stdout)
     ]
-    assert both[0] == both[1] and len(both[0]) == 5
+    assert both[0] == both[1] and len(both[0]) == 6
 
 
 @pytest.mark.distributed
