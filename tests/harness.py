@@ -258,7 +258,7 @@ def assert_order_is_simulated(log_dir: Path, ranks: int) -> None:
         for step, logged in zip(read_steps(log_dir), read_steps(log_dir, rank), strict=True):
             if step["iteration"] > 1:  # hooks go in with the first forward of a run
                 micro_batches = measured_ms(step).shape[-1]
-                simulated = log.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
+                simulated = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
                 operations = simulated.by_stage[mine["pipeline_rank"]]
                 assert [tuple(span[:3]) for span in logged["spans"]] == [
                     (each.direction, each.chunk, each.micro_batch) for each in operations

@@ -230,9 +230,10 @@ def _gibibytes(memory: StageMemory, most: StageMemory) -> str:
     def gibibytes(size: float) -> str:
         return f"{size / GIBIBYTE:.3g}"
 
+    lists = f"(of which lists of blocks {gibibytes(memory.lists_bytes)}) "
     return (
         f"{gibibytes(memory.total_bytes)} = weights, gradients and optimizer "
         f"{gibibytes(memory.weights_bytes)} + activations {gibibytes(memory.activations_bytes)} "
-        f"(of which lists of blocks {gibibytes(memory.lists_bytes)}) in these steps; at most "
+        f"{lists if memory.lists_bytes else ''}in these steps; at most "
         f"{gibibytes(most.total_bytes)}"
     )

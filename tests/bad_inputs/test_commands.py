@@ -81,7 +81,10 @@ PREPARE_INTO = (
 )
 FROM, PROFILE = "convert from-hf {folder}", "profile -o {folder}"
 BAD_COMMANDS: dict[str, tuple[str, ...]] = {
-    "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there; train with"),
+    "a run to watch that is not there": (
+        "watch {folder}/nowhere --once",
+        "not there; name",
+    ),
     "a prefix that names a folder": (f"{PREPARE_INTO}{{folder}}/", "--output-prefix"),
     "flags after dashes where there are none": (f"{SUMMARY} -- --lr 1", "--lr 1"),
     "a flag that training does not have": (f"{PLAN} -- {TRAINED} --dp 4", "--dp 4"),

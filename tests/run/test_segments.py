@@ -11,7 +11,6 @@ import pytest
 from harness import CHANGED, EXPERT_PARALLEL_FLAGS, train, write_documents
 
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.timeline import predicted_timeline
 
 pytestmark = pytest.mark.distributed
 
@@ -44,15 +43,12 @@ def test_planned_segments_train(ranks: int, experts: tuple[str, ...], tmp_path: 
     )
     assert all(max(map(max, step["segments_RM"])) > 1 for step in four.steps)
     for step in read_run_log(tmp_path / "4").steps:
-        predicted, found = step.predicted, predicted_timeline(step)
-        assert found is not None
-        assert found.makespan_ms == pytest.approx(predicted.makespan_ms, abs=FEW_LOGGED_DIGITS_MS)
         assert (step.segments_RM == step.segments_RM[0]).all()
         if experts:
             # The times of segments are the group's, those of micro-batches each rank's own.
             assert (step.times_2RPVM("measured") > 0.0).all()
             continue
-        (ms_2PU,) = predicted.segment_ms
+        (ms_2PU,) = step.predicted.segment_ms
         first_U = np.cumsum([0, *step.segments_RM[0, :-1]])
         np.testing.assert_allclose(
             np.add.reduceat(ms_2PU, first_U, axis=2),
