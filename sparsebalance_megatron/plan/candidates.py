@@ -62,6 +62,8 @@ jobs without very long samples usually are; the search would double their planni
 _EFFORT_FROM_BEST = 0.25
 """Effort for a larger largest cp_size from the best step found before, over that from its own
 starts."""
+_FULL_EFFORT_CP_SIZE = 8
+"""Largest cp_size up to which every search for a larger one may take its whole effort."""
 _FALL_TO_ENDS = 0.85
 """How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 _STOP_RATIO_TO_BOUND, _STOP_RATIO_WITH_CP_SIZES = 1.001, 1.005
@@ -307,7 +309,8 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     1. No others are searched where equal ones are near the lower bound of all cp_sizes.
     2. Largest cp_sizes of 2, 4, ... to the limit are searched one after another, from the best
        step found before and from starts of their own. So a higher limit never makes a step longer.
-    3. Where steps may have fewer positions than the job, so do starts, by halves: where there are
+    3. Beyond _FULL_EFFORT_CP_SIZE each search gets less effort, so that all of them take no more.
+    4. Where steps may have fewer positions than the job, so do starts, by halves: where there are
        no more samples than positions, all ranks have to share every sample.
 
     Raises:
@@ -319,6 +322,7 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     if best is not None and best.makespan_ms <= near_ms:
         return best
     largest, failures = 1, []
+    effort = min(1.0, _FULL_EFFORT_CP_SIZE.bit_length() / limit.bit_length())
     while largest < limit:
         largest *= 2
         starts, positions = [], problem.job.micro_batches
@@ -330,8 +334,8 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
             positions = positions // 2 if problem.plans_positions else 0
         found = [] if best is None else [best]
         if best is not None and best.problem.job.data_parallel_size == ranks:
-            found.append(_searched(best, largest, _EFFORT_FROM_BEST))
-        found += [_searched(start, largest, 1.0 / len(starts)) for start in starts]
+            found.append(_searched(best, largest, effort * _EFFORT_FROM_BEST))
+        found += [_searched(start, largest, effort / len(starts)) for start in starts]
         if found:
             best = min(found, key=_makespan_ms)
     if best is None:
