@@ -74,13 +74,14 @@ def test_short_form(name: str, tmp_path: Path) -> None:
         "dp2",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("ep2", "fsdp2", "dp2-shared", "dp2-window")
+            for name in ("ep2", "fsdp2", "dp2-shared", "dp2-window", "gpu-dp4")
         ),
     ],
 )
 def test_end_to_end(layout_name: str, documents: Path, tmp_path: Path) -> None:
     batches = "4" if layout_name == "dp2-window" else "1"
     few = ("--quick", "--batches", batches, "--warm-up", "0", "--layout", layout_name)
+    few += ("--device", "cpu")
     short = ("--seq-length", "256", "--data", str(documents), "--")
     model = ("--sparse-balance-block-size", "16", "--tokenizer-type", "NullTokenizer")
     flags = (*few, *short, *model, "--vocab-size", str(VOCABULARY - 1))

@@ -100,12 +100,14 @@ def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens:
         kept = of_model.cost_model(
             replace(config, layer_budgets="dense:all", tuning="off", recompute_attention="keep"), {}
         )
-        assert of_model.cost_model(config, {}) == exact
+        assert of_model.cost_model(config, {}).forward_ms == exact.forward_ms
         for changes in ({"dense_attention": "torch"}, {"max_segments": 2}, {"attention": "blocks"}):
-            assert of_model.cost_model(replace(config, **changes), {}) == cost
+            other = of_model.cost_model(replace(config, **changes), {})
+            assert other.forward_ms == cost.forward_ms
     assert with_dense_length(config, cost, 1 << 20).dense_up_to_tokens == tokens
     assert crossing_tokens(exact, 32, 1 << 20) > tokens
-    assert exact == cost.with_model_attention == exact.with_model_attention
+    assert exact == exact.with_model_attention
+    assert exact.forward_ms == cost.with_model_attention.forward_ms
     assert "dense attention 58%" in exact.source and "dense attention 33%" in cost.source
     assert kept.forward_ms == cost.forward_ms, (
         "what a recomputed pass reads again is of this package"
