@@ -28,6 +28,7 @@ INTEGRATION = {
             "neighbours_per_node",
             "expert_parallel_size",
             "frozen_weights",
+            "takes_packed_sequences",
         ),
     ],
     "HostPlanner": ["config", "job", "cost", "clock"],
